@@ -49,7 +49,8 @@ from embodied.profiling.store import (
     profile_for,
 )
 from embodied.reporting import gantt
-from embodied.reporting.html import page, section, table, tag
+from embodied.reporting.html import Html, page, section, table, tag
+from embodied.reporting.svg import as_file
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
@@ -70,7 +71,7 @@ usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out
             published_maniskill_openvla, published_libero_openvla_oft
   cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
             all nodes of the Ray cluster that the recipe names (cluster.address)
-  out       where plan.json, plan.png and plan.html go; default: plans/PROFILE-CLUSTER in run.dir"""
+  out       where plan.json, plan.svg and plan.html go; default: plans/PROFILE-CLUSTER in run.dir"""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> int:
     runs = config.run.dir if config else RunSection.model_fields["dir"].default
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
-    print(f"\nplan        {out / 'plan.html'}, plan.png, plan.json")
+    print(f"\nplan        {out / 'plan.html'}, plan.svg, plan.json")
     return 0
 
 
@@ -303,14 +304,14 @@ def replays(planned: Planned) -> dict[str, Schedule]:
 
 
 def write(planned: Planned, name: str, out: Path) -> None:
-    """plan.json, and the picture as PNG and in a page."""
+    """plan.json, and the picture as SVG and in a page."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(as_json(planned, name), indent=1) + "\n")
     drawn = replays(planned)
-    png = gantt.draw(drawn) if drawn else None
-    if png:
-        (out / "plan.png").write_bytes(png)
-    (out / "plan.html").write_text(html(planned, name, png), encoding="utf-8")
+    picture = gantt.draw(drawn) if drawn else None
+    if picture:
+        (out / "plan.svg").write_text(as_file(picture), encoding="utf-8")
+    (out / "plan.html").write_text(html(planned, name, picture), encoding="utf-8")
 
 
 def as_json(planned: Planned, name: str) -> dict:
@@ -335,7 +336,7 @@ def choice_as_json(planned: Planned, choice: Choice) -> dict:
     }
 
 
-def html(planned: Planned, name: str, png: bytes | None) -> str:
+def html(planned: Planned, name: str, picture: Html | None) -> str:
     _, winner = planned.winner
 
     def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
@@ -356,7 +357,7 @@ def html(planned: Planned, name: str, png: bytes | None) -> str:
         section("Predicted", table(["mode", *head], rows(modes))),
         section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
         section("Why", tag("ul", *reasons)),
-        section("An iteration", gantt.image(png, "what every device does")) if png else None,
+        section("An iteration", tag("div", picture, class_="scroll")) if picture else None,
     )
 
 

@@ -1,6 +1,7 @@
 """`python -m embodied.benchmark` measures every mode next to what it said before, and tells what does not fit."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -97,7 +98,7 @@ ABOUT = {
 def test_the_page_says_when_where_and_under_what_load_it_was_measured():
     found = result(collocated=[1.0, 1.0])
     found.profile = {"date": "2025-12-31", "commit": "xyz", "busy": {"before": 0.0, "during": 0.1}}
-    page = html([found], ABOUT, b"")
+    page = html([found], ABOUT)
     for fact in (
         "2026-01-01T10:00:00",
         "abc",
@@ -120,9 +121,18 @@ def test_a_profile_and_a_benchmark_that_were_measured_under_load_are_warned_of()
     assert "the profile that predicts reach, 4 envs was measured under load" in told and "profile=new" in told
     busy = ABOUT | {"load": {"before": {"others": 1.0}, "during": {"others": None}}}
     assert warnings([found], busy)[0].startswith("this benchmark was measured under load: other programs kept cores")
-    assert html([found], busy, b"").count('class="problem"') == 2
+    assert html([found], busy).count('class="problem"') == 2
     found.profile = {}  # from before loads were written down
-    assert not warnings([found], ABOUT) and "load unknown" in html([found], ABOUT, b"")
+    assert not warnings([found], ABOUT) and "load unknown" in html([found], ABOUT)
+
+
+def test_the_page_draws_predicted_and_measured_speeds_with_the_middle_half_of_the_rounds():
+    page = html([result(collocated=[1.0, 1.25, 2.0], **{"<b>": [2.0] * 3})], ABOUT)
+    assert "<title>collocated: 80 env steps/s measured, the middle half 65 to 90</title>" in page
+    assert "<title>&lt;b&gt;: 100 env steps/s predicted</title>" in page and "<b>" not in page
+    lengths = [float(length) for length in re.findall(r'd="M\S+ \d+h(\S+)"', page)][2:]  # after those of the legend
+    assert [length / lengths[0] for length in lengths] == pytest.approx([1.0, 0.8, 1.0, 0.5], abs=0.002)
+    assert page.count('class="edge"') == 2
 
 
 def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_takes():
@@ -361,7 +371,7 @@ def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
     (found,) = content["results"]
     assert {*found["table"], *found["refused"]} == {*benchmark.MODES, benchmark.OTHER, *benchmark.OVERLAPPING}
     assert all(row["measured_s"] > 0 for row in found["table"].values())
-    assert (out / "bench.png").stat().st_size > 1000
+    assert (out / "bench.svg").stat().st_size > 1000
     assert "predicted" in (out / "bench.html").read_text()
 
 

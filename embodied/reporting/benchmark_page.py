@@ -1,8 +1,7 @@
-"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as an image."""
+"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as a drawing."""
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -13,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from embodied.placement.reasons import equal_to_the_fastest, words
-from embodied.reporting.gantt import image
 from embodied.reporting.html import Html, page, section, table, tag
 from embodied.reporting.machine_page import MOST_TRACE_BYTES, is_move, worker_rows
+from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
 from embodied.reporting.timeline import innermost, read_trace
 from embodied.system.load import under_load
 
 HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")
+COLORS = {"predicted": 7, "measured": 0}
 
 
 def row_of(result: Any, mode: str) -> dict[str, float | None]:
@@ -164,12 +164,11 @@ def num_rounds(result: Any) -> int:
 def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:
     found = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
     (folder / "bench.json").write_text(json.dumps({"about": about, "results": found}, indent=1, default=str) + "\n")
-    png = chart(results)
-    (folder / "bench.png").write_bytes(png)
-    (folder / "bench.html").write_text(html(results, about, png), encoding="utf-8")
+    (folder / "bench.svg").write_text(as_file(chart(results)), encoding="utf-8")
+    (folder / "bench.html").write_text(html(results, about), encoding="utf-8")
 
 
-def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
+def html(results: Sequence[Any], about: dict[str, Any]) -> str:
     parts = []
     for result in results:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
@@ -184,7 +183,7 @@ def html(results: Sequence[Any], about: dict[str, Any], png: bytes) -> str:
         parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *found))
     title = f"Placements of {about['recipe']}"
     problems = [tag("p", line, class_="problem") for line in warnings(results, about)]
-    picture = image(png, "predicted and measured throughput")
+    picture = tag("div", chart(results), class_="scroll")
     return page(
         title, tag("header", tag("h1", title), *problems), section("Measured", made(results, about), picture), *parts
     )
@@ -270,29 +269,18 @@ def timeline(mode: str, path: Path) -> list[Html]:
     return [worker_rows(spans, f"{mode}: one iteration, piece by piece"), moved]
 
 
-def chart(results: Sequence[Any]) -> bytes:
-    """Bars of env steps per second, predicted beside measured, whiskers over the middle half of the rounds."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.5 + 2.2 * len(results)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(results), 1, squeeze=False)[:, 0]
-    for axis, result in zip(axes, results, strict=True):
-        modes = list(rows_of(result))
-        place = np.arange(len(modes))
-        speeds = [[r.env_steps / r.seconds for r in result.rounds[mode]] for mode in modes]
-        middle = np.array([median(s) for s in speeds])
-        low, high = (np.array([np.percentile(s, q) for s in speeds]) for q in (25, 75))
-        expected = [result.expected[mode]["env_steps_per_s"] for mode in modes]
-        axis.barh(place - 0.2, expected, 0.38, color="#bbbbbb", label="predicted")
-        axis.barh(place + 0.2, middle, 0.38, color="#4477aa", label="measured")
-        axis.hlines(place + 0.2, low, high, color="black")
-        axis.set_yticks(place, modes)
-        axis.invert_yaxis()
-        axis.set_xlabel("env steps/s")
-        axis.set_title(f"{result.task}, {result.num_envs} envs", loc="left", fontsize=9)
-    axes[0].legend(fontsize=8, frameon=False)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=120)
-    return out.getvalue()
+def chart(results: Sequence[Any]) -> Html:
+    """Bars of env steps per second, predicted above measured, whiskers over the middle half of the rounds."""
+    charts = []
+    for result in results:
+        rows, speeds = [], []
+        for mode in rows_of(result):
+            expected = result.expected[mode]["env_steps_per_s"]
+            low, middle, high = np.percentile([r.env_steps / r.seconds for r in result.rounds[mode]], [25, 50, 75])
+            predicted = Bars([(0, expected)], f"{mode}: {short(expected)} env steps/s predicted", COLORS["predicted"])
+            words = f"{mode}: {short(middle)} env steps/s measured, the middle half {short(low)} to {short(high)}"
+            measured = Bars([(0, middle)], words, COLORS["measured"], (low, high))
+            rows += [(mode, [predicted]), ("", [measured]), ("", [])]
+            speeds += [expected, high]
+        charts.append(Rows(f"{result.task}, {result.num_envs} envs", rows[:-1], max(speeds)))
+    return row_charts("predicted and measured throughput", charts, COLORS, "env steps/s")

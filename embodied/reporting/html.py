@@ -81,10 +81,8 @@ def page(title: str, *body: object) -> str:
     style = (ASSETS / "report.css").read_text(encoding="utf-8")
     script = (ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
-        "media-src data: 'self' file:"
-    )
+    sources = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; media-src data: 'self' file:"
+    policy = f"default-src 'none'; {sources}"
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -1,23 +1,31 @@
-"""Charts as inline SVG: lines with bands, points with whiskers, histograms. Colours come from the page's style.
+"""Charts as inline SVG: lines with bands, points with whiskers, histograms, rows of bars, in the page's colours.
 
 A chart is drawn 440 units wide, about what a phone shows, so that its text keeps its size; wider pages set charts side
-by side. Each line carries its numbers: the page's script shows those nearest to the pointer.
+by side. Each line carries its numbers: the page's script shows those nearest to the pointer. Rows of bars are drawn
+twice as wide, with title and legend inside, so that they can also be files.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
-from embodied.reporting.html import Html, tag
+import numpy as np
+
+from embodied.reporting.html import ASSETS, Html, tag
 
 WIDTH, HEIGHT = 440, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 26
 MOST_POINTS = 240  # of a line; of more, neighbours are drawn as their mean with a band from lowest to highest
 COLORS = 8  # the style names .c0 to .c7
+ROW = 16  # height of a row of bars
+STYLE = """svg { background: #fff } text { font: 11px sans-serif; fill: #5c6570 } .x { text-anchor: middle }
+.y { text-anchor: end } .spans { opacity: 0.85 } .grid { stroke: #dfe3e8 } .axis { stroke: #5c6570 }
+.edge { stroke: #1b1f24 }"""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,26 @@ class Series:
     color: int = 0
     dashed: bool = False
     faint: bool = False  # one of many, behind their mean
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What one colour covers of a row: pieces from start to end, with `words` for the pointer."""
+
+    pieces: Sequence[tuple[float, float]]
+    words: str
+    color: int
+    whisker: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A chart of named rows on an axis from 0 to `high`, with a line across them at `end`."""
+
+    title: str
+    rows: Sequence[tuple[str, Sequence[Bars]]]
+    high: float
+    end: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,11 +105,12 @@ def line_chart(
 
 def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False) -> Html:
     """Stacked counts: `groups` maps a style class (success, failure, played) to values, integers if `whole`."""
-    values = [value for group in groups.values() for value in group if math.isfinite(value)]
+    groups = {kind: [value for value in group if math.isfinite(value)] for kind, group in groups.items() if group}
+    values = [value for group in groups.values() for value in group]
     if not values:
         return figure(title, tag("p", "nothing yet", class_="empty"))
     edges = bins(values, whole)
-    counts = {kind: count(group, edges) for kind, group in groups.items() if group}
+    counts = {kind: np.histogram(group, edges)[0].tolist() for kind, group in groups.items()}
     totals = [sum(column) for column in zip(*counts.values())]
     across = Axis(edges[0], edges[-1], LEFT, WIDTH - RIGHT)
     up = Axis(0, max(totals), HEIGHT - BOTTOM, TOP)
@@ -97,6 +126,53 @@ def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole
                 shapes.append(tag("rect", tag("title", words), class_=f"bar {kind}", **bar))
                 base += column[i]
     return figure(title, legend([(kind, kind, "") for kind in counts]), canvas(title, shapes, across, x_name, False))
+
+
+def row_charts(title: str, charts: Sequence[Rows], colors: dict[str, int], x_name: str) -> Html:
+    """Charts of rows, one under the other in one drawing, with the legend `colors`."""
+    longest = max((len(name) for chart in charts for name, _ in chart.rows), default=0)
+    width, left = 2 * WIDTH, min(16 + 6 * longest, WIDTH)
+    shapes, x, y = [], left, TOP
+    for name, color in colors.items():
+        shapes += [bar([(x, x + 14)], y + 6, color), tag("text", name, x=x + 19, y=y + 10)]
+        x += 37 + 7 * len(name)
+    for chart in charts:
+        across = Axis(0, chart.high, left, width - 2 * RIGHT)
+        top, y = y + 36, y + 36 + ROW * len(chart.rows)
+        shapes.append(tag("text", chart.title, x=left, y=top - 6))
+        for value in ticks(0, chart.high, 10):
+            x = across.at(value)
+            shapes.append(tag("line", class_="grid", x1=x, x2=x, y1=top, y2=y))
+            shapes.append(tag("text", short(value), x=x, y=y + 14, class_="x"))
+        shapes.append(tag("line", class_="axis", x1=left, x2=across.end, y1=y, y2=y))
+        for middle, (name, row) in zip(range(top + ROW // 2, y, ROW), chart.rows):
+            shapes.append(tag("text", name, x=left - 6, y=middle + 4, class_="y"))
+            for one in row:
+                spots = [(across.at(start), across.at(end)) for start, end in one.pieces]
+                shapes.append(bar(spots, middle, one.color, tag("title", one.words)))
+                if one.whisker:
+                    low, high = map(across.at, one.whisker)
+                    shapes.append(tag("line", class_="edge", x1=low, x2=high, y1=middle, y2=middle))
+        if chart.end is not None:
+            x = across.at(chart.end)
+            shapes.append(tag("line", class_="edge", x1=x, x2=x, y1=top - 3, y2=y))
+        y += 14
+    shapes.append(tag("text", x_name, x=width // 2, y=y + 16, class_="x"))
+    return tag("svg", *shapes, viewBox=f"0 0 {width} {y + 24}", role="img", aria_label=title)
+
+
+def bar(pieces: Sequence[tuple[float, float]], middle: float, color: int, *children: Html) -> Html:
+    """All pieces as one path, which takes a dozen bytes for each; none is too thin to be seen."""
+    drawn = "".join(f"M{start:g} {middle:g}h{max(end - start, 0.3):.3g}" for start, end in pieces)
+    return tag("path", *children, d=drawn, stroke_width=ROW - 4, class_=f"spans c{color % COLORS}")
+
+
+def as_file(drawing: Html) -> str:
+    """The drawing as an SVG file, in the colours of a light page, by name: few editors know variables."""
+    colors = re.findall(r"--(c\d): (#\w+)", (ASSETS / "report.css").read_text(encoding="utf-8"))[:COLORS]
+    style = tag("style", STYLE, *[f" .{name} {{ stroke: {color} }}" for name, color in colors])
+    opening, _, rest = drawing.partition(">")
+    return f'{opening} xmlns="http://www.w3.org/2000/svg">{style}{rest}\n'
 
 
 def figure(title: str, *parts: object) -> Html:
@@ -236,16 +312,6 @@ def bins(values: Sequence[float], whole: bool) -> list[float]:
     step = marks[1] - marks[0]
     first, last = math.floor(low / step), math.ceil(high / step)
     return [i * step for i in range(first, max(last, first + 1) + 1)]
-
-
-def count(values: Sequence[float], edges: list[float]) -> list[int]:
-    """The number of values in each bin; the last bin holds its upper edge."""
-    counts = [0] * (len(edges) - 1)
-    width = (edges[-1] - edges[0]) / len(counts)
-    for value in values:
-        if math.isfinite(value):
-            counts[min(int((value - edges[0]) / width), len(counts) - 1)] += 1
-    return counts
 
 
 def spell(left: float, right: float, whole: bool) -> str:

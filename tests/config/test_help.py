@@ -12,7 +12,7 @@ from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import RECIPES, TINY, recipe_names
 from embodied.config.schema import leaves, root
 
-HEAVY = ("torch", "ray", "sapien", "mani_skill", "gymnasium", "tensorboard", "matplotlib", "imageio")
+HEAVY = ("torch", "ray", "sapien", "mani_skill", "gymnasium", "tensorboard", "imageio")
 HELP = 'from embodied.{command} import main; code = main(["--help"])'
 WITHOUT_US = "import numpy, pydantic, yaml; code = 0"
 PROBE = """
