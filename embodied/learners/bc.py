@@ -179,12 +179,13 @@ class Demonstrations:
                 self.image_cache.add(episode.obs["images"])
             self._texts.append(episode.obs["instruction"][0])
             states.append(episode.obs["state"] if self.spec.state_dim else np.zeros((len(episode), 0), np.float32))
-            keyframes.append(sum(map(len, actions)) + next_keyframes(episode.actions))
+            keyframes.append(next_keyframes(episode.actions))
             actions.append(episode.actions)
             yield {"state": states[-1]} if self.spec.state_dim else {}
         self._states, self._actions = np.concatenate(states), np.concatenate(actions)
-        self._keyframes = np.concatenate(keyframes)
-        self._ends = np.cumsum([len(part) for part in actions])
+        lengths = np.array([len(part) for part in actions])
+        self._ends = np.cumsum(lengths)
+        self._keyframes = np.concatenate(keyframes) + np.repeat(self._ends - lengths, lengths)
 
     def batch(self, items: Tensor) -> dict[str, Any]:
         """What `Policy.imitate` is given of these items: the actions from each on, and which there are."""

@@ -41,11 +41,7 @@ class PrismaticPolicy(VLAPolicy):
     """A family says how actions are read from the language model: `act`, `value`, `forward`."""
 
     own_scales = (RANGES,)
-    extras: tuple[str, ...] = (
-        VALUE,
-        RANGES,
-        KEYFRAMES,
-    )  # how the names of weights begin that published folders may lack
+    extras: tuple[str, ...] = (VALUE, RANGES, KEYFRAMES)  # beginnings of names that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
         self.adapters = config.lora_path and Path(config.lora_path)
