@@ -20,7 +20,7 @@ EVAL_SEED = 1_000  # fresh: neither training's episodes nor those of the evaluat
 HELD_OUT = (f"eval.episodes={EPISODES}", f"eval.seed={EVAL_SEED}", "eval.videos=0")
 ONE_CORE = ("cluster.backend=inline", 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}')
 START = 0.2, 0.7  # success rate of a policy that RL begins with: something to reward, something to gain
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 2 * 3600.0
 
 
 def parser(doc: str | None, seeds: Sequence[int]) -> argparse.ArgumentParser:
