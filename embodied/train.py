@@ -160,9 +160,8 @@ def train(
         rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
         notify, start = partial(noted, folder, console), origin.folder if origin else None
         loop = program(config, cluster, rendezvous=rendezvous, notify=notify, start_folder=start)
-        spec = loop.start()
         if origin:
-            check_fits(origin, config.env, spec)
+            check_fits(origin, config.env, loop.spec)
             folder.record(started_from=origin.described())
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
         total = loop.total_iterations()

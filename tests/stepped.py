@@ -46,7 +46,6 @@ class Run:
         ranks = self.plan.count("learner")
         rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.folder, 60)
         self.loop = self.kind(self.config, self.cluster, rendezvous=rendezvous, notify=self.lines.append)
-        self.loop.start()
         self.loop.publish(0)
         return self
 

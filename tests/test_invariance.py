@@ -51,7 +51,6 @@ def trained(folder, placement, backend="inline", stages=1, options=(), route=Non
     plan = replace(plan, hosts=tuple(hosts))
     with launch.cluster(config, plan, folder) as cluster:
         loop = EmbodiedLoop(config, cluster, rendezvous=rendezvous_point(plan.count("learner"), backend, folder, 60))
-        loop.start()
         loop.weight_sync.routes = [route] * len(loop.workers.policies) if route else []
         loop.publish(0)
         norms = [loop.iterate(i, ITERATIONS)[1]["train/grad_norm"] for i in range(ITERATIONS)]

@@ -78,7 +78,6 @@ class Trial:
             ranks, timeout_s = self.plan.count("learner"), self.config.faults.timeout_s
             rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.logs, timeout_s)
             self.loop = self.program(self.config, cluster, rendezvous=rendezvous)
-            self.loop.start()
             self.loop.publish(0)
             self._stack = stack.pop_all()
         return self

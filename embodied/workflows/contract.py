@@ -125,7 +125,8 @@ class BatchSource(Protocol[Collected]):
 
 
 class Workflow(Protocol):
-    """The loop that `train` drives. It is made with the plan's cluster; no worker is launched before `start`.
+    """The loop that `train` drives. It is made with the plan's cluster, where it launches, builds and connects all
+    workers.
 
     `rendezvous` is where learner ranks meet, `notify` is called with a line for each restart of a worker and each
     warning, `start_folder` holds the policy whose weights are the first ones.
@@ -138,6 +139,9 @@ class Workflow(Protocol):
     config: RunConfig
     evaluator: Evaluator
 
+    spec: EnvSpec
+    """What the env offers."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -146,9 +150,6 @@ class Workflow(Protocol):
         notify: Callable[[str], None] = ...,
         start_folder: Path | None = None,
     ) -> None: ...
-
-    def start(self) -> EnvSpec:
-        """Launch all workers, build and connect them; returns what the env offers."""
 
     def total_iterations(self) -> int:
         """The number of iterations that the recipe asks for."""

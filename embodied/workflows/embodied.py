@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from embodied.core.types import EnvSpec, EpisodeResult, Merging
+from embodied.core.types import EpisodeResult, Merging
 from embodied.envs import env_class
 from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
@@ -96,12 +95,15 @@ class EmbodiedLoop:
         notify: Callable[[str], None] = lambda line: None,
         start_folder: Path | None = None,
     ) -> None:
-        """`notify` is called with a line per restart of a worker or warning. `start_folder` holds the policy whose
-        weights are the first ones."""
+        """Launch all workers, build and connect them. `notify` is called with a line per restart of a worker or
+        warning. `start_folder` holds the policy whose weights are the first ones."""
         self.config = config
         self.source: BatchSource = self.make_source(config, env_class(config.env).tasks(config.env))
         start_folder = start_folder and start_folder.absolute()
-        self.launch = partial(Workers, self.roles, config, cluster, self.source, rendezvous, notify, start_folder)
+        self.workers = Workers(self.roles, config, cluster, self.source, rendezvous, notify, start_folder)
+        self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
+        self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
+        self.rollouts, self.turns = self.workers.rollouts, self.workers.turns
         # Batches that are collected and not learned from. With schedule=async rollout n uses version max(0, n - level);
         # nothing else is in flight between iterations.
         self.level = config.pipeline.async_level if config.pipeline.schedule == "async" else 0
@@ -113,14 +115,6 @@ class EmbodiedLoop:
     def make_source(config: RunConfig, tasks: tuple[str, ...]) -> BatchSource:
         """Slices of a fixed length for PPO, whole episodes in groups for GRPO and for conversations."""
         return (GroupCollector if config.algo.whole_episodes else HorizonCollector)(config, tasks)
-
-    def start(self) -> EnvSpec:
-        """Launch all workers, build and connect them; returns what the env offers."""
-        self.workers = self.launch()
-        self.evaluator, self.timers = Evaluator(self.workers), self.workers.timers
-        self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
-        self.rollouts, self.turns = self.workers.rollouts, self.workers.turns
-        return self.workers.spec
 
     # One iteration
 

@@ -89,8 +89,8 @@ def test_a_rollout_begins_before_the_update_beside_it_has_ended(tmp_path):
             events.append(f"wait for {handle.what}")
             return super().settled(handle)
 
-        def start(self):
-            super().start()
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
             update = self.source.update
             self.source.update = lambda *about: events.append("update") or update(*about)
 

@@ -55,7 +55,6 @@ class Run:
         rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
         options = {"rendezvous": rendezvous, "notify": self.told.append, "start_folder": self.start}
         self.loop = EmbodiedLoop(self.config, self.cluster, **options)
-        self.loop.start()
         return self
 
     def __exit__(self, *args):

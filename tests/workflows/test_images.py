@@ -37,7 +37,6 @@ def trained(folder, placement, backend, *options):
     plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
     with launch.cluster(config, plan, folder) as cluster:
         loop = EmbodiedLoop(config, cluster)
-        loop.start()
         loop.publish(0)
         for iteration in range(ITERATIONS):
             _, numbers = loop.iterate(iteration, ITERATIONS)

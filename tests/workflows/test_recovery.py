@@ -64,7 +64,6 @@ class Run:
         self.cluster = launch.cluster(self.config, self.plan, self.folder)
         rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
         self.loop = EmbodiedLoop(self.config, self.cluster, rendezvous=rendezvous, notify=self.told.append)
-        self.loop.start()
         self.loop.publish(0)
         return self
 

@@ -88,7 +88,6 @@ def learned(folder, program):
     folder.mkdir()
     with launch.cluster(config, plan, folder) as cluster:
         loop = program(config, cluster, rendezvous=rendezvous_point(1, "inline", folder, 60))
-        loop.start()
         loop.publish(0)
         for iteration in range(2):
             loop.iterate(iteration, 2)
@@ -142,7 +141,6 @@ def test_a_program_may_have_sims_and_policies_of_its_own(tmp_path):
     plan = make_plan({"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}, (0,), config.env.num_envs)
     with launch.cluster(config, plan, tmp_path) as cluster:
         loop = CountedLoop(config, cluster, rendezvous=rendezvous_point(1, "inline", tmp_path, 60))
-        loop.start()
         loop.publish(0)
         loop.iterate(0, 1)
         assert loop.workers.groups["sim"].count().wait() == [1]

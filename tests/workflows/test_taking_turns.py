@@ -39,7 +39,6 @@ class Trained:
             loop = EmbodiedLoop(
                 config, cluster, rendezvous=rendezvous_point(plan.count("learner"), backend, folder, 60)
             )
-            loop.start()
             timeline = Timeline(loop.groups, loop.timers, folder / "trace.json", iterations)
             loop.publish(0)
             for i in range(iterations):

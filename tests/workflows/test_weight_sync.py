@@ -35,7 +35,6 @@ def test_a_policy_acts_with_delivered_weights_only(tmp_path, backend, placement,
     plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
     with launch.cluster(config, plan, tmp_path) as cluster:
         loop = EmbodiedLoop(config, cluster)
-        loop.start()
         loop.publish(0)
         assert loop.weight_sync.routes == [route]
         assert loop.iterate(0, 9)[1]["env_steps"] == 16 and loop.version == 1
