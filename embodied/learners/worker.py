@@ -20,7 +20,8 @@ from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors

@@ -12,9 +12,9 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import Demonstrations, ImageCache, next_keyframes, sft_factor
+from embodied.learners.bc import Demonstrations, ImageCache, next_keyframes
 from embodied.learners.collective import Alone
-from embodied.learners.model import PolicyOptimizer
+from embodied.learners.optimizer import PolicyOptimizer, sft_factor
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 

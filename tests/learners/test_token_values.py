@@ -16,7 +16,8 @@ from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_bloc
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.update import gradient, update_policy

@@ -14,7 +14,8 @@ from embodied.core.errors import Diverged, WrongShape
 from embodied.core.types import env_blocks, join
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousRoom
 from embodied.learners.rollout_buffer import permutation
 from embodied.learners.train_batch import build_rank_batch
