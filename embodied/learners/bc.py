@@ -159,7 +159,7 @@ class Demonstrations:
 
     def __init__(self, spec: EnvSpec, horizon: int, first: int, total: int) -> None:
         self.spec, self.horizon, self.first, self.total = spec, horizon, first, total
-        self.image_cache: ImageCache | None = None
+        self.image_cache: DemoImages | None = None
         self._states, self._actions = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
         self._keyframes = np.zeros(0, np.int64)  # of each item, the next
         self._texts: list[str] = []  # of each episode
@@ -171,7 +171,7 @@ class Demonstrations:
     def read(self, episodes: Iterable[RecordedEpisode], items: int, folder: Path | None) -> Iterator[Observation]:
         """Take them up, `items` in all; -> what a policy looks at in each, numbers only."""
         if self.spec.images:
-            self.image_cache = ImageCache(dict(self.spec.images), items, folder)
+            self.image_cache = DemoImages(dict(self.spec.images), items, folder)
         states, actions, keyframes = [], [], []
         for episode in episodes:
             if self.image_cache:
@@ -210,8 +210,8 @@ class Demonstrations:
 
 
 def next_keyframes(actions: np.ndarray) -> np.ndarray:
-    """Of each step [L] of a demonstration with actions [L, A]: the first one after it at which the gripper, the last
-    number, opens or closes (crosses the middle of its range); the last step where it no longer does.
+    """For each step [L] of a demonstration with actions [L, A], returns the index of its next keyframe: the next step
+    at which the gripper (the last action) crosses the middle of its range, else the last step.
 
     Open, open, closed, closed, open: 2, 2, 4, 4, 4.
     """
@@ -222,7 +222,7 @@ def next_keyframes(actions: np.ndarray) -> np.ndarray:
     return places[np.searchsorted(changes, np.arange(len(actions)), side="right")]
 
 
-class ImageCache:
+class DemoImages:
     """uint8 [items, H, W, 3] of each camera, on disk."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], items: int, folder: Path | None) -> None:
