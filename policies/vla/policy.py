@@ -22,8 +22,8 @@ AHEAD = 2  # the next keyframe and the end
 
 
 class VLAPolicy(PublishedPolicy):
-    """A published policy that sees images and is given an instruction. A family implements `imitate_actions`, `vision_encoder`
-    and `unit_state`."""
+    """A published policy that sees images and is given an instruction. A family implements `imitate_actions`,
+    `vision_encoder` and `unit_state`."""
 
     any_image_size = True
     value_names = ("value_head.",)
