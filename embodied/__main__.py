@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 def show(text: str) -> int:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # who reads it, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -41,12 +41,12 @@ from embodied.profiling.store import (
 )
 from embodied.profiling.timed_run import Round, Trial, check_program
 from embodied.reporting.benchmark_page import describe, warnings, write_report
-from embodied.reporting.console import now
+from embodied.reporting.run_log import now
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
-from embodied.system.load import LoadMeter, load_before
+from embodied.system.cpu_load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
 from embodied.workflows.embodied import EmbodiedLoop
 
@@ -177,7 +177,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     meter = LoadMeter()
     run_all(config, planned, chosen, options.rounds, result, folder, program)
-    result.others = None if config.cluster.backend == "ray" else meter.others()  # whose workers are nobody's children
+    result.others = None if config.cluster.backend == "ray" else meter.others()  # Ray's workers count as others
     return result
 
 

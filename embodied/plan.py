@@ -304,7 +304,7 @@ def replays(planned: Planned) -> dict[str, Schedule]:
 
 
 def write(planned: Planned, name: str, out: Path) -> None:
-    """plan.json, and the picture as SVG and in a page."""
+    """plan.json, and the chart as SVG and in a page."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(as_json(planned, name), indent=1) + "\n")
     drawn = replays(planned)

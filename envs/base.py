@@ -389,7 +389,7 @@ class Reward:
         self.function = import_class(name, "env.reward") if ":" in name else None
         if name == "success" and not has_success:
             raise ConfigError(
-                "env.reward=success, but this env does not tell of success; "
+                "env.reward=success, but this env does not report success; "
                 "try env.reward=own, or a function of yours: env.reward=my_pkg.my_module:my_reward"
             )
 

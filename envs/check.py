@@ -109,7 +109,7 @@ class Checker:
         self.same("reset-mask", rows_of(before, kept), rows_of(after, kept), "resetting row 1 changed other rows")
 
     def an_episode_starts_the_same_anywhere(self) -> None:
-        """Alone in a partial reset, in another row and in a full batch of itself."""
+        """Checks that an episode starts equally alone in a partial reset, in another row, and copied into all rows."""
         rule = "same-initial-state"
         start = copied(self.reset(self.first)[0])
         everywhere, _ = self.reset([self.first[0]] * self.num)

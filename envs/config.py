@@ -113,7 +113,7 @@ class ManiSkillConfig(CommonEnvConfig):
         "success), or a mode that a task of yours has.",
     )
     robot: str | None = Field(
-        None, description="Who plays the task, by ManiSkill's name or one that env.modules register; unset: its own."
+        None, description="The robot, by ManiSkill's name or one that env.modules register; unset: the task's own."
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
@@ -278,7 +278,7 @@ class RobosuiteConfig(CommonEnvConfig):
     num_envs: int = Field(8, gt=0, description="As for all envs; every row is a simulation of its own.")
     robot: str | tuple[str, ...] | None = Field(
         None,
-        description="Who plays: Panda, UR5e, IIWA, ...; a list for two. Unset: the class's own choice, or Panda.",
+        description="The robot: Panda, UR5e, IIWA, ...; a list for two. Unset: the class's own choice, or Panda.",
     )
     control_mode: Literal["OSC_POSE", "OSC_POSITION", "JOINT_POSITION", "JOINT_VELOCITY", "JOINT_TORQUE"] = Field(
         "OSC_POSE", description="robosuite's controller, with its default settings."

@@ -33,7 +33,7 @@ from embodied.envs import make_env
 from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
 from embodied.envs.rollout import EpisodeStream, PolicyClient, Record, Refill, Stage, step_stages
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.device_memory import Taken
+from embodied.runtime.device_memory import AllocatedMemory
 from embodied.runtime.timers import Total
 
 
@@ -111,7 +111,7 @@ class SimWorker(EpisodeKeeper):
         self.num_stages = stages
         self.stages: list[Stage] = []
         self.eval_env = None
-        self.memory = Taken()  # of its GPU, by all its simulators
+        self.memory = AllocatedMemory()  # of its GPU, by all its simulators
         self.stopped = False
 
     def spec(self) -> EnvSpec:

@@ -79,7 +79,7 @@ class Pricer:
     def slowed_by_more(self, components: Sequence[str]) -> bool:
         """True if more devices can cost time: another receiver of weights is another copy, another worker slows
         others, and what learners exchange after the last group is not hidden behind a rollout."""
-        if self.dataflow.schedule == "periodic" and any(map(self.dataflow.teaches, components)):
+        if self.dataflow.schedule == "periodic" and any(map(self.dataflow.is_learner, components)):
             return True
         slowed = self.profile.costs if schedule_cost.overlaps(self.dataflow) else components
         costs = [cost for name in slowed for cost in self.profile.costs[name].values()]
@@ -87,7 +87,7 @@ class Pricer:
         return receives or any(cost.alone < 1 for cost in costs)
 
     def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
-        """[most + 1] Whether a component that answers in a cycle can gain by its so-manieth device."""
+        """bool [most + 1]: whether the k-th device still helps a component that answers in a cycle."""
         count = np.arange(most + 1)
         asker = self.dataflow[self.asker_for(name)]
         return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
@@ -203,7 +203,7 @@ class Pricer:
         return max(spent.values(), default=0.0)
 
     def least_turns(self, layer: Layer, work: Mapping[int, Array], chunks: int) -> Array:
-        """No layer in which a pass of each node takes at least `work` takes less."""
+        """A lower bound on the seconds of a layer in which a pass of each node takes at least `work`."""
         if not schedule_cost.overlaps(self.dataflow):
             return self.time_shared_s(layer, work, chunks)
         return max_of(*(self.time_shared_s(layer, work, 1, turns=side) for side in schedule_cost.sides(self, layer)))
@@ -224,7 +224,7 @@ class Pricer:
             return dict.fromkeys(node, 1.0)
         busy = self.at_work(node, at, stages)
         if beside:
-            mine = any(map(self.dataflow.teaches, node))
+            mine = any(map(self.dataflow.is_learner, node))
             for i, other in enumerate(self.dataflow.order):
                 if other[0] in at and schedule_cost.learns(self.dataflow, i) != mine:
                     for name, more in self.at_work(other, at, stages).items():
@@ -237,7 +237,7 @@ class Pricer:
         return found
 
     def at_work(self, node: tuple[str, ...], at: Mapping, stages: int) -> dict[str, Array]:
-        """Per class, the devices that a node keeps busy at a time."""
+        """Returns how many devices of each class a node keeps busy at a time."""
         busy: dict[str, dict[Zone, Array]] = {}
         for name in node:
             zone = at[name][0]
@@ -349,7 +349,7 @@ class Pricer:
 
     def _table(self, name: str, device_class: str, stages: int) -> Table:
         component, cost = self.dataflow[name], self.cost(name, device_class)
-        on, learns = self.classes[device_class], self.dataflow.teaches(name)
+        on, learns = self.classes[device_class], self.dataflow.is_learner(name)
         groups = self.dataflow.groups if learns and self.dataflow.schedule == "periodic" else 1
         held = schedule_cost.held_items(self.dataflow) if learns else 0
         return make_table(component, cost, on, stages if component.splits else 1, groups, held)

@@ -100,12 +100,12 @@ class Dataflow:
 
     @cached_property
     def sources(self) -> tuple[frozenset[int], ...]:
-        """Per node of `order`, the places of the nodes whose output it needs in this iteration."""
+        """The indices, for each node of `order`, of the nodes whose output it needs in this iteration."""
         at = {name: i for i, node in enumerate(self.order) for name in node}
         pairs = {(at[e.source], at[e.target]) for e in self.edges if not e.next_iteration}
         return tuple(frozenset(a for a, b in pairs if b == i and a != i) for i in range(len(self.order)))
 
-    def teaches(self, name: str) -> bool:
+    def is_learner(self, name: str) -> bool:
         """True if a component makes weights that others use in the next iteration: a learner."""
         return any(edge.next_iteration and edge.source == name for edge in self.edges)
 

@@ -25,7 +25,7 @@ def as_placement(
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
         taken: dict[str, int] = {}
-        for zone in sorted(layer, key=lambda zone: several and not any(map(dataflow.teaches, zone.components))):
+        for zone in sorted(layer, key=lambda zone: several and not any(map(dataflow.is_learner, zone.components))):
             first = taken.get(zone.device_class, 0)
             devices = devices_of(pricer.classes[zone.device_class], topology)[first : first + zone.devices]
             counts = {name: int(pricer.count(name, at, layout.stages)) for name in zone.components}

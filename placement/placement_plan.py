@@ -242,14 +242,14 @@ def not_there(device: str, node: Node) -> str:
 
 
 def check_alike(roles: tuple[str, ...], slots: list[Slot]) -> None:
-    """Learners compute together and policies answer alike: all on cores, or all on GPUs."""
+    """Refuse workers of one role on both cores and GPUs: learners compute together, policies must answer alike."""
     kinds = {slot.kind for slot in slots}
     if "gpu" in kinds and len(kinds) > 1:
         raise PlacementError(f"{','.join(roles)!r} is on {' and on '.join(sorted(kinds))}; its workers must be alike")
 
 
 def check_hardware(hosts: list[PlannedHost]) -> None:
-    """Nothing but fake devices, GPUs and cores can be shared by workers of a role."""
+    """Refuse workers of a role that share a device other than a fake one, a GPU or cores."""
     held = sorted((name, role) for h in hosts for role in h.roles for name in h.held if h.device)
     for (name, role), (other, other_role) in pairwise(held):
         if (name, role) == (other, other_role) and name.rpartition("/")[2].partition(":")[0] not in ("gpu", "fake"):
@@ -257,8 +257,8 @@ def check_hardware(hosts: list[PlannedHost]) -> None:
 
 
 def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
-    """Every sim worker gets the same number of envs in every stage, every learner and policy worker at least one env,
-    or stage of a sim worker where requests are not `shared`."""
+    """Refuse counts that do not fit: all sim workers get the same number of envs in every stage, and every learner and
+    policy worker at least one env, or one stage of a sim worker where requests are not `shared`."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
     if not sims:
         return  # a program without simulators

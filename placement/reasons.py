@@ -24,7 +24,9 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
         for node in pricer.dataflow.order:
             if node[0] in at:
                 work = float(pricer.node_seconds(node, at, layout.stages)) * pricer.dataflow.passes
-                name = "rollout" if len(node) > 1 else "update" if pricer.dataflow.teaches(node[0]) else "+".join(node)
+                name = (
+                    "rollout" if len(node) > 1 else "update" if pricer.dataflow.is_learner(node[0]) else "+".join(node)
+                )
                 found[name] = found.get(name, 0.0) + work
                 if pricer.dataflow[node[0]].ahead:
                     found["looking"] = found.get("looking", 0.0) + float(pricer.ahead_seconds(node[0], at))
@@ -40,7 +42,7 @@ def describe_layout(layout: Layout) -> str:
     if layout.stages > 1:
         parts.append(f"{layout.stages} stages")
     if layout.chunks > 1:
-        parts.append(f"handed on in {layout.chunks} parts")
+        parts.append(f"streamed in {layout.chunks} parts")
     if layout.swapped:
         parts.append(f"swapping {' and '.join(sorted(layout.swapped))}")
     return ", ".join(parts)

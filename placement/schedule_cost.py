@@ -35,12 +35,12 @@ def overlaps(dataflow: Dataflow) -> bool:
 
 def allowed(dataflow: Dataflow, layer: Layer) -> bool:
     """True if learners have devices of their own in a layer, where the schedule needs that."""
-    return not overlaps(dataflow) or all(len({*map(dataflow.teaches, zone.components)}) == 1 for zone in layer)
+    return not overlaps(dataflow) or all(len({*map(dataflow.is_learner, zone.components)}) == 1 for zone in layer)
 
 
 def learns(dataflow: Dataflow, node: int) -> bool:
     """True if a node of the order is on the learners' side."""
-    return any(map(dataflow.teaches, dataflow.order[node]))
+    return any(map(dataflow.is_learner, dataflow.order[node]))
 
 
 def batch_items(dataflow: Dataflow) -> int:
@@ -64,8 +64,8 @@ def num_waves(dataflow: Dataflow, num_envs: int) -> int:
 
 
 def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int]]:
-    """Per group: sim -> the wave in which it has played its last episode of the group, from 1 on. Sims play contiguous
-    equal shares of the episodes, in order; a row that is free takes the next one.
+    """Returns, for each group, a map from sim to the wave (from 1) in which it ends its last episode of the group. Sims
+    play contiguous equal shares of the episodes, in order; a row that is free takes the next one.
 
     Two groups of four on two sims of two rows: each sim plays a group in two waves, [{0: 2}, {1: 2}].
     """
@@ -128,7 +128,7 @@ def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False)
 
 def learner_of(dataflow: Dataflow) -> str:
     """The one component that learns from groups."""
-    return next(c.name for c in dataflow.components if dataflow.teaches(c.name))
+    return next(c.name for c in dataflow.components if dataflow.is_learner(c.name))
 
 
 def side_by_side(first: Sequence[Array], second: Sequence[Array]) -> Array:

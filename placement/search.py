@@ -64,8 +64,8 @@ class Bounds:
         self.node_least = cache(self._node_least)
 
     def _floor(self, names: tuple[str, ...], device_class: str, stages: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where these components of a node share a zone of at most 0, 1, 2, ... devices: seconds of a pass in which it
-        is busy at least, and in which one stage waits for it."""
+        """Lower bounds for these components of a node in one zone of at most 0, 1, 2, ... devices: seconds of a pass in
+        which the zone is busy, and seconds in which one stage waits for it."""
         asker = self.pricer.asker_for(names[0])
         if asker is None:
             seconds = self.pricer.table(names[0], device_class, stages).seconds
@@ -104,7 +104,7 @@ class Bounds:
         return calls * busy, calls * waits
 
     def least_seconds(self, layer: Layer, most: Sequence[Array], stages: int, chunks: int) -> Array:
-        """No split of this layer takes less where its zones have at most so many devices (numbers, or arrays)."""
+        """A lower bound on the seconds of this layer if its zones have at most `most` devices (numbers, or arrays)."""
         work = {}
         for turn in self.pricer.turns(layer):
             found = [self.floor(names, layer[z].device_class, stages) for z, names in turn.parts]
@@ -116,8 +116,8 @@ class Bounds:
         return self.pricer.least_turns(layer, work, chunks)
 
     def least_of(self, nodes: Sequence[int], stages: int, chunks: int) -> float:
-        """No layer of these nodes takes less, whatever its zones: each node on all devices, or all devices always at
-        work."""
+        """A lower bound on the seconds of a layer of these nodes: the larger of each node alone on all devices, and all
+        devices busy all the time."""
         layer = tuple(Zone(self.pricer.dataflow.order[i], "") for i in nodes)
         least = {i: self.node_least(i, stages) for i in nodes}
         path = self.pricer.least_turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
@@ -161,7 +161,7 @@ class LayerSearch:
         self._least = {label: self.leasts[layers[0]] for label, layers in self.groups.items()}
 
     def least_of(self, label: tuple) -> float:
-        """No split takes less."""
+        """A lower bound on the seconds of all splits with this label."""
         return self._fastest[label].seconds[0] if label in self._fastest else self._least[label]
 
     def fastest(self, label: tuple, bound: float = np.inf) -> Points | None:
@@ -187,7 +187,7 @@ class LayerSearch:
         return found if found and found.seconds[0] < bound else None
 
     def least(self, layer: Layer) -> float:
-        """Seconds that it takes at least: had every zone all devices that the others can spare."""
+        """A lower bound on the seconds of a layer: every zone gets all devices that the others can spare."""
         zones = Counter(zone.device_class for zone in layer)
         most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
         alone = float(self.bounds.least_seconds(layer, most, self.stages, self.chunks))
@@ -338,7 +338,7 @@ class LayerSearch:
 
 
 def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
-    """So many of them, from the first to the last."""
+    """At most `most` of these sizes, evenly spaced, the first and the last included."""
     return sizes[np.unique(np.linspace(0, len(sizes) - 1, most).astype(int))] if len(sizes) > most else sizes
 
 

@@ -1,8 +1,8 @@
 """Small convolutional trunks, one per camera, and the state: their features feed the actor's and the critic's MLP.
 
-With `policy.estimate` the trunks learn to tell the env's privileged numbers (where a cube is, say), which the learner
-knows, and the actor sees these estimates instead of features. It is trained on the estimates that it acted on, so that
-a better eye is not taken for another policy.
+With `policy.estimate` the trunks learn to predict the env's privileged numbers (where a cube is, say), which the
+learner knows, and the actor sees these predictions instead of features. It is trained on the predictions that it acted
+on, so that a better trunk is not mistaken for a change of policy.
 
 With `policy.keypoints` an image becomes places in it: for each channel of the last convolution, where it is strongest.
 Where things are is then in the features before anything was learned; a flat layer learns it for every place anew.
@@ -113,7 +113,7 @@ def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: tor
     return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())
 
 
-FAR = 12.0  # a thing's place spreads over a tenth of the picture, say: a number that spreads by about 1
+FAR = 12.0  # a thing's place spreads over a tenth of the image, say: a number that spreads by about 1
 
 
 class Keypoints(nn.Module):

@@ -22,7 +22,7 @@ from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker
-from embodied.runtime.device_memory import Belongings, Computing, give_back_unused, num_bytes
+from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.runtime.weights import Publication, WeightReader
 
@@ -47,7 +47,7 @@ class PolicyWorker(Worker):
         self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last request of values only
 
     def build(self, spec: EnvSpec) -> None:
-        self.belongings = Belongings(self.timers)
+        self.belongings = DeviceTensors(self.timers)
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.noise = self.policy.noise_spec()
         self.action_dim = spec.action.dim
@@ -109,7 +109,7 @@ class PolicyWorker(Worker):
         return decisions
 
     def _answers(self, requests: list[ActRequest], version: int, temperature: float, stream: str) -> Iterator[ActReply]:
-        """Together; where that fails each by itself, so that one bad request leaves no other without an answer."""
+        """Answer in one batch; if that fails, one by one, so that a bad request leaves no other without an answer."""
         if not requests:
             return
         try:

@@ -10,7 +10,7 @@ import sys
 from faulty_env import Fault
 
 from embodied.envs.text.base import TextEnv, Turn
-from embodied.envs.text.scoring import Scorer
+from embodied.envs.text.scoring_process import Scorer
 
 
 class Digits(TextEnv):
@@ -56,7 +56,7 @@ class EvenDigits(Scorer):
     """Scores as `Digits` does, in a process of its own."""
 
     CODE = """
-from embodied.envs.text import scoring
+from embodied.envs.text import scoring_process as scoring
 scoring.SCORES["digits"] = ("json", lambda answer: float(any(digit in answer for digit in "02468")))
 scoring.main("digits")
 """

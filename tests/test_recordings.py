@@ -158,7 +158,7 @@ def test_a_dataset_holds_every_step_of_every_episode(policy):
     pytest.importorskip("pyarrow")
     folder, episodes = run(*KEPT, f"checkpoint=scripted:{policy}", "env.kwargs={images: true}")
     kept = recorded(folder)
-    assert len(kept) == len(episodes) and not (folder / "drafts").exists()
+    assert len(kept) == len(episodes) and not (folder / "episode_buffers").exists()
     for one, episode in zip(episodes, kept):
         assert (len(episode), episode.success, episode.task) == (one.length, one.success_once, one.task)
         assert episode.rewards.sum() == pytest.approx(one.total_reward)

@@ -227,7 +227,7 @@ class PPOConfig(PolicyGradientConfig):
         description="Where gamma and lambda act: once per decision (on its summed reward) or once per env step.",
     )
     normalize_advantages: bool = Field(
-        True, description="Shift and scale the advantages of an iteration to mean 0 and deviation 1."
+        True, description="Shift and scale the advantages of an iteration to mean 0 and standard deviation 1."
     )
 
     value_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")

@@ -2,7 +2,7 @@
 
 Episode i belongs to group i // group_size; all of a group begin in the same state, and only their noise differs. A
 score is an episode's return. Prompts of a text env may be tried again: `PromptPools` says which. Nothing here knows of
-workers: the same episodes come and go in the same order whoever plays them.
+workers: the same episodes come and go in the same order whichever worker plays them.
 """
 
 from __future__ import annotations

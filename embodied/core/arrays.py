@@ -133,10 +133,10 @@ def join_rows(parts: Sequence[Observation]) -> Observation:
     return parts[0] if len(parts) == 1 else map_obs(lambda *arrays: concatenate(arrays), *parts)
 
 
-def write(room: Observation, index: Any, obs: Observation) -> None:
-    """Put an observation at this place of the room."""
+def write(buffer: Observation, index: Any, obs: Observation) -> None:
+    """Write an observation into a preallocated one, at this index."""
 
     def put(array: Any, part: Any) -> None:
         array[index] = part
 
-    map_obs(put, room, obs)
+    map_obs(put, buffer, obs)

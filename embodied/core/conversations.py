@@ -21,8 +21,8 @@ Said = str | tuple[Message, ...]  # text that is continued as it is, or messages
 
 
 @dataclass(frozen=True)
-class Manner:
-    """The settings by which a token is drawn."""
+class SamplingOverride:
+    """Sampling settings of one prompt, in place of the round's."""
 
     stream: str  # of random numbers, train or eval
     temperature: float
@@ -37,7 +37,7 @@ class Prompt:
     said: Said  # new; empty where an answer was interrupted and goes on
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
     max_tokens: int | None = None  # of the answer; None: the policy's own limit
-    manner: Manner | None = None  # None: that of the round
+    override: SamplingOverride | None = None  # None: that of the round
 
 
 @dataclass(frozen=True)

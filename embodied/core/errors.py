@@ -61,7 +61,7 @@ class StaleWeights(EmbodiedError):
 
 
 class WorkerFailed(EmbodiedError):
-    """A worker raised an exception or its process died. Carries who and the first cause."""
+    """A worker raised an exception or its process died. Carries the worker's name and the first cause."""
 
     def __init__(self, worker: str, cause: str) -> None:
         super().__init__(f"{worker}: {cause}")

@@ -38,7 +38,7 @@ class EpisodeList:
     """An endless list of episodes, whose tasks take turns; `stream` separates training from evaluation.
 
     The k-th episode of a task has the same seed, and the same stored initial state, whatever the other tasks are.
-    Training in slices: env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim
+    A fixed horizon (PPO): env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim
     workers nor the order in which envs finish changes any episode. In groups: every initial state is played by as many
     episodes in a row as a group has, by whatever env is free. Evaluation: a fixed list, from a stream of its own.
     """
@@ -205,7 +205,7 @@ class Trajectory:
     values: np.ndarray | None = None  # [K]
     next_values: np.ndarray | None = None  # [K]
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...]
-    source: str = ""  # who played it in which round, as in `ActRequest`
+    source: str = ""  # the worker, stage and round that played it, as in `ActRequest`
     first: int = 0  # of the rollout's decisions, the one that this piece begins with
     last: bool = True  # whether the rollout ends with it
 

@@ -1,7 +1,8 @@
 """The learner's worker and what it computes with.
 
-`worker` is the role, `update` an iteration of RL, `bc` and `text_imitation` imitation (of `examples`), `model` policy
-and Adam, `rollout_buffer` and its neighbours the batches, `rendezvous`, `collective` and `sharding` several ranks.
+`worker` is the role, `update` an iteration of RL, `bc` and `text_imitation` imitation (of `examples`), `model` the
+policy as it is trained, `optimizer` Adam and learning rates, `rollout_buffer` and its neighbours the batches,
+`rendezvous`, `collective` and `sharding` several ranks.
 """
 
 __all__ = [

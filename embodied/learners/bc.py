@@ -7,7 +7,6 @@ once into a file without a name, which is gone when the process is; states and a
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import tempfile
@@ -19,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.sft_config import SFTConfig
 from embodied.core import rng
 from embodied.core.arrays import map_obs
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import RecordedEpisode, read_dataset
+from embodied.learners.optimizer import sft_factor
 from embodied.learners.rollout_buffer import minibatches, owned, permutation
-from embodied.learners.update import check_finite, check_weights, lr_factor
+from embodied.learners.update import check_finite, check_weights
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.base import Policy
 
@@ -160,7 +159,7 @@ class Demonstrations:
 
     def __init__(self, spec: EnvSpec, horizon: int, first: int, total: int) -> None:
         self.spec, self.horizon, self.first, self.total = spec, horizon, first, total
-        self.image_cache: ImageCache | None = None
+        self.image_cache: DemoImages | None = None
         self._states, self._actions = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
         self._keyframes = np.zeros(0, np.int64)  # of each item, the next
         self._texts: list[str] = []  # of each episode
@@ -172,7 +171,7 @@ class Demonstrations:
     def read(self, episodes: Iterable[RecordedEpisode], items: int, folder: Path | None) -> Iterator[Observation]:
         """Take them up, `items` in all; -> what a policy looks at in each, numbers only."""
         if self.spec.images:
-            self.image_cache = ImageCache(dict(self.spec.images), items, folder)
+            self.image_cache = DemoImages(dict(self.spec.images), items, folder)
         states, actions, keyframes = [], [], []
         for episode in episodes:
             if self.image_cache:
@@ -211,8 +210,8 @@ class Demonstrations:
 
 
 def next_keyframes(actions: np.ndarray) -> np.ndarray:
-    """Of each step [L] of a demonstration with actions [L, A]: the first one after it at which the gripper, the last
-    number, opens or closes (crosses the middle of its range); the last step where it no longer does.
+    """For each step [L] of a demonstration with actions [L, A], returns the index of its next keyframe: the next step
+    at which the gripper (the last action) crosses the middle of its range, else the last step.
 
     Open, open, closed, closed, open: 2, 2, 4, 4, 4.
     """
@@ -223,7 +222,7 @@ def next_keyframes(actions: np.ndarray) -> np.ndarray:
     return places[np.searchsorted(changes, np.arange(len(actions)), side="right")]
 
 
-class ImageCache:
+class DemoImages:
     """uint8 [items, H, W, 3] of each camera, on disk."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], items: int, folder: Path | None) -> None:
@@ -266,19 +265,3 @@ class ImageCache:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-def sft_factor(config: SFTConfig, step: int, steps: int, total: int) -> float:
-    """Learning rates are multiplied by it at the `step`-th gradient step of a run of `total`, `steps` of them in a pass
-    over the data.
-
-    Cosine with lr 1, final_lr 0.1, 1 step to warm up and 5 in all: 0.5, 1, 0.1 + 0.45 * (1 + cos(pi / 4)) = 0.868,
-    0.55, 0.232.
-    """
-    warm = config.warmup_steps
-    if step < warm:
-        return lr_factor(config.lr_schedule, step // steps * steps / total) * (step + 1) / (warm + 1)
-    if config.lr_schedule != "cosine":
-        return lr_factor(config.lr_schedule, step // steps * steps / total)
-    last = config.final_lr / config.lr if config.lr else 0.0
-    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
-from embodied.learners.rendezvous import Rendezvous, RendezvousAddress, RendezvousFile, RendezvousRoom
+from embodied.learners.rendezvous import InProcessRendezvous, Rendezvous, RendezvousAddress, RendezvousFile
 from embodied.runtime import Worker
 
 SPINS = 20_000  # times that a waiting rank reads the counters before it begins to sleep in between
@@ -35,7 +35,7 @@ class Alone:
 class Threads:
     """Ranks that are threads of one process (the inline backend) exchange references."""
 
-    def __init__(self, room: RendezvousRoom, rank: int) -> None:
+    def __init__(self, room: InProcessRendezvous, rank: int) -> None:
         self.room, self.rank = room, rank
 
     def sum(self, values: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collecti
     rank, world_size = worker.rank, worker.world_size
     if world_size == 1:
         return Alone()
-    if isinstance(rendezvous, RendezvousRoom):
+    if isinstance(rendezvous, InProcessRendezvous):
         return Measured(Threads(rendezvous, rank), worker)
     if device == "cuda":
         ranks = Nccl(rendezvous, rank, world_size)

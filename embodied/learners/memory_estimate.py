@@ -39,7 +39,7 @@ class Memory:
     num_trained: int
     weights: int
     training: int  # gradients, Adam's moments, and copies in float32
-    activations: int  # of one micro-batch
+    activations: int  # of one microbatch
     reference: int = 0  # a copy of the weights that are trained, to compare with
     trained: int = 0  # of `weights`, those that are trained
     gathered: int = 0  # whole weights that a learner with shards holds at once: the largest block and what is in none
@@ -80,14 +80,14 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
 
 
 def spec_of_arm(config: RunConfig) -> EnvSpec:
-    """An arm that is told what to do, seen by the recipe's cameras."""
+    """The spec of an arm that follows instructions, with the recipe's cameras."""
     seen = config.env.observed_images or {"camera": (224, 224)}
     images = {camera: (*size, 3) for camera, size in seen.items()}
     return EnvSpec(ActionSpec(NUMBERS), state_dim=FELT, images=images, instruction=True)
 
 
 def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:
-    """Memory of training a policy, which loses its weights by this, on a micro-batch of inputs as the learner has
+    """Memory of training a policy, which loses its weights by this, on a microbatch of inputs as the learner has
     it."""
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]

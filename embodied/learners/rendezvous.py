@@ -1,4 +1,4 @@
-"""Where learner ranks find each other. Free of torch until they meet, since the driver makes it."""
+"""The rendezvous of the learner ranks. Imports torch only once ranks connect, since the driver creates it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RendezvousAddress:
         """The port is closed with rank 0."""
 
 
-class RendezvousRoom:
+class InProcessRendezvous:
     """Ranks in one process meet here; one instance per group, handed to every rank."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
@@ -66,18 +66,18 @@ class RendezvousRoom:
         self.seats: list = [None] * world_size
 
 
-Rendezvous = RendezvousFile | RendezvousAddress | RendezvousRoom
+Rendezvous = RendezvousFile | RendezvousAddress | InProcessRendezvous
 
 
 def rendezvous_point(
     ranks: int, backend: str, folder: Path, timeout_s: float
-) -> RendezvousFile | RendezvousRoom | None:
+) -> RendezvousFile | InProcessRendezvous | None:
     """Returns where the learner ranks of a run on one machine meet, None for a single rank. A file lies in a folder
     that only this run uses."""
     if ranks == 1:
         return None
     if backend == "inline":
-        return RendezvousRoom(ranks, timeout_s)
+        return InProcessRendezvous(ranks, timeout_s)
     return RendezvousFile(str(folder / f"learners-{secrets.token_hex(4)}"), timeout_s)
 
 

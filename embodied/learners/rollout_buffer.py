@@ -109,7 +109,7 @@ def receive(channel: Channel, sources: Sequence[str]) -> list[Trajectory]:
 
 
 @dataclass
-class Coming:
+class PendingRollout:
     """A source's rollout: its decisions before `have` have come, those before `encoded` are encoded."""
 
     whole: Trajectory
@@ -124,7 +124,9 @@ class RolloutBuffer:
         """About `batch_size` items are encoded together; rollouts that come in pieces have `horizon` decisions."""
         self.horizon = horizon
         self.batch_size = batch_size
-        self.coming: dict[str, Coming] = {}  # by stage of a sim worker: of one that was replaced, what came last
+        self.coming: dict[
+            str, PendingRollout
+        ] = {}  # by stage of a sim worker: of one that was replaced, what came last
         self.features: FrozenFeatures | None = None
         self.rows = np.empty(0, np.int64)  # env rows whose observations are encoded, sorted
 
@@ -137,7 +139,7 @@ class RolloutBuffer:
             )
             map_decisions(lambda room, array: room.__setitem__(rows, array), whole, piece)
         if piece.first == 0:
-            self.coming[stage] = Coming(whole)
+            self.coming[stage] = PendingRollout(whole)
         self.coming[stage].have = piece.first + int(piece.lengths.max())
 
     def has(self, sources: Iterable[str]) -> bool:

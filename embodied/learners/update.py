@@ -13,7 +13,8 @@ from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import Diverged, WrongShape
-from embodied.learners.model import FrozenFeatures, Model, PolicyOptimizer
+from embodied.learners.model import FrozenFeatures, Model
+from embodied.learners.optimizer import PolicyOptimizer, lr_factor
 from embodied.learners.rollout_buffer import ItemBatch, minibatches, step_items, take
 from embodied.learners.train_batch import RankBatch
 from embodied.policies.base import Scores
@@ -63,11 +64,6 @@ def update_policy(
         about["train/masked_fraction"] = float(everywhere[:, 2].sum()) / share.num_items
     means = {f"train/{name}": float(np.mean([row[name] for row in history])) for name in history[0]}
     return means | about | {"train/epochs": epoch + 1.0, "train/lr": config.lr * factor, **share.summary()}
-
-
-def lr_factor(schedule: str, progress: float) -> float:
-    """Learning rates are multiplied by it; `progress` is 0 before the first iteration, 1 after the last."""
-    return min(1.0, max(0.0, 1.0 - progress)) if schedule == "linear" else 1.0
 
 
 def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:

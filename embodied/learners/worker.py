@@ -20,7 +20,8 @@ from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
 from embodied.learners.rendezvous import RendezvousAddress, listen
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
@@ -31,7 +32,7 @@ from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.device_memory import Belongings, Computing, give_back_unused, num_bytes
+from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import Publication, WeightStore
 
@@ -57,7 +58,7 @@ class LearnerWorker(Worker):
         self.shares = False  # its weights are acted with in this process
 
     def listen(self, timeout_s: float) -> RendezvousAddress:
-        """Rank 0: become the meeting point of ranks on several machines."""
+        """Rank 0: open the rendezvous for ranks on several machines."""
         self.server, self.rendezvous = listen(timeout_s)
         return self.rendezvous
 
@@ -70,7 +71,7 @@ class LearnerWorker(Worker):
         """The policy with its initial weights (the same on every rank), those of the policy folder `start` if there is
         one, and a fresh optimizer. Published weights are known under the name `store`; they need a snapshot if somebody
         outside the learners' processes acts, or if acting and updating do not take turns."""
-        self.belongings = Belongings(self.timers)
+        self.belongings = DeviceTensors(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
         self.reference = self._frozen_copy() if self.algo.kl_coef else None
@@ -239,7 +240,7 @@ class LearnerWorker(Worker):
         return None if self.rank else publication
 
     def _check_live(self) -> None:
-        """Those who share the weights would not see a tensor that was replaced."""
+        """Raise if a parameter no longer uses the memory that is shared with policy workers."""
         now = self.policy.state_dict()
         for name, tensor in (self.store.live or {}).items():
             if now[name].data_ptr() != tensor.data_ptr():

@@ -43,7 +43,7 @@ class ConversationProbe(ProbeWorker):
         return samples
 
     def _rows(self, num_envs: int) -> int:
-        """What is asked is cheap, so all of it is."""
+        """All envs: asking costs little."""
         return num_envs
 
     def _num_items(self, played: Trajectory) -> int:

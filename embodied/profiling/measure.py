@@ -43,7 +43,7 @@ from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
 from embodied.run.run_folder import commit
-from embodied.system.load import LoadMeter, load_before, under_load
+from embodied.system.cpu_load import LoadMeter, load_before, under_load
 from embodied.workflows.embodied import EmbodiedLoop
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
         profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s, program)
         whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
         profile = replace(profile, dataflow=whole)
-    # Workers on a Ray cluster are nobody's children, and would count as other programs.
+    # Workers on a Ray cluster are not child processes of this one, and would count as other programs.
     during = None if config.cluster.backend == "ray" else meter.others()
     busy = {"before": before["others"], "during": during}
     return replace(profile, made={**profile.made, "seconds": round(clock.spent(), 1), "busy": busy})

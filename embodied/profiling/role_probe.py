@@ -147,9 +147,9 @@ class ProbeWorker(Worker):
         return self._chunk, part.sim.spec().action.dim
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
-        """Learn from the last rollout in so many envs: seconds of a gradient step, what an update takes besides, of
-        looking at an item with frozen parts ahead of all steps, and of the updates that were measured for that; bytes
-        that the learner needs, and of an item that waits for it."""
+        """Learn from the last rollout of this many envs. Returns seconds of a gradient step ("step"), of the rest of an
+        update ("fixed"), of encoding an item with frozen parts ("ahead"), of all that was measured ("whole"); and bytes
+        of the learner ("bytes") and of an item that waits for it ("item_bytes")."""
         part = self.parts[self._rows(num_envs)]
         first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
         times, looks = {first: [], first + 1: []}, []

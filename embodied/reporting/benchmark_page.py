@@ -16,7 +16,7 @@ from embodied.reporting.html import Html, page, section, table, tag
 from embodied.reporting.machine_page import MOST_TRACE_BYTES, is_move, worker_rows
 from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
 from embodied.reporting.timeline import innermost, read_trace
-from embodied.system.load import under_load
+from embodied.system.cpu_load import under_load
 
 HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")

@@ -1,4 +1,4 @@
-"""A run's progress: on the console, in logs/driver.log, in metrics.jsonl and as curves (`run.log`).
+"""A run's progress on the console.
 
 The console shows the plan first, then one live line (off a terminal a plain line per iteration), then the results. It
 keeps the running means that both the line and metrics.jsonl show.
@@ -6,20 +6,16 @@ keeps the running means that both the line and metrics.jsonl show.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from io import FileIO, StringIO
+from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from shlex import quote
 
-from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
-from embodied.reporting.curves import Curves, TensorBoardCurves, WandbCurves
-from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
+from embodied.reporting.results import describe_results, warn_of_errors
 from embodied.reporting.transcripts import TRANSCRIPTS
 
 RECENT = 100  # episodes over which the success rate and return of training are taken
@@ -208,93 +204,6 @@ def signal_parts(numbers: dict[str, float]) -> list[str]:
     kinds = {"equal": "of equal returns", "out_of_bounds": "out of bounds", "incomplete": "incomplete"}
     dropped = {why: int(numbers.get(f"groups/dropped_{kind}", 0)) for kind, why in kinds.items()}
     return [f"no group to learn from: {', '.join(f'{n} {why}' for why, n in dropped.items() if n) or 'none came'}"]
-
-
-class RunLog:
-    """Writes the console's lines and the iterations' numbers into a run's folder."""
-
-    def __init__(self, run: Path) -> None:
-        self.path = run
-        self.metrics = run / "metrics.jsonl"
-        self._file: FileIO | None = None
-        self._curves: list[Curves] = []
-        self._tensorboard = True  # to be opened with the first row
-
-    def begin(self, names: Sequence[str]) -> list[str]:
-        """Write the curves of `run.log`; returns lines that say where those of others go."""
-        self._tensorboard = "tensorboard" in names
-        if "wandb" not in names:
-            return []
-        found = WandbCurves(self.path)
-        self._curves.append(found)
-        return [f"wandb       {found.describe()}"]
-
-    def note(self, text: str) -> None:
-        """Write a line of the console into logs/driver.log."""
-        with (self.path / "logs" / "driver.log").open("ab", buffering=0) as file:
-            file.write(f"{now()} {text}\n".encode())
-
-    def row(self, row: dict) -> None:
-        """Write one iteration's numbers."""
-        if self._file is None:
-            self._file = self.metrics.open("ab", buffering=0)  # nothing is left to flush later
-        self._file.write((json.dumps(row) + "\n").encode())
-        self._point(row["env_steps"], row)
-
-    def evaluated(self, version: int, results: dict) -> None:
-        """Add an evaluation's figures to the row of the iteration that made this version, and to the curves."""
-        rows = self._rows()
-        row = next((row for row in reversed(rows) if row["policy_version"] == version), None)
-        if row is None:  # of the policy that training began with
-            return
-        figures = evaluation_numbers(results)
-        row.update(figures)
-        self._rewrite(rows)
-        self._point(row["env_steps"], figures)
-
-    def keep_rows(self, iteration: int) -> None:
-        """Drop the rows of iterations after `iteration`: a resumed run makes them again."""
-        if self.metrics.is_file():
-            self._rewrite([row for row in self._rows() if row["iteration"] <= iteration])
-
-    def close(self, failed: bool = False) -> None:
-        if self._file is not None:
-            self._file.close()
-        for curves in self._curves:
-            curves.close(failed)
-        self._file, self._curves = None, []
-
-    def _point(self, step: int, numbers: dict) -> None:
-        if self._tensorboard:
-            self._curves.append(TensorBoardCurves(self.path / "tensorboard"))
-            self._tensorboard = False
-        for curves in self._curves:
-            curves.add(step, numbers)
-
-    def _rows(self) -> list[dict]:
-        if not self.metrics.is_file():
-            return []
-        rows = map(row_of, self.metrics.read_text(errors="replace").splitlines())
-        return [row for row in rows if row]
-
-    def _rewrite(self, rows: list[dict]) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-        replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def row_of(line: str) -> dict | None:
-    """A line of metrics.jsonl; None for what a crash or a full disk has left of one."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("iteration"), int) else None
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, float]:

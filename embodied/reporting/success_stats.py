@@ -73,7 +73,7 @@ def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict
     count, alone = sum(map(bool, known)), float(len(known))
     if prompts:
         by_prompt = gather((prompt, outcome) for prompt, outcome in zip(prompts, outcomes) if outcome is not None)
-        alone = independent([fmean(map(bool, found)) for found in by_prompt.values()], len(known))
+        alone = effective_sample_size([fmean(map(bool, found)) for found in by_prompt.values()], len(known))
     interval = wilson(count * alone / len(known), alone)
     return {"count": count, "of": len(known), "rate": count / len(known), "interval": list(interval)}
 
@@ -123,7 +123,7 @@ def pass_rate(by_prompt: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
 
 
 def pass_at(k: int, right: int, answers: int) -> float:
-    """The chance that k of these answers, drawn without return, hold a right one: pass_at(2, 1, 4) is 1/2."""
+    """The chance that k of these answers, drawn without replacement, hold a right one: pass_at(2, 1, 4) is 1/2."""
     return 1 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
@@ -131,13 +131,13 @@ def rate_over_prompts(shares: list[float], answers: int) -> dict[str, Any] | Non
     """The mean of the prompts' shares, with its 95% Wilson interval; None without a prompt."""
     if not shares:
         return None
-    rate, alone = min(1.0, fmean(shares)), independent(shares, answers)
+    rate, alone = min(1.0, fmean(shares)), effective_sample_size(shares, answers)
     return {"rate": rate, "interval": list(wilson(rate * alone, alone)), "of": len(shares)}
 
 
-def independent(shares: list[float], answers: int) -> float:
-    """The number of independent answers that would say as much of the mean as these prompts' shares do: that whose
-    variance is what the shares' spread shows, at least one for each prompt, at most all answers."""
+def effective_sample_size(shares: list[float], answers: int) -> float:
+    """The effective sample size of these prompts' shares: the number of independent answers whose mean would have the
+    same variance, at least one for each prompt and at most all answers."""
     rate, prompts = fmean(shares), len(shares)
     if prompts < 2 or not 0 < rate < 1:
         return float(prompts)

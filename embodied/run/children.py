@@ -49,7 +49,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 @dataclass
-class Going:
+class ActiveRun:
     """A run in progress."""
 
     member: Member
@@ -74,7 +74,7 @@ class Children:
     ) -> None:
         """`words`: what all runs have in common; `parent`: the folder of their folders; `train`: Python's arguments."""
         self.group, self.shared, self.parent, self.places, self.train = group, words, parent, places, train
-        self.going: list[Going] = []
+        self.going: list[ActiveRun] = []
         self.live = bool(sys.stdout and sys.stdout.isatty())
         self.told, self.told_at = "", time.monotonic()
 
@@ -115,7 +115,7 @@ class Children:
                 env={**os.environ, **({"CUDA_VISIBLE_DEVICES": cards} if cards else {})},
                 process_group=0,  # Ctrl-C reaches this command, which stops the runs
             )
-        self.going.append(Going(member, process, place, log, before, path if resumes else None))
+        self.going.append(ActiveRun(member, process, place, log, before, path if resumes else None))
         self.say(f"{member} {f'goes on: {path}' if resumes else 'begins'}")
 
     def words(self, member: Member) -> list[str]:
@@ -151,7 +151,7 @@ class Children:
                 self.told = text
                 print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
 
-    def find_folder(self, one: Going) -> None:
+    def find_folder(self, one: ActiveRun) -> None:
         """The folder that this run has made: the one whose run.json names its process, or that is new after its end."""
         if one.folder is not None:
             return
@@ -167,7 +167,7 @@ class Children:
                 one.member = next(m for m in self.group.members if m.key == one.member.key)
                 return
 
-    def over(self, one: Going) -> None:
+    def over(self, one: ActiveRun) -> None:
         """Write down how a run ended, and the page of all so far."""
         self.going.remove(one)
         code, state = one.process.returncode, self.group.state(one.member)
@@ -233,7 +233,7 @@ def what_it_says(run: Path) -> dict:
     return {}
 
 
-def last_line(one: Going) -> str:
+def last_line(one: ActiveRun) -> str:
     """The last line that a run printed."""
     path = one.folder / "logs" / "driver.log" if one.folder else one.log
     with suppress(OSError):
@@ -245,7 +245,7 @@ def last_line(one: Going) -> str:
     return "begins"
 
 
-def last_words(one: Going) -> str:
+def last_words(one: ActiveRun) -> str:
     """Why a run did not finish, in a line: what its folder says, else the end of what it printed."""
     info = what_it_says(one.folder) if one.folder else {}
     if info.get("state") in ("stopped", "failed"):

@@ -70,7 +70,7 @@ def run(body: Callable[[], int], lost: str = "") -> int:
     except KeyboardInterrupt as err:
         print(f"stopped at once{lost}", file=sys.stderr)
         return err.exit_code if isinstance(err, Interrupted) else 130
-    except BrokenPipeError:  # who reads what we print, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError as err:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from embodied.core.errors import ConfigError
+from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links
 from embodied.runtime.processes import START_S
-from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
 
 _log = logging.getLogger(__name__)
 

@@ -153,7 +153,7 @@ class Queue:
     # For the driver's news of other hosts and of workers
 
     def host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
-        """Nobody waits there any more. What it has put stays, but gets that wait for a dead only producer fail."""
+        """Forget the dead host. What it put stays; gets that wait for it as the only producer fail."""
         self._forget(host)
         if self.pair is None or self.pair.source_host != host:
             return
@@ -179,7 +179,7 @@ class Queue:
             self.close(*CLOSING)
 
     def _forget(self, peer: str) -> None:
-        """A later life of the host has room of its own."""
+        """Drop what a dead host waited for and its unread items' claim on capacity: its next life starts afresh."""
         for getter in list(self._getters):
             if getter.peer == peer:
                 self._give_up(getter)

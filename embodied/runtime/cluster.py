@@ -24,9 +24,9 @@ from embodied.runtime.backend import Events, describe_backend, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
 from embodied.runtime.failures import Call, Failure, Watchdog
 from embodied.runtime.group import Handle, WorkerGroup
+from embodied.runtime.heartbeat import MAX_WORKERS, Sign, readable
 from embodied.runtime.host import DRIVER, HostPlan, WorkerSpec
 from embodied.runtime.processes import START_S
-from embodied.runtime.progress import MAX_WORKERS, Sign, readable
 from embodied.runtime.supervision import Budget, Supervisor
 from embodied.runtime.worker import Worker
 
@@ -155,7 +155,7 @@ class Cluster:
                 self._wait([handle], started, timeout_s)
 
     def progress(self, group: WorkerGroup) -> list[Sign]:
-        """Per rank: the last sign of life."""
+        """Returns each rank's last sign of life."""
         return [self._backend.progress(host, self._slot(w)) for w, host in zip(group.workers, group.hosts)]
 
     # Supervision

@@ -21,7 +21,7 @@ from embodied.runtime.timers import Timers
 # Moving
 
 
-class Belongings:
+class DeviceTensors:
     """A worker's tensors on its device, part by part; each move is measured under the part's name and its bytes."""
 
     def __init__(self, timers: Timers) -> None:
@@ -120,7 +120,7 @@ def num_bytes(tensors: Iterable[Any]) -> int:
 # Measuring
 
 
-class Taken:
+class AllocatedMemory:
     """Bytes that are there from now on."""
 
     def __init__(self) -> None:

@@ -10,8 +10,8 @@ A phase waits for devices that another thread's phase holds, or that come back w
 not wait for workers that give way: they join it when another phase gives their devices back, and leave it when another
 wants them, as soon as the thread that is in it sees to that.
 
-Memory moves only where a limit is known and what two phases need does not fit beside each other. Who gets which devices
-when is decided in `leases.py`; what a worker has on its device is counted and moved in `device_memory.py`.
+Memory moves only where a limit is known and what two phases need does not fit beside each other. `leases.py` decides
+which workers get which devices when; what a worker has on its device is counted and moved in `device_memory.py`.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def serve(order: dict[str, Any]) -> None:
     show_title(TITLE.removeprefix("embodied "))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in order["modules"]:
-        with suppress(Exception):  # whoever needs it hears why it cannot be imported
+        with suppress(Exception):  # the import fails again, with its message, in the host that needs it
             importlib.import_module(name)
     gc.freeze()  # what is there now is never collected, so its pages stay shared
     driver = socket.socket(fileno=order["fd"])

@@ -23,8 +23,8 @@ from typing import Any
 from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed
 from embodied.runtime.channel import Channel, Peers, hosts_of_runs
 from embodied.runtime.channel_queue import Queue
+from embodied.runtime.heartbeat import Progress, readable, resident_bytes
 from embodied.runtime.payload import Payload
-from embodied.runtime.progress import Progress, readable, resident_bytes
 from embodied.runtime.remote_channel import Remote
 from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Worker

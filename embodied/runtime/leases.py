@@ -163,8 +163,8 @@ class Coordinator:
         return actions
 
     def _next(self) -> Iterator[tuple[str, set[str], set[str]]]:
-        """The waiting gangs that lack nothing which another takes over before them: gang, its devices, who holds
-        some of these."""
+        """Yields each waiting gang that needs no device for which an earlier gang waits: the gang, its devices, and the
+        gangs that hold some of these."""
         kept: set[str] = set()  # devices that are some earlier gang's
         for gang in [gang for gang in self.order if gang in self.waiting]:
             devices = self._devices(gang)

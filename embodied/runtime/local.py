@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied.runtime.fork_server import Forked, ForkServers
+from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links
 from embodied.runtime.payload import Payload, decode, encode, segments
 from embodied.runtime.processes import (
@@ -30,7 +31,6 @@ from embodied.runtime.processes import (
     describe_exit,
     progress_memory,
 )
-from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.socket_io import Loop, MessageSocket, socket_pair
 
 if TYPE_CHECKING:

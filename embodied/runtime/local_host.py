@@ -16,10 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress
 from embodied.runtime.host import Host, Links
 from embodied.runtime.payload import Payload, decode, encode
 from embodied.runtime.processes import WRITE_STACKS
-from embodied.runtime.progress import PROGRESS_BYTES, Progress
 from embodied.runtime.socket_io import Loop, MessageSocket
 
 _PR_SET_PDEATHSIG = 1

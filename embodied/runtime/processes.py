@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress, Pulse, Sign
 from embodied.runtime.host import Host, HostPlan, ranges
-from embodied.runtime.progress import PROGRESS_BYTES, Progress, Pulse, Sign
 
 _log = logging.getLogger(__name__)
 

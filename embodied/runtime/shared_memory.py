@@ -1,8 +1,8 @@
 """Shared memory without a name (memfd) that is used again: getting fresh pages costs far more than filling them.
 
-Who may overwrite a segment? Every message has an open file of its own on the segment, with a lock on it, and that file
+When is a segment free? Every message has an open file of its own on the segment, with a lock on it, and that file
 travels with the message. The kernel drops the lock when the last process that holds or maps this file has let go of it
-or has died, so nobody has to say that it is done, and nothing is left when somebody is killed.
+or has died, so no release message is needed, and nothing is left when a process is killed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A policy behind a websocket that speaks openpi's protocol: `protocol` reads and writes messages, `server` admits
-clients and batches their requests, `config` holds the options."""
+"""Servers that answer with a policy. `server` and `protocol` speak openpi's websocket protocol for robot policies;
+`language`, `openai_protocol` and `generation` speak OpenAI's HTTP API for language models. `config` holds the options.
+"""
 
 __all__ = ["config", "protocol", "server"]

@@ -106,7 +106,7 @@ def read_completion(body: Any) -> Ask:
     prompts = prompts_of(fields["prompt"])
     wanted = fields.get("logprobs")
     if wanted is not None and (type(wanted) is not int or wanted != 0):
-        raise BadRequest("logprobs: tokens that were not chosen are not told; send 0 or null", "logprobs")
+        raise BadRequest("logprobs: only chosen tokens have log-probs here; send 0 or null", "logprobs")
     return asked(fields, prompts, chat=False, logprobs=wanted is not None, max_tokens=fields.get("max_tokens"))
 
 

@@ -1,4 +1,4 @@
 """What this machine offers and lacks: devices (`discovery`), packages and drivers (`machine`, `vulkan_driver`), and how
-busy it is (`load`)."""
+busy it is (`cpu_load`)."""
 
-__all__ = ["discovery", "load", "machine", "probes", "vulkan_driver"]
+__all__ = ["cpu_load", "discovery", "machine", "probes", "vulkan_driver"]

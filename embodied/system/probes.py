@@ -68,7 +68,7 @@ def mujoco() -> dict[str, Any]:
 
 def scoring(kind: str) -> dict[str, Any]:
     """Score a right and a wrong answer as the text envs of this kind do."""
-    from embodied.envs.text.scoring import Scorer, dataset_of
+    from embodied.envs.text.scoring_process import Scorer, dataset_of
 
     if kind == "math":
         right, question = "0.5", {"solutions": ["\\frac{1}{2}"]}

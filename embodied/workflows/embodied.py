@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def sim_worker(config: RunConfig) -> str:
-    """Robots are stepped, texts are spoken with."""
+    """The import path of the env's sim worker class: `SimWorker`, or `TextWorker` for text envs."""
     return env_class(config.env).worker
 
 
@@ -113,7 +113,7 @@ class EmbodiedLoop:
 
     @staticmethod
     def make_source(config: RunConfig, tasks: tuple[str, ...]) -> BatchSource:
-        """Slices of a fixed length for PPO, whole episodes in groups for GRPO and for conversations."""
+        """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
         return (GroupCollector if config.algo.whole_episodes else HorizonCollector)(config, tasks)
 
     # One iteration

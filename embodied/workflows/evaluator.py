@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 2  # at an episode that is open whenever its worker dies
 LOOK_S = 0.2  # how often it is asked whether to stop
-BUFFERS = "drafts"  # in the folder of an evaluation while it is played
+BUFFERS = "episode_buffers"  # in the folder of an evaluation while it is played
 
 Heard = Callable[[Iterable[EpisodeResult]], object]
 

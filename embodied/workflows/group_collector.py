@@ -322,7 +322,7 @@ def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 @dataclass
-class HandingOn:
+class GroupTransfer:
     """A group on its way from sims to a learner rank."""
 
     group: Group
@@ -355,7 +355,7 @@ class GroupStream:
         self.pool, self.rollouts, self.channels = collector.pool, collector.rollouts, collector.trajectories
         self.notes = self.rollouts.journal
         self.played_by: dict[int, int] = {}  # episode -> sim
-        self.under_way: list[HandingOn] = []
+        self.under_way: list[GroupTransfer] = []
         self.had = [0] * len(self.channels)  # by rank, env steps or tokens
         self.began = perf_counter()
         self.accumulating = collector.learners.accumulate.each([(channel, batch.version) for channel in self.channels])
@@ -400,7 +400,7 @@ class GroupStream:
             channel.put(last)
         return self.accumulating
 
-    def _send(self, group: Group) -> HandingOn:
+    def _send(self, group: Group) -> GroupTransfer:
         collector = self.collector
         collector.handed += 1
         rank, results = int(np.argmin(self.had)), [self.batch.ended[episode] for episode in group.episodes]
@@ -412,9 +412,9 @@ class GroupStream:
             collector.source(sim): self.rollouts.sims[sim].hand_on(mine, collector.source(sim), self.channels[rank])
             for sim, mine in shares.items()
         }
-        return HandingOn(group, rank, calls)
+        return GroupTransfer(group, rank, calls)
 
-    def _learn(self, sent: HandingOn) -> None:
+    def _learn(self, sent: GroupTransfer) -> None:
         if not sent.arrived():
             self.collector.lose(sent.group.episodes, self.batch)
             return

@@ -90,7 +90,7 @@ class RequestRouter:
                 self.replies[source].put(AskAgain(source))
 
     def end(self) -> list[Handle]:
-        """Nobody asks any more; returns the calls of the policy workers, which end now."""
+        """End the round: ask all policy workers to stop serving; returns their calls."""
         self.moving = False
         for policy in self.serving.keys() - self.leaving.keys():
             self.manager.requests[policy].put(ActRequest("the driver", done=True))
@@ -100,7 +100,8 @@ class RequestRouter:
         return [source for source, asked in self.asked.items() if asked == policy]
 
     def _serve(self, policy: int) -> Handle:
-        """Where sources move, a worker knows all of the round: a request may come before it could be told of it."""
+        """Start serving. If sources may move, the worker gets every reply channel of the round, since a request can
+        arrive before the worker learns that its source has moved here."""
         requests, mine = self.manager.requests[policy], self._sources(policy)
         known = {source: self.replies[source] for source in (self.replies if self.moving else mine)}
         call = self.policies[policy].serve(requests, known, *self.how)
@@ -218,14 +219,14 @@ class PromptQueue:
         self.open: dict[str, int] = {}  # by engine, conversations that it has
 
     def add(self, batch: PromptBatch) -> None:
-        """Somebody asks. What is asked again while it waits, or an engine has it, is known."""
+        """Queue new prompts; a repeated one that waits already, or that an engine has, is skipped."""
         for prompt in batch.prompts:
             if (batch.source, prompt.number) not in self.had_by:
                 self.had_by[batch.source, prompt.number] = ""
                 self.waiting.append((batch.source, prompt))
 
     def make_room(self, vacancy: Vacancy) -> None:
-        """An engine speaks for the first time, or has answered so many. What one says that left is of no use."""
+        """Add an engine's free rows: its first report is its capacity, later ones are answers it finished."""
         if vacancy.engine in self.room:
             self.open[vacancy.engine] -= vacancy.room
         else:
@@ -233,11 +234,11 @@ class PromptQueue:
         self.room[vacancy.engine] = self.room.get(vacancy.engine, 0) + vacancy.room
 
     def keep(self, wanted: Callable[[str], bool]) -> None:
-        """Only what waits of these sources; the others ask no more."""
+        """Drop waiting prompts of all other sources."""
         self.waiting = deque((source, prompt) for source, prompt in self.waiting if wanted(source))
 
     def forget(self, here: set[str]) -> bool:
-        """Engines but these have left: nobody knows what came of their prompts. Returns whether there were any."""
+        """Forget engines that have left; their prompts may be asked again. Returns whether they had any."""
         gone = {name for name in (*self.room, *self.first) if name not in here}
         self.first -= gone
         for name in gone & self.room.keys():

@@ -114,7 +114,7 @@ class Workers:
         return take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing, giving_way)
 
     def trajectory_channels(self) -> list[Channel]:
-        """One to each learner, bounded by what a batch is: nothing is taken before it is whole."""
+        """One unbounded trajectory channel to each learner; the size of a batch bounds what it holds."""
         ranks = range(len(self.learners))
         return [self.cluster.channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks]
 

@@ -26,7 +26,7 @@ SUCCESS_KEYS = ("success", "is_success")
 
 PROTOCOL = Protocol(
     "gym-v1",
-    "an episode ends where the env ends it, at its first success where it tells of any, or at the step limit",
+    "an episode ends where the env ends it, at its first success where it reports one, or at the step limit",
     {"on_success": "terminate"},
 )
 

@@ -43,7 +43,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Wish:
+class HandTarget:
     """The hand's target, the axis along which its fingers should close, and whether they should."""
 
     hand: np.ndarray  # [N, 3]
@@ -122,7 +122,7 @@ def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None
     return np.where((cost[0] <= cost[1])[:, None], axis, other)
 
 
-def pick(world: World, cube: np.ndarray, side: np.ndarray) -> tuple[np.ndarray, Wish]:
+def pick(world: World, cube: np.ndarray, side: np.ndarray) -> tuple[np.ndarray, HandTarget]:
     """-> whether each row holds the cube, and how to come to hold it: over it, down, close."""
     away = cube - world.hand
     beside = np.linalg.norm(away[:, :2], axis=1)
@@ -132,23 +132,23 @@ def pick(world: World, cube: np.ndarray, side: np.ndarray) -> tuple[np.ndarray, 
     astray = np.maximum(np.maximum(beside - 0.008, 0) / 0.02, np.maximum(skew - 0.1, 0) / 0.2)
     height = cube[:, 2] + ABOVE * np.minimum(astray, 1)
     grip = np.where(reached & (world.finger > HELD[1]), CLOSE, OPEN)
-    return held, Wish(np.concatenate([cube[:, :2], height[:, None]], axis=1), side, grip)
+    return held, HandTarget(np.concatenate([cube[:, :2], height[:, None]], axis=1), side, grip)
 
 
-def carry(world: World, held: np.ndarray, thing: np.ndarray, target: np.ndarray, otherwise: Wish) -> Wish:
+def carry(world: World, held: np.ndarray, thing: np.ndarray, target: np.ndarray, otherwise: HandTarget) -> HandTarget:
     """Rows that hold something move it to the target; others do what else is wished."""
     hand = np.where(held[:, None], world.hand + target - thing, otherwise.hand)
     closing = np.where(held[:, None], world.turned[:, :2, 1], otherwise.closing)
-    return Wish(hand, closing, np.where(held, CLOSE, otherwise.grip))
+    return HandTarget(hand, closing, np.where(held, CLOSE, otherwise.grip))
 
 
-def pick_cube(world: World) -> Wish:
+def pick_cube(world: World) -> HandTarget:
     cube, goal = world.place("cube"), world.place("goal_site")
     held, wish = pick(world, cube, nearest_side(world, world.axis("cube")))
     return carry(world, held, cube, goal, wish)
 
 
-def push_cube(world: World) -> Wish:
+def push_cube(world: World) -> HandTarget:
     """Push from behind the cube (its side towards the arm) straight on, until it lies in the middle of the goal."""
     cube, goal = world.place("obj"), world.place("goal_region")
     offset = world.hand - cube
@@ -162,10 +162,10 @@ def push_cube(world: World) -> Wish:
     onward = np.stack([world.hand[:, 0] + np.clip(left - 0.02, 0, 0.05), cube[:, 1], np.full(len(cube), HALF)], axis=1)
     hand = np.where(ready[:, None], onward, np.stack([start[:, 0], start[:, 1], height], axis=1))
     side = np.broadcast_to([0.0, 1.0], (len(cube), 2))
-    return Wish(hand, side, np.full(len(cube), CLOSE))
+    return HandTarget(hand, side, np.full(len(cube), CLOSE))
 
 
-def stack_cube(world: World) -> Wish:
+def stack_cube(world: World) -> HandTarget:
     cube, base = world.place("cubeA"), world.place("cubeB")
     between = (base - cube)[:, :2]
     side = nearest_side(world, world.axis("cubeA"), avoid=between)
@@ -179,10 +179,10 @@ def stack_cube(world: World) -> Wish:
     leave = world.hand + np.array([0, 0, 0.05]) * (world.finger > 0.032)[:, None]
     hand = np.where(placed[:, None], leave, wish.hand)
     closing = np.where(placed[:, None], world.turned[:, :2, 1], wish.closing)
-    return Wish(hand, closing, np.where(placed, OPEN, wish.grip))
+    return HandTarget(hand, closing, np.where(placed, OPEN, wish.grip))
 
 
-RULES: dict[str, Callable[[World], Wish]] = {
+RULES: dict[str, Callable[[World], HandTarget]] = {
     "PushCube-v1": push_cube,
     "PickCube-v1": pick_cube,
     "StackCube-v1": stack_cube,

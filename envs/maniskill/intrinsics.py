@@ -1,4 +1,4 @@
-"""What a simulated camera needs to draw only a region of its picture."""
+"""What a simulated camera needs to draw only a region of its image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodied.envs.option_values import Region
 def intrinsics(
     height: int, width: int, region: Region, whole: tuple[float, float], focal: float, middle: tuple[float, float]
 ) -> np.ndarray:
-    """[3, 3] for `height` x `width` pixels of this region. Size of the whole picture (width, height), focal length and
+    """[3, 3] for `height` x `width` pixels of this region. Size of the whole image (width, height), focal length and
     middle are in one unit."""
     left, top, right, bottom = region
     across, down = width / (whole[0] * (right - left)), height / (whole[1] * (bottom - top))
@@ -21,5 +21,5 @@ def intrinsics(
 
 
 def of_square(height: int, width: int, region: Region, fov: float) -> np.ndarray:
-    """The same of a square picture of so many degrees."""
+    """The same of a square image of so many degrees."""
     return intrinsics(height, width, region, (1, 1), 0.5 / math.tan(math.radians(fov) / 2), (0.5, 0.5))

@@ -27,7 +27,7 @@ from embodied.envs.libero.scene import Draws
 from embodied.envs.libero.simulator import quiet, simulator
 from embodied.envs.protocols import AS_TRAINED, Protocol
 
-OURS = {  # how every task is built: it neither draws pictures nor keeps anything of the episode before
+OURS = {  # how every task is built: it neither renders images nor keeps anything of the episode before
     "has_renderer": False,
     "has_offscreen_renderer": False,
     "use_camera_obs": False,

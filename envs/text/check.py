@@ -145,7 +145,7 @@ class TextEnvChecker:
                 fail("solution", f"solution() is not scored as a success ({said}): {turns[-1]!r:.200}")
 
     def conversations_end(self, specs: list[EpisodeSpec]) -> None:
-        """Some do before the limit cuts them off; which answers lead there is the env's own affair."""
+        """Fails unless some conversation ends before the turn limit, whichever answers are tried."""
         for spec in specs:
             ways = [*ODD[:3], *([None] if self.solution(spec) is not None else [])]
             if any(self.play(spec, way)[-1].done for way in ways):

@@ -81,7 +81,7 @@ class Verifiers(TextEnv):
             ended = self.example.stop()
         except Lost as err:
             return self.lost(err)
-        return self.worth(ended) if ended else self.lost(Lost("the environment goes on after it was told to end"))
+        return self.worth(ended) if ended else self.lost(Lost("the environment did not stop when asked to"))
 
     def lost(self, err: Lost) -> Turn:
         self.example.forget()

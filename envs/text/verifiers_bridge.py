@@ -71,7 +71,7 @@ class ModelRequest:
 
 
 @dataclass(frozen=True)
-class Died:
+class ProcessDied:
     """The process is gone."""
 
 
@@ -106,7 +106,7 @@ class Child:
         except Empty:
             self.kill()
             raise EmbodiedError(f"env.name={self.name} was not loaded within env.start_s={self.start_s:g}") from None
-        if isinstance(found, Died):
+        if isinstance(found, ProcessDied):
             self.process.wait(END_S)
             raise EmbodiedError(
                 f"env.name={self.name}: its process ended with code {self.process.returncode} while loading; "
@@ -148,9 +148,9 @@ class Child:
                 elif mail := self.mail.get(message["ended"]):
                     mail.put(message)
         self.over.set()
-        self.first.put(Died())
+        self.first.put(ProcessDied())
         for mail in [*self.mail.values()]:
-            mail.put(Died())
+            mail.put(ProcessDied())
 
 
 def how_to_install(python: Path) -> str:
@@ -181,7 +181,7 @@ class Bridge:
         at, mail = next(self.numbers), SimpleQueue()
         self.child.mail[at] = mail
         if self.child.over.is_set():  # and had ended every rollout before this one was there
-            mail.put(Died())
+            mail.put(ProcessDied())
         self.child.say(begin=at, held_out=held_out, number=number)
         return self.child, at, mail
 
@@ -267,7 +267,7 @@ class Example:
         except Empty:
             self.bridge.replace()
             raise Lost(f"the environment did nothing for env.score_s={config.score_s:g}") from None
-        if isinstance(event, Died):
+        if isinstance(event, ProcessDied):
             self.bridge.replace()
             raise Lost("the environment's process died")
         if isinstance(event, dict):

@@ -47,7 +47,7 @@ def main():
         train, held_out = splits(env)
     except Problem as err:
         return say(problem=str(err))
-    logging.getLogger("verifiers").addHandler(WhatIsRaised(logging.ERROR))
+    logging.getLogger("verifiers").addHandler(RewardErrorHandler(logging.ERROR))
     say(train=len(train), held_out=len(held_out), turns=turns_of(env), kind=type(env).__name__, version=version)
     if asked["url"]:
         asyncio.run(serve(Player(env, train, held_out, asked["url"], asked["key"], say), commands))
@@ -128,7 +128,7 @@ def turns_of(env):
 # Playing
 
 
-class WhatIsRaised(logging.Handler):
+class RewardErrorHandler(logging.Handler):
     """Keeps what the package only logs: that a reward function failed."""
 
     def emit(self, record):

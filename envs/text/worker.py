@@ -16,7 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import Completion, CompletionBatch, EvaluationShare, Manner, Prompt, PromptBatch, Said
+from embodied.core.conversations import (
+    Completion,
+    CompletionBatch,
+    EvaluationShare,
+    Prompt,
+    PromptBatch,
+    Said,
+    SamplingOverride,
+)
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import (
     AskAgain,
@@ -93,10 +101,10 @@ class TextWorker(EpisodeKeeper):
         mine = self._part(self.config, episodes, rows)
         parts, noting = [mine], nullcontext()
         if beside:
-            parts.append(self._evaluated(beside.episodes, manner=Manner("eval", beside.temperature)))
+            parts.append(self._evaluated(beside.episodes, override=SamplingOverride("eval", beside.temperature)))
             noting = self._noting(route, beside.recording, beside.notes)
         with noting as note:
-            for over in play_conversations(parts, Talk(route, self.timers), self.timers):
+            for over in play_conversations(parts, ConversationClient(route, self.timers), self.timers):
                 self.tick()
                 ended = [one for one in over if one.part is mine]
                 if note and len(ended) < len(over):
@@ -135,7 +143,7 @@ class TextWorker(EpisodeKeeper):
             notes.put(Note(source, begun=tuple(spec.index for spec in specs)))
 
         part = self._evaluated(episodes, begun=begun, alone=alone)
-        talk = Talk(route, self.timers)
+        talk = ConversationClient(route, self.timers)
         with self._noting(route, recording, notes) as note:
             for ended in play_conversations([part], talk, self.timers, lambda: self.stopped):
                 self.tick()
@@ -203,7 +211,7 @@ class Part:
     rows: int
     begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
     alone: frozenset[int] = frozenset()  # the last of them: each is held with no other beside it
-    manner: Manner | None = None  # of their answers; None: that of the round
+    override: SamplingOverride | None = None  # of their answers; None: that of the round
 
     def __post_init__(self) -> None:
         self.waiting, self.free, self.open = deque(self.specs), [], 0
@@ -329,7 +337,7 @@ class Conversation:
         )
 
 
-class Talk:
+class ConversationClient:
     """Asks through the channels of a route and takes the answers as they come.
 
     A policy worker may die before it has answered, or another one may take its place: then what is open is asked again.
@@ -353,7 +361,7 @@ class Talk:
         for one in conversations:
             self.number += 1
             tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
-            prompt = Prompt(self.number, one.spec.index, one.said, tokens, manner=one.part.manner)
+            prompt = Prompt(self.number, one.spec.index, one.said, tokens, override=one.part.override)
             self.open[self.number] = prompt, one
         self._put([self.open[number][0] for number in range(before + 1, self.number + 1)])
 
@@ -377,7 +385,7 @@ class Talk:
 
 
 def play_conversations(
-    parts: Sequence[Part], talk: Talk, timers: Timers, stop: Callable[[], bool] = lambda: False
+    parts: Sequence[Part], talk: ConversationClient, timers: Timers, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[list[Conversation]]:
     """Play all of these to their ends, and yield those that have ended since the last time. Where it is to `stop`, what
     is open is given up."""

@@ -200,7 +200,7 @@ class HTTPEngine(Engine):
         begin = Request("probe", [self.stops[0]], PROBED, 0)
         found = await self.ask(body_of(begin, PROBED, [], 0, "probe", 0.0, self.server.model))
         if found.dropped:
-            raise ConfigError(f"{self.server.name}: {found.dropped} in its answers, without which nothing can be told")
+            raise ConfigError(f"{self.server.name}: {found.dropped} in its answers, so its weights cannot be compared")
         ids = torch.tensor([[*begin.tokens, *found.tokens]], device=self.policy.device)
         if self.policy.model.config._attn_implementation != "sdpa":  # learning may choose another
             self.policy.model.set_attn_implementation("sdpa")
@@ -264,7 +264,7 @@ class HTTPEngine(Engine):
                 found = await call()
                 self.away = False
                 return found
-            except Away as err:
+            except ServerUnavailable as err:
                 now = time.monotonic()
                 began = began or now
                 left = began + limit - now
@@ -337,7 +337,7 @@ def token_of(config: LanguageConfig) -> str | None:
         raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
 
 
-class Away(EmbodiedError):
+class ServerUnavailable(EmbodiedError):
     """The server is not there, or not able to answer now."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
@@ -407,21 +407,21 @@ class RemoteServer:
             arguments = {"args": [str(folder)]} if tied else {"kwargs": {"weights_path": str(folder)}}
             try:
                 await self.call("POST", "/collective_rpc", {"method": method} | arguments)
-            except Away as err:
+            except ServerUnavailable as err:
                 if err.status != 500:
                     raise
                 raise EmbodiedError(
                     f"{self.name} did not load {folder} ({err}){why and f'; start it with {why}'}"
                 ) from None
             if not (await self.call("POST", "/reset_prefix_cache")).get("success", True):
-                raise Away("it did not forget its prefixes")
+                raise ServerUnavailable("it did not forget its prefixes")
             await self.call("POST", "/update_weight_version", {"new_version": name})
         finally:
             await self.call("POST", "/resume")
 
     async def call(self, method: str, path: str, body: Any = None, missing: Any = ...) -> Any:
-        """The JSON of an answer. Raises Away where trying again may help. `missing`: what a route that is not there
-        stands for."""
+        """The JSON of an answer. Raises ServerUnavailable where trying again may help. `missing`: what a route
+        that is not there stands for."""
         import aiohttp
 
         if self.session is None:
@@ -434,11 +434,11 @@ class RemoteServer:
             async with self.session.request(method, self.url + path, json=body, allow_redirects=False) as response:
                 status, text = response.status, await response.text()
         except TimeoutError:
-            raise Away(f"{path} took longer than {self.answer_s:g} s (policy.answer_s)") from None
+            raise ServerUnavailable(f"{path} took longer than {self.answer_s:g} s (policy.answer_s)") from None
         except aiohttp.ClientConnectorError as err:
-            raise Away(f"no connection ({err.os_error.strerror or err.os_error})") from None
+            raise ServerUnavailable(f"no connection ({err.os_error.strerror or err.os_error})") from None
         except (aiohttp.ClientError, OSError) as err:
-            raise Away(f"{type(err).__name__}: {err}" if str(err) else type(err).__name__) from None
+            raise ServerUnavailable(f"{type(err).__name__}: {err}" if str(err) else type(err).__name__) from None
         if status == 404 and missing is not ...:
             return missing
         try:
@@ -451,7 +451,7 @@ class RemoteServer:
         if status == 500 and code == NOT_FINITE:
             return UNUSABLE
         if status in BUSY:
-            raise Away(f"{path} answers {status}: {said}", status)
+            raise ServerUnavailable(f"{path} answers {status}: {said}", status)
         raise ConfigError(f"{self.name}: {path} answers {status}: {said}{self.hint(status, path)}")
 
     def hint(self, status: int, path: str) -> str:

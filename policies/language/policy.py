@@ -408,7 +408,7 @@ def rule(blocks: Tensor, segments: Tensor) -> Any:
 
 
 class CountedAttention(torch.autograd.Function):
-    """Keeps for the backward pass what both kernels do: what goes in and what comes out, no table of who sees whom."""
+    """Keeps for the backward pass what both kernels do: what goes in and what comes out, no attention mask."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

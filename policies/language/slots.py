@@ -2,9 +2,9 @@
 
 Running conversations are the first rows of a cache of keys and values, without gaps. Of each one all tokens but the
 last are in the cache; a step feeds the last ones, wherever they are in their conversations, and so writes the next.
-Whoever ends makes room at once: the last row moves into its place.
+A conversation that ends frees its row at once: the last row moves into its place.
 
-A token depends on its conversation, its episode and its index there, never on who runs beside it or was there before:
+A token depends on its conversation, its episode and its index there, never on what runs beside it or ran there before:
 its noise is addressed by these, and the model reads nothing else.
 """
 

@@ -1,8 +1,8 @@
 """vLLM as the engine, in the policy worker's own process: fast on GPUs, with weights of its own.
 
-Sampling is vLLM's, seeded by conversation and place; unlike our own engine it does not promise that who runs beside a
-conversation changes nothing of it. Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), so
-that they are those the learner computes; sampling that leaves tokens out (top_p, top_k, min_p) is never asked for.
+Sampling is vLLM's, seeded by conversation and place; unlike with our own engine, an answer may depend on what runs
+beside it. Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), so that they are those the
+learner computes; sampling that leaves tokens out (top_p, top_k, min_p) is never asked for.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from embodied.core.conversations import Completion, CompletionBatch, Manner, Prompt, PromptBatch, Vacancy
+from embodied.core.conversations import Completion, CompletionBatch, Prompt, PromptBatch, SamplingOverride, Vacancy
 from embodied.core.types import ActRequest, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Channel
-from embodied.runtime.device_memory import Belongings
+from embodied.runtime.device_memory import DeviceTensors
 from embodied.runtime.weights import Publication
 
 SIGN_OF_LIFE_S = 30.0  # after which a sim that waits for long answers hears from us
@@ -38,7 +38,7 @@ class OpenPrompt:
 class LanguageWorker(PolicyWorker):
     def build(self, spec: EnvSpec) -> None:
         """The policy, and the engine that generates with it."""
-        self.belongings = Belongings(self.timers)
+        self.belongings = DeviceTensors(self.timers)
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.engine = make_engine(self.config, self.policy)
         self.policy.cache_tensors = self.engine.cache_tensors
@@ -125,15 +125,20 @@ class LanguageWorker(PolicyWorker):
                 refused.append((source, self._completion(asked, NOTHING, version, "" if len(prompt.tokens) else why)))
                 continue
             most = min(prompt.max_tokens or self.config.max_tokens, room)
-            self.engine.add(Request(asked, tokens, most, prompt.episode, self._sampling(prompt.manner)))
+            self.engine.add(Request(asked, tokens, most, prompt.episode, self._sampling(prompt.override)))
         return refused
 
-    def _sampling(self, manner: Manner | None) -> Sampling | None:
+    def _sampling(self, override: SamplingOverride | None) -> Sampling | None:
         """None: that of the round."""
-        if manner is None:
+        if override is None:
             return None
-        assert self.config.engine == "transformers", "others know only the manner of the round"
-        return Sampling(self.seed, f"act/{manner.stream}", manner.temperature, frozenset(self.policy.tokenizer.stops))
+        assert self.config.engine == "transformers", "others know only the sampling of the round"
+        return Sampling(
+            self.seed,
+            f"act/{override.stream}",
+            override.temperature,
+            frozenset(self.policy.tokenizer.stops),
+        )
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:
         if not self.engine.running:
@@ -157,7 +162,7 @@ class LanguageWorker(PolicyWorker):
             logprobs=answer.logprobs,
             version=version,
             text=tokenizer.decode(written),
-            pieces=tuple(tokenizer.decode([one]) for one in ids) if show or asked.prompt.manner else (),
+            pieces=tuple(tokenizer.decode([one]) for one in ids) if show or asked.prompt.override else (),
             truncated=answer.truncated,
             dropped=dropped,
         )

@@ -127,7 +127,7 @@ class PrismaticPolicy(VLAPolicy):
             parts = {name: getattr(self, name) for name in ("vision_backbone", "projector", "language_model")}
             add_lora(parts, config.lora_rank, config.lora_scale, whole, config.lora_targets)
 
-    def eyes(self) -> nn.Module:
+    def vision_encoder(self) -> nn.Module:
         return self.projector
 
     def unit_state(self, state: Tensor) -> Tensor:

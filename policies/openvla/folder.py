@@ -1,4 +1,4 @@
-"""The published layout on disk: config.json, statistics, tokeniser, image numbers and weights.
+"""The published layout on disk: config.json, statistics, tokenizer, image numbers and weights.
 
 Reading checks that everything is there before a weight is touched; writing gives the same keys and bytes back.
 """

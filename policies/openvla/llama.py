@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.policies.openvla.settings import LlamaSettings
-from embodied.policies.vla.layers import GatedMLP, GroupedAttention, Turn, normed, rotate, turns
+from embodied.policies.vla.layers import GatedMLP, GroupedAttention, RotaryTables, normed, rotate, turns
 
 ALL = slice(None)
 
@@ -70,7 +70,9 @@ class LlamaAttention(GroupedAttention):
         super().__init__(settings.dim, settings.heads, settings.kv_heads, settings.dim // settings.heads)
         self.layer = layer
 
-    def forward(self, x: Tensor, turn: Turn, mask: Tensor | None, causal: bool, cache: Cache | None, read: slice):
+    def forward(
+        self, x: Tensor, turn: RotaryTables, mask: Tensor | None, causal: bool, cache: Cache | None, read: slice
+    ):
         cos, sin = turn
         q, k, v = self.split(self.q_proj(x[:, read])), self.split(self.k_proj(x)), self.split(self.v_proj(x))
         q, k = rotate(q, cos[:, :, read], sin[:, :, read]), rotate(k, cos, sin)
@@ -88,7 +90,13 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(settings.dim, settings.eps)
 
     def forward(
-        self, x: Tensor, turn: Turn, mask: Tensor | None, causal: bool, cache: Cache | None = None, read: slice = ALL
+        self,
+        x: Tensor,
+        turn: RotaryTables,
+        mask: Tensor | None,
+        causal: bool,
+        cache: Cache | None = None,
+        read: slice = ALL,
     ) -> Tensor:
         x = x[:, read] + self.self_attn(self.input_layernorm(x), turn, mask, causal, cache, read)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -244,7 +244,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return hidden.view(len(hidden), self.config.chunk, self.spec.action.dim, -1)
 
     def _states(self, obs: Observation, patches: Tensor | None = None, more: int = 0) -> Tensor:
-        """The same one after the other, and `more` behind them."""
+        """Hidden states [N, C * A + more, D] from which the action numbers, and `more` tokens after them, are read."""
         count, numbers = len(obs["images"][self.cameras[0]]), self.config.chunk * self.spec.action.dim
         ids, there = self._words(obs, count)
         if self.config.stop_token:
@@ -312,5 +312,5 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
 
 def first(*answers: bool | None) -> bool:
-    """The first that is one."""
+    """The first answer that is not None."""
     return next(answer for answer in answers if answer is not None)

@@ -1,4 +1,4 @@
-"""Tokens that go in and come out: the prompt with its tokenisers, and actions as 256 bins of [-1, 1] on the last ids of
+"""Tokens that go in and come out: the prompt with its tokenizers, and actions as 256 bins of [-1, 1] on the last ids of
 the vocabulary. `base.actions_of` turns [-1, 1] into the robot's units.
 
 What surprises: 256 ids share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
@@ -43,7 +43,7 @@ def prompt(instruction: str, template: str = PURE) -> str:
 
 
 class LlamaTokenizer:
-    """The tokeniser of a published folder."""
+    """The tokenizer of a published folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._fast = fast_tokenizer(
@@ -60,7 +60,7 @@ class LlamaTokenizer:
 
 
 class LlamaWords:
-    """Tokeniser of small models without a vocabulary file: a word's id is a hash of it."""
+    """Tokenizer of small models without a vocabulary file: a word's id is a hash of it."""
 
     def __init__(self, settings: OpenVLASettings) -> None:
         self.words = settings.first_action_id - 3  # 0, 1 and 2 are unknown, begin and end
@@ -70,7 +70,7 @@ class LlamaWords:
 
 
 def tokenizer_of(folder: Path | None, settings: OpenVLASettings) -> Tokenizer:
-    """The tokeniser of a published folder, or that of a small model."""
+    """The tokenizer of a published folder, or that of a small model."""
     return LlamaWords(settings) if settings.tokenizer == "words" else LlamaTokenizer(folder)
 
 

@@ -1,6 +1,6 @@
-"""Pi0 and Pi0.5: a PaliGemma that sees and reads, and an action expert that makes actions of noise by flow matching.
+"""Pi0 and Pi0.5: a PaliGemma that sees and reads, and an action expert that turns noise into actions by flow matching.
 
-`policy` is the way in. `siglip`, `gemma` and `network` are the networks with upstream's key names, `flow` the steps
-from noise to actions, `images`, `text` and `normalize` what goes in and out, `settings` the sizes, `folder` the layouts
-that others publish.
+`policy` is the way in, with the steps from noise to actions. `network` holds SigLIP, Gemma and both experts under
+upstream's key names, `inputs` turns images, words and numbers into what they take, `settings` has the sizes, `folder`
+the layouts that others publish.
 """

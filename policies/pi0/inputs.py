@@ -97,7 +97,7 @@ def coloured(pixels: Tensor, uniform: tuple[Tensor, ...]) -> Tensor:
     return (grey + (pixels - grey) * (0.5 + saturation)).clamp(0, 1)
 
 
-# The prompt, and the tokenisers
+# The prompt, and the tokenizers
 
 
 def prompt(instruction: str, state: np.ndarray | None) -> str:
@@ -110,13 +110,13 @@ def prompt(instruction: str, state: np.ndarray | None) -> str:
 
 
 class GemmaTokenizer:
-    """The tokeniser of a published folder."""
+    """The tokenizer of a published folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._fast = fast_tokenizer(
             folder,
             "a Pi0",
-            f"Pi0 reads with the tokeniser of google/paligemma-3b-pt-224: put its {TOKENIZER} beside the weights",
+            f"Pi0 reads with the tokenizer of google/paligemma-3b-pt-224: put its {TOKENIZER} beside the weights",
         )
 
     def encode(self, text: str) -> list[int]:
@@ -129,7 +129,7 @@ class GemmaTokenizer:
 
 
 class GemmaWords:
-    """Tokeniser of small models without a vocabulary file: numbers up to 255 have ids of their own, words a hash."""
+    """Tokenizer of small models without a vocabulary file: numbers up to 255 have ids of their own, words a hash."""
 
     def __init__(self, settings: Pi0Settings) -> None:
         self.words = settings.vocab - 260
@@ -144,7 +144,7 @@ class GemmaWords:
 
 
 def tokenizer_of(folder: Path | None, settings: Pi0Settings) -> Tokenizer:
-    """The tokeniser of a published folder, or that of a small model."""
+    """The tokenizer of a published folder, or that of a small model."""
     return GemmaWords(settings) if settings.tokenizer == "words" else GemmaTokenizer(folder)
 
 

@@ -1,8 +1,8 @@
 """The whole network: images and words once (the prefix), then state, noisy actions and time (the suffix) as often as
 noise is taken away.
 
-Who sees whom: images and words see each other; the state sees them; actions see everything and each other. So nothing
-of the prefix depends on the suffix, and nothing of the state's token on actions or time.
+Attention: images and words attend to each other; the state attends to them; actions attend to everything and to each
+other. So nothing of the prefix depends on the suffix, and nothing of the state's token on actions or time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from embodied.policies.vla.layers import (
     MLP,
     GatedMLP,
     GroupedAttention,
-    Turn,
+    RotaryTables,
     normed,
     patch_tokens,
     rotate,
@@ -52,7 +52,7 @@ class Prefix:
 
 
 class NamedParts(nn.Module):
-    """A name on the way to others."""
+    """A module whose children have these names, to reproduce upstream's nested parameter names."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -218,7 +218,9 @@ class GemmaAttention(GroupedAttention):
     def __init__(self, settings: GemmaSettings) -> None:
         super().__init__(settings.dim, settings.heads, settings.kv_heads, settings.head_dim)
 
-    def forward(self, x: Tensor, turn: Turn, mask: Tensor, past: KeysValues | None) -> tuple[Tensor, KeysValues]:
+    def forward(
+        self, x: Tensor, turn: RotaryTables, mask: Tensor, past: KeysValues | None
+    ) -> tuple[Tensor, KeysValues]:
         q, k, v = (self.split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, *turn), rotate(k, *turn)
         if past is not None:
@@ -235,7 +237,7 @@ class GemmaLayer(nn.Module):
         self.post_attention_layernorm = Norm(settings.dim, condition_dim)
 
     def forward(
-        self, x: Tensor, turn: Turn, mask: Tensor, past: KeysValues | None, condition: Tensor | None
+        self, x: Tensor, turn: RotaryTables, mask: Tensor, past: KeysValues | None, condition: Tensor | None
     ) -> tuple[Tensor, KeysValues]:
         ready, gate = self.input_layernorm(x, condition)
         out, seen = self.self_attn(ready, turn, mask, past)

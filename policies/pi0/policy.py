@@ -214,7 +214,7 @@ class Pi0Policy(VLAPolicy):
         more = DRAWS * len(self.views) if self.config.augment else 0
         return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1 + more)
 
-    def eyes(self) -> nn.Module:
+    def vision_encoder(self) -> nn.Module:
         return self.model.vlm.multi_modal_projector
 
     def unit_state(self, state: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""What vision-language-action families share: camera frames, units of actions, tokenisers, sharded weights, LoRA."""
+"""What vision-language-action families share: camera frames, units of actions, tokenizers, sharded weights, LoRA."""

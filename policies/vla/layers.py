@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ADAPTER = "default"  # what peft calls the adapters that we let it put in
-Turn = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
+RotaryTables = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
 
 
 class MLP(nn.Module):
@@ -64,7 +64,7 @@ def normed(x: Tensor, eps: float) -> Tensor:
     return exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
 
 
-def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Turn:
+def turns(position: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> RotaryTables:
     speed = theta ** (-torch.arange(0, head_dim, 2, device=position.device).float() / head_dim)
     angle = (position[:, None, :, None].float() * speed).repeat(1, 1, 1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)

@@ -1,7 +1,7 @@
-"""What OpenVLA and Pi0 share as policies: cameras, instructions, and what imitation teaches their eyes.
+"""What OpenVLA and Pi0 share as policies: cameras, instructions, and the keyframe head that imitation trains.
 
-Actions teach small eyes little about where things are. With `policy.keyframes` imitation also asks the image tokens
-where the robot will be when its gripper opens or closes next, and at the end: there the things are.
+Actions teach small vision encoders little about where things are. With `policy.keyframes` imitation also asks the image
+tokens where the robot will be when its gripper opens or closes next, and at the end: there the things are.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ AHEAD = 2  # the next keyframe and the end
 
 
 class VLAPolicy(PublishedPolicy):
-    """A published policy that sees images and is given an instruction. A family implements `imitate_actions`, `eyes`
-    and `unit_state`."""
+    """A published policy that sees images and is given an instruction. A family implements `imitate_actions`,
+    `vision_encoder` and `unit_state`."""
 
     any_image_size = True
     value_names = ("value_head.",)
 
-    def eyes(self) -> nn.Module:
+    def vision_encoder(self) -> nn.Module:
         """The module that returns image tokens, those of a row's cameras one after the other."""
         raise NotImplementedError
 
@@ -50,8 +50,8 @@ class VLAPolicy(PublishedPolicy):
                 f"policy.keyframes={list(places)} are numbers of the state, of which this env gives {there or 'none'}; "
                 "set env.state=proprio, or leave it out"
             )
-        if not any(p.requires_grad for p in self.eyes().parameters()):
-            raise ConfigError("policy.keyframes teaches the eyes, which policy.train leaves as they are; leave it out")
+        if not any(p.requires_grad for p in self.vision_encoder().parameters()):
+            raise ConfigError("policy.keyframes trains the vision encoder, which policy.train freezes; leave it out")
         self.auxiliary_loss = "keyframe_loss"
         self.keyframe_head = nn.Linear(image_tokens * dim, AHEAD * len(places), dtype=self.exact)
 
@@ -59,7 +59,7 @@ class VLAPolicy(PublishedPolicy):
         if not self.config.keyframes:
             return self.imitate_actions(inputs, noise)
         seen: list[Tensor] = []
-        watching = self.eyes().register_forward_hook(lambda _module, _inputs, tokens: seen.append(tokens))
+        watching = self.vision_encoder().register_forward_hook(lambda _module, _inputs, tokens: seen.append(tokens))
         try:
             losses = self.imitate_actions(inputs, noise)
         finally:

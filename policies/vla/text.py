@@ -1,4 +1,4 @@
-"""Words to ids: the tokeniser of a folder, hashed words for small models, and rows of unequal length side by side."""
+"""Words to ids: the tokenizer of a folder, hashed words for small models, and rows of unequal length side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tokenizer(Protocol):
 
 
 def fast_tokenizer(folder: Path | None, model: str, advice: str):
-    """The tokeniser that tokenizer.json of a published folder describes; `advice` says how to come by that file."""
+    """The tokenizer that tokenizer.json of a published folder describes; `advice` says how to come by that file."""
     if folder is None:
         raise ConfigError(f"policy.preset=full has no vocabulary of its own; give policy.pretrained=FOLDER of {model}")
     path = folder / TOKENIZER
@@ -36,7 +36,7 @@ def fast_tokenizer(folder: Path | None, model: str, advice: str):
         found = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as err:  # the package knows no narrower one
         raise CheckpointError(f"{path} is damaged: {err}") from None
-    found.no_padding()  # a saved tokeniser may still pad or cut as it did in training
+    found.no_padding()  # a saved tokenizer may still pad or cut as it did in training
     found.no_truncation()
     return found
 

@@ -101,7 +101,7 @@ def test_a_function_of_ones_own(monkeypatch):
 
 
 def test_success_must_be_known_to_be_rewarded():
-    with pytest.raises(ConfigError, match=r"this env does not tell of success; try env.reward=own"):
+    with pytest.raises(ConfigError, match=r"this env does not report success; try env.reward=own"):
         Scripted(has_success=False, reward="success")
 
 

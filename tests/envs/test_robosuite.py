@@ -221,7 +221,7 @@ def test_training_and_evaluation(mine):
         (["env.control_mode=OSC_POS"], "OSC_POSE"),
         (["env.kwargs={tablefull_size: 1}"], "Lift takes no tablefull_size; did you mean 'table_full_size'"),
         (["env.kwargs={hard_reset: false}"], "hard_reset is set here for every task"),
-        (["env.task=more:Untold", "env.reward=success"], "does not tell of success"),
+        (["env.task=more:Untold", "env.reward=success"], "does not report success"),
     ],
 )
 def test_what_cannot_be_is_one_line_of_a_dry_run(mine, capsys, arguments, says):

@@ -12,9 +12,9 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import Demonstrations, ImageCache, next_keyframes, sft_factor
+from embodied.learners.bc import DemoImages, Demonstrations, next_keyframes
 from embodied.learners.collective import Alone
-from embodied.learners.model import PolicyOptimizer
+from embodied.learners.optimizer import PolicyOptimizer, sft_factor
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 
@@ -91,7 +91,7 @@ def test_memory_does_not_grow_with_the_pictures(tmp_path):
 def test_a_cache_that_is_no_folder_is_refused(tmp_path, place):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"sft\.cache=.*{place} is not a folder"):
-        ImageCache({"top": (4, 4, 3)}, 2, tmp_path / place)
+        DemoImages({"top": (4, 4, 3)}, 2, tmp_path / place)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):

@@ -13,8 +13,9 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.types import join, map_decisions
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
@@ -38,7 +39,7 @@ def test_all_counts_are_those_of_a_smaller_run():
     data = toy.rollout(toy.make(), seed=1)
     parts = [toy.columns(data, slice(0, 1)), toy.columns(data, slice(2, 4))]
     small = replace(join(parts), ids=np.arange(3))
-    room, weights = RendezvousRoom(2, 30.0), {}
+    room, weights = InProcessRendezvous(2, 30.0), {}
 
     def work(rank):
         weights[rank] = trained(parts[rank], np.array([0, 2, 3]), Threads(room, rank))

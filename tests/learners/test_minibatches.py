@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embodied.learners.optimizer import lr_factor
 from embodied.learners.rollout_buffer import minibatches, owned, permutation
-from embodied.learners.update import lr_factor, skip_remaining_epochs
+from embodied.learners.update import skip_remaining_epochs
 
 
 def test_a_permutation_holds_every_item_once_and_repeats():

@@ -13,8 +13,9 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.types import BatchPart, env_blocks
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.train_batch import build_rank_batch, episodes_within
 from embodied.learners.update import update_policy
 
@@ -44,7 +45,7 @@ def older():
 
 def trained(data, config, version=1, ranks=1, part_of=None, **options):
     """Weights and numbers of every rank after an update with this data."""
-    room, found = RendezvousRoom(ranks, 30.0), {}
+    room, found = InProcessRendezvous(ranks, 30.0), {}
 
     def work(rank):
         collective = Threads(room, rank) if ranks > 1 else Alone()
@@ -213,7 +214,7 @@ def test_a_rank_without_a_part_counts_no_decision_and_as_many_passes_as_others()
     data = stale_rollout()
     data.versions[:T] = 1
     config = GRPOConfig(name="grpo", minibatch_size=None, **EVERYTHING)
-    found, room = {}, RendezvousRoom(2, 30.0)
+    found, room = {}, InProcessRendezvous(2, 30.0)
     farthest = int(log_ratios(data).sum((2, 3)).reshape(N, 2, -1).sum(2).min(1).argmin())  # a row that is masked
 
     def work(rank):

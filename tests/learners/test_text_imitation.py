@@ -16,7 +16,7 @@ from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.base import TextEnv, Turn
 from embodied.learners.config import LearnerConfig
 from embodied.learners.examples import read_examples, solved
-from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, packs, written
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
@@ -135,7 +135,7 @@ def test_small_passes_add_up_to_the_same_steps(pack_tokens):
 
 
 def test_two_learners_take_the_steps_of_one():
-    config, room = sft(warmup_steps=3, weight_decay=0.1), RendezvousRoom(2, 30.0)
+    config, room = sft(warmup_steps=3, weight_decay=0.1), InProcessRendezvous(2, 30.0)
     alone = trained(config)
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(trained, config, rank=rank, ranks=2, room=room) for rank in range(2)]

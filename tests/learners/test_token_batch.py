@@ -15,8 +15,9 @@ from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_bloc
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker
@@ -50,7 +51,7 @@ def share_of(policy, data, config, ranks=1, rank=0, collective=None, reference=N
 
 def trained(data, config, ranks=1, reference=None, seed=0, **options):
     """Weights and numbers of every rank after an update with these conversations."""
-    room, found = RendezvousRoom(ranks, 30.0), {}
+    room, found = InProcessRendezvous(ranks, 30.0), {}
 
     def work(rank):
         collective = Threads(room, rank) if ranks > 1 else Alone()
@@ -258,7 +259,7 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options, order):
     config, data = algo(**options), talks(Speaking(), GROUPS, SIZE, stale=0.2)
     reference = Speaking(seed=3) if config.kl_coef else None
     (wanted, numbers), *_ = trained(data, config, reference=reference)
-    room, found = RendezvousRoom(2, 30.0), {}
+    room, found = InProcessRendezvous(2, 30.0), {}
     draw = np.random.default_rng(order)
     ranks = np.array_split(draw.permutation(GROUPS), [draw.integers(GROUPS)])
 

@@ -16,8 +16,9 @@ from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_bloc
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker
@@ -64,7 +65,7 @@ def share_of(policy, data, scores, config, ranks=1, rank=0, collective=None, ref
 
 def trained(data, scores, config, ranks=1, reference=None, **options):
     """Weights and numbers of every rank after an update with these conversations."""
-    room, found = RendezvousRoom(ranks, 30.0), {}
+    room, found = InProcessRendezvous(ranks, 30.0), {}
 
     def work(rank):
         collective = Threads(room, rank) if ranks > 1 else Alone()
@@ -280,7 +281,7 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options):
     assert not config.why_not_periodic()
     reference = Judging(seed=3) if config.kl_coef else None
     (wanted, numbers), *_ = trained(data, scores, config, reference=reference)
-    room, found = RendezvousRoom(2, 30.0), {}
+    room, found = InProcessRendezvous(2, 30.0), {}
     ranks = [[3, 0], [4, 2, 1]]
 
     def work(rank):

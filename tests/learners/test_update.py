@@ -14,8 +14,9 @@ from embodied.core.errors import Diverged, WrongShape
 from embodied.core.types import env_blocks, join
 from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rendezvous import RendezvousRoom
+from embodied.learners.model import Model
+from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.rollout_buffer import permutation
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
@@ -82,7 +83,7 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
     for iteration in range(3):
         ours(alone, optimizer, data, config, iteration)
 
-    room, policies = RendezvousRoom(ranks, 30.0), [make() for _ in range(ranks)]
+    room, policies = InProcessRendezvous(ranks, 30.0), [make() for _ in range(ranks)]
 
     def work(rank):
         own = PolicyOptimizer(policies[rank], config, Threads(room, rank))

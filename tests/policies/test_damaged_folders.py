@@ -113,7 +113,7 @@ def test_weights_that_cannot_be_used(tmp_path):
         read_blobs(tmp_path)
 
 
-def test_a_tokeniser_neither_pads_nor_cuts_as_whoever_saved_it_did(tmp_path):
+def test_a_tokenizer_neither_pads_nor_cuts_as_whoever_saved_it_did(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")

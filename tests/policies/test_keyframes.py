@@ -1,4 +1,5 @@
-"""What imitation teaches the eyes beside actions: where the robot will be at the next keyframe and at the end."""
+"""What imitation teaches the vision encoder besides actions: where the robot will be at the next keyframe and at the
+end."""
 
 import numpy as np
 import pytest
@@ -99,5 +100,5 @@ def test_numbers_that_the_state_does_not_have_are_refused(family):
 
 
 def test_frozen_eyes_cannot_be_taught():
-    with pytest.raises(ConfigError, match=r"policy\.keyframes teaches the eyes"):
+    with pytest.raises(ConfigError, match=r"policy\.keyframes trains the vision encoder"):
         build("pi0", keyframes=[0], train="expert")

@@ -163,7 +163,7 @@ def test_a_model_that_is_told_in_another_way_is_refused(published, tmp_path):
         build(pretrained=str(place))
 
 
-def test_a_published_tokeniser_begins_with_1_and_ends_with_the_space(tmp_path):
+def test_a_published_tokenizer_begins_with_1_and_ends_with_the_space(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "lift": 7, "it": 8}, unk_token="?"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -7,8 +7,8 @@ import pytest
 
 from embodied import train
 from embodied.core.errors import ConfigError
-from embodied.reporting.console import RunLog
 from embodied.reporting.curves import check_log, mode, run_id
+from embodied.reporting.run_log import RunLog
 from embodied.reporting.success_stats import summarize
 
 RATE = {"rate": 0.5, "interval": [0.1, 0.9], "count": 1, "of": 2}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from embodied.runtime.device_memory import Belongings, Offloader, num_bytes
+from embodied.runtime.device_memory import DeviceTensors, Offloader, num_bytes
 from embodied.runtime.tensor_bytes import blob_of
 from embodied.runtime.timers import Timers
 
@@ -46,7 +46,7 @@ def test_what_was_offloaded_takes_no_memory_and_comes_back_with_its_views():
 
 def test_every_part_is_moved_and_told_on_its_own():
     timers, weights, scratch = Timers(), torch.arange(1000.0), torch.ones(500)
-    belongings = Belongings(timers)
+    belongings = DeviceTensors(timers)
     timers.record(True)
     belongings.offload({"weights": [weights], "cache": [scratch], "optimizer": []}, emptied=("cache",))
     assert belongings.away and not weights.untyped_storage().nbytes() + scratch.untyped_storage().nbytes()

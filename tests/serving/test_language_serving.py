@@ -175,7 +175,7 @@ def test_a_stream_is_the_answer_in_parts(open_server):
         ({"prompt": "a", "temperature": True}, 400, "temperature should be a number"),
         ({"prompt": "a", "top_p": 0.9}, 400, "top_p=0.9 is not supported"),
         ({"prompt": "a", "echo": True}, 400, "echo=True is not supported"),
-        ({"prompt": "a", "logprobs": 5}, 400, "tokens that were not chosen are not told"),
+        ({"prompt": "a", "logprobs": 5}, 400, "only chosen tokens have log-probs here"),
         ({"prompt": "a", "stop": [""]}, 400, "stop should be text"),
         ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop should be text, or a list of at most 16"),
         ({"prompt": "a", "stop_token_ids": ["1"]}, 400, "stop_token_ids should be a list of token numbers"),

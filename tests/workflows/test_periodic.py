@@ -13,7 +13,7 @@ from embodied.algorithms.groups import GroupPool
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, WorkerFailed
 from embodied.envs.worker import SimWorker
-from embodied.learners.model import PolicyOptimizer
+from embodied.learners.optimizer import PolicyOptimizer
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights

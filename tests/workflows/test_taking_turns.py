@@ -154,7 +154,7 @@ def test_a_learner_that_does_not_fit_beside_simulators_is_refused_with_the_sum(c
 
 def test_on_cores_nothing_is_asked_of_a_gpu(monkeypatch):
     monkeypatch.delenv("EMBODIED_DEVICE", raising=False)
-    taken, computing = device_memory.Taken(), device_memory.Computing()
+    taken, computing = device_memory.AllocatedMemory(), device_memory.Computing()
     with taken.counted(), computing.counted():
         device_memory.give_back_unused()
     assert (taken.num_bytes, computing.num_bytes) == (0, 0)

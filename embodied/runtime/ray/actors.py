@@ -32,6 +32,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from embodied.runtime.heartbeat import BEAT_S, PROGRESS_BYTES, Progress
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links, ranges
 from embodied.runtime.local_host import find_main_lazily, show_title
 from embodied.runtime.processes import (
@@ -45,7 +46,6 @@ from embodied.runtime.processes import (
     describe_exit,
     progress_memory,
 )
-from embodied.runtime.progress import BEAT_S, PROGRESS_BYTES, Progress
 from embodied.runtime.ray import guard
 from embodied.runtime.ray.nodes import Connection, RayNode, last_words, move, run_on
 from embodied.runtime.ray.object_store import Stored, decode, encode, pack_message, unpack_message
@@ -287,7 +287,7 @@ class RayHost:
 
     @ray.method(concurrency_group="control", num_returns=0)
     def control(self, message: bytes, *payload: Any) -> None:
-        with _the_end_of_a_host_that_does_not_listen():
+        with _ending_the_process_on_error():
             told = unpack_message(message)
             if told[0] == "stop":
                 self._host.stop(told[1])
@@ -305,7 +305,7 @@ class RayHost:
 
     @ray.method(concurrency_group="channels")
     def serve_channel(self, peer: str, life: int, message: bytes, *payload: Any) -> None:
-        with _the_end_of_a_host_that_does_not_listen():
+        with _ending_the_process_on_error():
             if life >= self._peers.get(peer, (0, None))[0]:  # not what a life that is over has sent
                 self._host.serve_channel(peer, unpack_message(message), _received(payload))
 
@@ -406,8 +406,8 @@ def _check_cores(cores: list[int]) -> None:
 
 
 @contextmanager
-def _the_end_of_a_host_that_does_not_listen() -> Iterator[None]:
-    """It must not look alive."""
+def _ending_the_process_on_error() -> Iterator[None]:
+    """End the process when a thread of the host stops serving, so that it does not look alive."""
     try:
         yield
     except BaseException:

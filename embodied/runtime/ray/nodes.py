@@ -200,7 +200,7 @@ def _loopback(only: bool) -> Iterator[None]:
 
 
 def _connect(address: str, runtime_env: dict | None) -> None:
-    auto_init_hook.enable_auto_connect = False  # who still asks when all is over would start a cluster of Ray's own
+    auto_init_hook.enable_auto_connect = False  # else a late Ray call would start a cluster of Ray's own
     Config.initialize("")  # Ray has read the environment when it was imported
     AuthenticationTokenLoader.instance().reset_cache()
     main = threading.current_thread() is threading.main_thread()

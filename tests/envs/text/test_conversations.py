@@ -11,7 +11,7 @@ from embodied.core.errors import EmbodiedError
 from embodied.core.types import AskAgain, EpisodeSpec, Route
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.base import TextEnv, Turn
-from embodied.envs.text.worker import Part, Talk, play_conversations
+from embodied.envs.text.worker import ConversationClient, Part, play_conversations
 from embodied.runtime import Timers
 
 CONFIG = ExternalEnvConfig(name="my_pkg.mod:Counting", max_episode_steps=3)
@@ -63,7 +63,7 @@ class Policy:
 def held(policy, indices, rows=2, meanwhile=None, **more):
     """All conversations, by episode, in the order in which they ended."""
     specs = [EpisodeSpec("counting", -1, 7, index) for index in indices]
-    talk, get = Talk(policy.route, Timers()), policy.replies.get
+    talk, get = ConversationClient(policy.route, Timers()), policy.replies.get
 
     def answered():
         while not policy.replies:
@@ -182,7 +182,11 @@ def test_what_is_no_turn_or_no_text_is_refused_by_name():
         specs = [EpisodeSpec("counting", -1, 7, 0)]
         policy.replies.get = lambda policy=policy: (policy.answer(), policy.replies.popleft())[1]
         with pytest.raises(EmbodiedError, match=message):
-            list(play_conversations([Part(kind, CONFIG, None, specs, 1)], Talk(policy.route, Timers()), Timers()))
+            list(
+                play_conversations(
+                    [Part(kind, CONFIG, None, specs, 1)], ConversationClient(policy.route, Timers()), Timers()
+                )
+            )
 
 
 class Undecided(Counting):

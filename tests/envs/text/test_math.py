@@ -10,7 +10,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
 from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed, questions
-from embodied.envs.text.scoring import TIMED_OUT
+from embodied.envs.text.scoring_process import TIMED_OUT
 
 
 def written(path, *entries):

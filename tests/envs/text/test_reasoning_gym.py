@@ -9,7 +9,7 @@ from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.text import reasoning_gym
 from embodied.envs.text.check import check_text_env
-from embodied.envs.text.scoring import Scorer
+from embodied.envs.text.scoring_process import Scorer
 
 pytest.importorskip("reasoning_gym")
 

@@ -19,7 +19,7 @@ from language_models import (
 )
 
 from embodied.core import rng
-from embodied.core.conversations import Manner
+from embodied.core.conversations import SamplingOverride
 from embodied.core.errors import ConfigError
 from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.vla.lora import add_lora
@@ -80,19 +80,25 @@ def test_greedy_answers_are_those_of_generate(name):
         assert found[request.key].tokens.tolist() == out.tolist()
 
 
-def sampling(engine, manner):
-    return manner and Sampling(3, f"act/{manner.stream}", manner.temperature, engine.stops)
+def sampling(engine, override):
+    return override and Sampling(3, f"act/{override.stream}", override.temperature, engine.stops)
 
 
 @SHAPES
 def test_each_conversation_has_its_own_manner_whoever_is_written_beside_it(name):
     model = MODELS[name]()
-    manners = [None, Manner("eval", 0.0), Manner("eval", 1.0), Manner("eval", 0.4), Manner("train", 1.0)]
+    overrides = [
+        None,
+        SamplingOverride("eval", 0.0),
+        SamplingOverride("eval", 1.0),
+        SamplingOverride("eval", 0.4),
+        SamplingOverride("train", 1.0),
+    ]
     asked = questions()
     engine = engine_of(model)
-    mixed = answers(engine, [replace(r, sampling=sampling(engine, manners[i % 5])) for i, r in enumerate(asked)])
-    for place, manner in enumerate(manners):
-        how = {"stream": manner.stream, "temperature": manner.temperature} if manner else {}
+    mixed = answers(engine, [replace(r, sampling=sampling(engine, overrides[i % 5])) for i, r in enumerate(asked)])
+    for place, override in enumerate(overrides):
+        how = {"stream": override.stream, "temperature": override.temperature} if override else {}
         alone = answers(engine_of(model), asked, **how)
         for request in asked[place::5]:
             assert mixed[request.key].tokens.tolist() == alone[request.key].tokens.tolist()

@@ -2,7 +2,7 @@
 
 import os
 
-from embodied.system.load import LoadMeter, under_load
+from embodied.system.cpu_load import LoadMeter, under_load
 
 TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,8 @@
 """Scores answers in a process of its own, since comparing mathematics may hang, crash or eat all memory.
 
-`Scorer` starts `python -m embodied.envs.text.scoring KIND`, asks it over a pipe, a JSON object a line, and replaces it
-where it does not answer in time: that costs one answer, which counts as wrong. The process ends when its worker does.
+`Scorer` starts `python -m embodied.envs.text.scoring_process KIND`, asks it over a pipe, a JSON object a line, and
+replaces it where it does not answer in time: that costs one answer, which counts as wrong. The process ends when its
+worker does.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Scorer:
 
     def _begin(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "embodied.envs.text.scoring", self.kind],
+            [sys.executable, "-m", "embodied.envs.text.scoring_process", self.kind],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from embodied.envs.text import scoring
-from embodied.envs.text.scoring import DIED, LONGEST, TIMED_OUT, Scorer
+from embodied.envs.text import scoring_process as scoring
+from embodied.envs.text.scoring_process import DIED, LONGEST, TIMED_OUT, Scorer
 
 LOOPS = "9" * 400 + "^{" + "9" * 400 + "}"  # a number with more digits than there is memory for
 
@@ -19,7 +19,7 @@ class Faulty(Scorer):
 
     CODE = """
 import os, sys, time
-from embodied.envs.text import scoring
+from embodied.envs.text import scoring_process as scoring
 def score(answer):
     if answer == "hang": time.sleep(1000)
     if answer == "die": os.kill(os.getpid(), 9)
@@ -92,7 +92,8 @@ def test_a_very_long_answer_is_not_compared(scorer):
 
 
 def test_a_process_whose_worker_is_gone_ends():
-    code = "import sys; from embodied.envs.text.scoring import Scorer; s = Scorer('math'); print(s.pid, flush=True); "
+    code = "import sys; from embodied.envs.text.scoring_process import Scorer; s = Scorer('math'); "
+    code += "print(s.pid, flush=True); "
     done = subprocess.run(
         [sys.executable, "-c", code + "import os; os.kill(os.getpid(), 9)"], capture_output=True, text=True, timeout=120
     )

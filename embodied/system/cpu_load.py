@@ -15,7 +15,7 @@ IDLE = (3, 4)  # columns of /proc/stat: idle, and waiting for a disk
 
 
 class LoadMeter:
-    """Counts from its beginning."""
+    """Measures the cores that other programs keep busy, from its construction on."""
 
     def __init__(
         self,
