@@ -33,10 +33,11 @@ from benchmarks.common import (
     train_command,
 )
 from benchmarks.learning.seeds import (
-    HELD_OUT,
+    EPISODES,
     ONE_CORE,
     TIMEOUT_S,
     begin_well,
+    held_out,
     new_folder,
     once,
     outcomes,
@@ -67,6 +68,7 @@ class Trained:
     seed: int
     start: Path
     options: list[str]
+    episodes: int = EPISODES  # held out, that start and result both play
 
 
 CASES = {
@@ -126,9 +128,11 @@ def gain(asked: Trained, env: dict) -> dict:
     command, costs = train_command(asked.case.recipe, *given, *asked.options, *UNJUDGED, *ONE_CORE), []
     run = new_folder(asked.runs, asked.name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
     both = f"checkpoint=[{asked.start},{run}]"
-    play = program("evaluate", both, f"recipe={asked.case.recipe}", f"run.dir={run}", *HELD_OUT, *ONE_CORE)
+    play = program(
+        "evaluate", both, f"recipe={asked.case.recipe}", f"run.dir={run}", *held_out(asked.episodes), *ONE_CORE
+    )
     measure(play, env, TIMEOUT_S)
-    before, after = (outcomes(folder) for folder in in_order(run / "compare"))
+    before, after = (outcomes(folder, asked.episodes) for folder in in_order(run / "compare"))
     rows = read_metrics(run)
     return {
         "start_success": summary(before),

@@ -17,7 +17,6 @@ from benchmarks.common import code_commit, machine, measure, packages, write_jso
 
 EPISODES = 200
 EVAL_SEED = 1_000  # fresh: neither training's episodes nor those of the evaluations during training
-HELD_OUT = (f"eval.episodes={EPISODES}", f"eval.seed={EVAL_SEED}", "eval.videos=0")
 ONE_CORE = ("cluster.backend=inline", 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}')
 START = 0.2, 0.7  # success rate of a policy that RL begins with: something to reward, something to gain
 TIMEOUT_S = 2 * 3600.0
@@ -61,9 +60,14 @@ def new_folder(parent: Path, name: str, make: Callable[[], object]) -> Path:
     return made
 
 
+def held_out(episodes: int = EPISODES) -> tuple[str, ...]:
+    """What an evaluation is told to play these."""
+    return f"eval.episodes={episodes}", f"eval.seed={EVAL_SEED}", "eval.videos=0"
+
+
 def evaluate(run: Path, env: dict) -> dict:
     """results.json of the final checkpoint on the held-out episodes, played by a process of its own."""
-    measure(program("evaluate", f"checkpoint={run}", *HELD_OUT), env, TIMEOUT_S)
+    measure(program("evaluate", f"checkpoint={run}", *held_out()), env, TIMEOUT_S)
     return last_results(run)
 
 
@@ -75,11 +79,11 @@ def last_results(run: Path) -> dict:
     return results
 
 
-def outcomes(folder: Path) -> list[bool]:
+def outcomes(folder: Path, episodes: int = EPISODES) -> list[bool]:
     """Success of every held-out episode, in the order of their seeds."""
     with (folder / "episodes.csv").open() as file:
         rows = sorted(csv.DictReader(file), key=lambda row: int(row["seed"]))
-    assert len(rows) == EPISODES and not any(row["error"] for row in rows), folder
+    assert len(rows) == episodes and not any(row["error"] for row in rows), folder
     return [row["success_once"] == "true" for row in rows]
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from benchmarks.common import RESULTS, ROOT, config_hash, environment, markdown, measure, resolved
 from benchmarks.learning.seeds import (
     EVAL_SEED,
-    HELD_OUT,
     ONE_CORE,
     TIMEOUT_S,
     begin_well,
+    held_out,
     last_results,
     new_folder,
     once,
@@ -46,7 +46,7 @@ def imitate(recipe: str, runs: Path, name: str, seed: int, options: Sequence[str
     asked = (f"recipe={recipe}", f"seed={seed}", *ONE_CORE)
     costs = [measure(program("collect", *asked, f"out={demos}"), env, TIMEOUT_S)]
     given = [option.format(demos=demos) for option in options]
-    command = program("sft", *asked, *given, f"sft.data={demos}", f"run.dir={runs}", f"run.name={name}", *HELD_OUT)
+    command = program("sft", *asked, *given, f"sft.data={demos}", f"run.dir={runs}", f"run.name={name}", *held_out())
     run = new_folder(runs, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
     results, (collected, imitated) = last_results(run), costs
     return {

@@ -29,7 +29,7 @@ from benchmarks.common import (
     train_command,
 )
 from benchmarks.learning.grpo_gain import in_order, interval, paired_gain, summary
-from benchmarks.learning.seeds import HELD_OUT, TIMEOUT_S, once, outcomes, parser, program, rate
+from benchmarks.learning.seeds import TIMEOUT_S, held_out, once, outcomes, parser, program, rate
 from embodied.policies.folder import read_weights
 from embodied.run.checkpoints import locate
 
@@ -110,7 +110,7 @@ def part_of(rows: Sequence[dict]) -> dict:
 def compared(recipe: str, start: Path, run: Path, word: str, env: dict) -> dict:
     """Success of both on the held-out prompts, and what the one has gained on the other."""
     out = run / word
-    asked = (f"recipe={recipe}", f"run.dir={out}", *HELD_OUT, f"eval.temperature={TEMPERATURES[word]}")
+    asked = (f"recipe={recipe}", f"run.dir={out}", *held_out(), f"eval.temperature={TEMPERATURES[word]}")
     measure(program("evaluate", f"checkpoint=[{start},{run}]", *asked), env, TIMEOUT_S)
     before, after = (outcomes(folder) for folder in in_order(out / "compare"))
     return {"start": summary(before), "final": summary(after), "gain": paired_gain(before, after)}

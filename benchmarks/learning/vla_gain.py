@@ -6,11 +6,11 @@ that goes on a plate (whose files docs/bridge.md names).
     python -m benchmarks.learning.vla_gain carrot_pi0
 
 Every seed collects demonstrations of the scripted expert, imitates them (a small OpenVLA-OFT or Pi0, fresh weights),
-and goes on with GRPO; then start and result play the same 200 held-out episodes. control is seed 0's start once more,
-two iterations with lr=0. With a carrot both also play what training did not show: other photographs, things, plates,
-places, wordings. Writes results/vla_CASE/start-S.json, seed-S.json, splits-S.json and control.json as each is done;
---resume leaves out what was measured with the same code, recipe and start; of a start, which takes the longest, the
-same recipe is enough.
+and goes on with GRPO; then start and result play the same 200 held-out episodes (600 of a carrot). control is seed 0's
+start once more, two iterations with lr=0. With a carrot both also play what training did not show: other photographs,
+things, plates, places, wordings. Writes results/vla_CASE/start-S.json, seed-S.json, splits-S.json and control.json as
+each is done; --resume leaves out what was measured with the same code, recipe and start; of a start,
+which takes the longest, the same recipe is enough.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.learning.grpo_gain import (
     settled,
     weights_digest,
 )
-from benchmarks.learning.seeds import EVAL_SEED, ONE_CORE, TIMEOUT_S, once, parser, program, rate
+from benchmarks.learning.seeds import EPISODES, EVAL_SEED, ONE_CORE, TIMEOUT_S, once, parser, program, rate
 from benchmarks.learning.starts import imitate
 
 
@@ -40,6 +40,7 @@ from benchmarks.learning.starts import imitate
 class Model:
     sft: str  # recipes
     grpo: str
+    episodes: int = EPISODES  # held out, that tell the result from the start
 
 
 RANGES = ["policy.statistics={demos}"]
@@ -47,8 +48,8 @@ CONTROLLED = 0  # the seed of the control run; a process that is asked for other
 MODELS = {
     "oft": Model("pushcube_sft_openvla_oft_tiny", "pushcube_grpo_openvla_oft_tiny"),
     "pi0": Model("pushcube_sft_pi0_tiny", "pushcube_grpo_pi0_tiny"),
-    "carrot_oft": Model("carrot_sft_openvla_oft_tiny", "carrot_grpo_openvla_oft_tiny"),
-    "carrot_pi0": Model("carrot_sft_pi0_tiny", "carrot_grpo_pi0_tiny"),
+    "carrot_oft": Model("carrot_sft_openvla_oft_tiny", "carrot_grpo_openvla_oft_tiny", 3 * EPISODES),
+    "carrot_pi0": Model("carrot_sft_pi0_tiny", "carrot_grpo_pi0_tiny", 3 * EPISODES),
 }
 SPLITS = [
     f"PutOnPlateInScene25{name}"
@@ -76,7 +77,7 @@ def main() -> None:
     for label, seed, changes in plan:
         start, given = find_start(runs, seed), settled(changes)
         about = {"seed": seed, "config": config_hash(resolved(model.grpo, *given)), "start": weights_digest(start)}
-        trained = Trained(Case(model.grpo, (), ""), runs, label, seed, start, given)
+        trained = Trained(Case(model.grpo, (), ""), runs, label, seed, start, given, model.episodes)
         result = once(folder / f"{label}.json", about, options.resume, lambda trained=trained: gain(trained, env))
         done.append((label, result))
         print(describe(label, result), flush=True)
