@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.types import ActionSpec, EnvSpec, Observation
-from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.policies.base import Scores
 from embodied.policies.config import MLPConfig
 from embodied.policies.mlp import MLPPolicy

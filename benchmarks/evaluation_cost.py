@@ -132,7 +132,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     from embodied.envs import make_env
-    from embodied.envs.base import VectorEnv
+    from embodied.envs.vector_env import VectorEnv
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import eval_rows
 

@@ -9,7 +9,7 @@ from faulty_env import commit
 
 from benchmarks.gates import arrive
 from embodied.core.types import EnvSpec
-from embodied.envs.base import VectorEnv
+from embodied.envs.vector_env import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.worker import PolicyWorker

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from embodied.core.types import PolicyOutput as PolicyOutput
     from embodied.core.types import Trajectory as Trajectory
     from embodied.envs import make_env as make_env
-    from embodied.envs.base import VectorEnv as VectorEnv
     from embodied.envs.text.base import TextEnv as TextEnv
     from embodied.envs.text.base import Turn as Turn
+    from embodied.envs.vector_env import VectorEnv as VectorEnv
     from embodied.placement import make_plan as make_plan
     from embodied.policies import load_policy as load_policy
     from embodied.policies.base import Policy as Policy
@@ -69,7 +69,7 @@ _HOMES = {
     "TextEnv": "envs.text.base",
     "Trajectory": "core.types",
     "Turn": "envs.text.base",
-    "VectorEnv": "envs.base",
+    "VectorEnv": "envs.vector_env",
     "Worker": "runtime",
     "WorkerGroup": "runtime",
     "Workflow": "workflows.contract",

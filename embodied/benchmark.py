@@ -23,8 +23,8 @@ from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class, speaks
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
-from embodied.placement.costs import Pricer
 from embodied.placement.deploy import as_placement, granularity
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.profile import Profile, read_profile, write_profile
 from embodied.placement.profile_planner import Choice
 from embodied.placement.reasons import describe_layout, idle_shares, why_not

@@ -16,7 +16,7 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
-from embodied.envs.protocols import AS_TRAINED
+from embodied.envs.evaluation_protocols import AS_TRAINED
 from embodied.envs.text.base import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize

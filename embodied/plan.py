@@ -23,6 +23,7 @@ from embodied.envs import env_class
 from embodied.placement import PlacedRole, PlacementError, roles_of
 from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
+from embodied.placement.event_replay import Schedule, simulate
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import Profile, read_profile
@@ -36,8 +37,7 @@ from embodied.placement.reasons import (
     why_not_apart,
     words,
 )
-from embodied.placement.schedule_cost import overlaps
-from embodied.placement.simulate import Schedule, simulate
+from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.topology import Topology, read_topology
 from embodied.profiling.store import (
     counted,

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from embodied.config.cli import parse
 from embodied.config.help import describe
+from embodied.config.key_tree import leaves, root
 from embodied.config.merge import COMMAND_LINE, Tree
 from embodied.config.mistakes import config_error, explain
-from embodied.config.schema import leaves, root
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies.config import LanguageConfig
@@ -29,7 +29,7 @@ from embodied.run.hub import folder_of, is_hub_id
 from embodied.run.policy_source import SERVER, Target, find
 from embodied.runtime.tensor_bytes import array_of
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.protocol import check_packages
+from embodied.serving.robot_protocol import check_packages
 
 if TYPE_CHECKING:
     from embodied.policies.base import Policy
@@ -120,7 +120,7 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
 async def serve_language(config: ServeConfig, target: Target, words: list[str]) -> None:
     """Serve a language model until a signal asks to stop."""
     check_packages("aiohttp")
-    from embodied.serving.language import LanguageServer, Origin
+    from embodied.serving.language_server import LanguageServer, Origin
 
     if given := [key for key in config.of_robots if key in config.model_fields_set]:
         raise ConfigError(f"{given[0]} has no effect on a language model: every request says how; leave it out")
@@ -153,7 +153,7 @@ def load_published(folder: Path, protocol: list[str]) -> Policy:
 
 async def serve(policy: Policy, config: ServeConfig) -> None:
     """Serve until a signal asks to stop."""
-    from embodied.serving.server import Answers, PolicyServer
+    from embodied.serving.robot_server import Answers, PolicyServer
 
     answers = Answers(policy, config)
     about = answers.metadata()

@@ -13,18 +13,18 @@ from embodied.core.errors import ConfigError
 from embodied.envs.own_modules import import_all, import_class, simulator_of
 
 if TYPE_CHECKING:
-    from embodied.envs.base import VectorEnv
+    from embodied.envs.vector_env import VectorEnv
 
 PUBLIC = {  # what an env of one's own needs, by the module that defines it; imported when asked for
     "ActionSpec": "embodied.core.types",
     "EnvSpec": "embodied.core.types",
     "EpisodeSpec": "embodied.core.types",
     "Observation": "embodied.core.types",
-    "Protocol": "embodied.envs.protocols",
-    "StepResult": "embodied.envs.base",
+    "Protocol": "embodied.envs.evaluation_protocols",
+    "StepResult": "embodied.envs.vector_env",
     "TextEnv": "embodied.envs.text.base",
     "Turn": "embodied.envs.text.base",
-    "VectorEnv": "embodied.envs.base",
+    "VectorEnv": "embodied.envs.vector_env",
     "check_text_env": "embodied.envs.text.check",
     "check_vector_env": "embodied.envs.check",
 }
@@ -86,8 +86,8 @@ def env_class(config: Any) -> type[Any]:
 
     import gymnasium
 
-    from embodied.envs.base import VectorEnv
     from embodied.envs.text.base import TextEnv
+    from embodied.envs.vector_env import VectorEnv
 
     found = import_class(config.name)
     if inspect.isclass(found) and issubclass(found, VectorEnv | TextEnv):
@@ -97,6 +97,6 @@ def env_class(config: Any) -> type[Any]:
     if inspect.isclass(found) and issubclass(found, gymnasium.Env):
         return env_class({"name": "gym:"})
     raise ConfigError(
-        f"env.name={config.name!r} is not a class of embodied.envs.base.VectorEnv or gymnasium.Env, and not a task of "
-        f"a simulator: {found!r}"
+        f"env.name={config.name!r} is not a class of embodied.envs.vector_env.VectorEnv or gymnasium.Env, and not a "
+        f"task of a simulator: {found!r}"
     )

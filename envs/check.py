@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from embodied.core.arrays import Observation, is_text, leaves, map_obs, take_rows, text_arrays
 from embodied.core.errors import EmbodiedError, NotFinite, WrongShape
 from embodied.core.types import EpisodeSpec
-from embodied.envs.base import VectorEnv, action_space, observation_space
+from embodied.envs.vector_env import VectorEnv, action_space, observation_space
 
 SEED = 20_001
 CHUNK = 3

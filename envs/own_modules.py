@@ -27,7 +27,7 @@ from embodied.envs.libero.simulator import simulator
 from embodied.system.vulkan_driver import ensure_vulkan
 
 if TYPE_CHECKING:
-    from embodied.envs.base import VectorEnv
+    from embodied.envs.vector_env import VectorEnv
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 BASES = {  # whose subclasses are tasks -> env.name of what runs them

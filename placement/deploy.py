@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.grammar import PlacementError, text_of
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.mode_rules import with_drawing
 from embodied.placement.topology import Topology

@@ -4,8 +4,8 @@ The candidates are every way to share devices or to have them apart, every split
 order of nodes into layers that take turns (cycles stay whole), put each layer's components into zones of their own,
 each zone on one class of devices and of any size, idle devices allowed; any number of stages and chunks of the grids;
 any set of components that leave the device memory between turns. Where learners work while the others collect
-(`schedule_cost.py`), all candidates have one layer, in which they have devices of their own. The result equals trying
-them all (a test does), and is found without:
+(`schedule_overlap.py`), all candidates have one layer, in which they have devices of their own. The result equals
+trying them all (a test does), and is found without:
 
 - an iteration is the sum of its layers, so each layer is searched once, whatever the others do;
 - only sizes at which a worker is won matter, and one zone of every class takes what the others leave;
@@ -23,11 +23,11 @@ from itertools import chain, count, islice, product
 
 import numpy as np
 
-from embodied.placement.costs import Price, Pricer
 from embodied.placement.dataflow import Dataflow
+from embodied.placement.iteration_cost import Price, Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
-from embodied.placement.schedule_cost import overlaps
+from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.search import MARGIN, Bounds, LayerSearch, Points, unbeaten_indices
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from embodied.placement.costs import Pricer
+from embodied.placement.event_replay import simulate
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import NAMED, Layout
 from embodied.placement.profile_planner import Choice, Planner
-from embodied.placement.schedule_cost import overlaps
-from embodied.placement.simulate import simulate
+from embodied.placement.schedule_overlap import overlaps
 
 GB = 1e9
 APART = {"disaggregated": NAMED, "hybrid": ("sim", "policy and learner")}

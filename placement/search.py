@@ -16,9 +16,9 @@ from math import prod
 import numpy as np
 
 from embodied.placement.cost_tables import Array, max_of
-from embodied.placement.costs import Pricer
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
-from embodied.placement.schedule_cost import allowed
+from embodied.placement.schedule_overlap import allowed
 
 HALVINGS = 20
 COARSE = 6  # sizes of a zone to price first, where splits are more than

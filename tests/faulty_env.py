@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from embodied.envs.base import StepResult
 from embodied.envs.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.vector_env import StepResult
 
 FAULTS = (
     *("exception", "exit", "os_exit", "nan_observation", "inf_reward", "wrong_shape", "memory_error"),

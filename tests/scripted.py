@@ -6,7 +6,7 @@ An env step is a success where the action is positive. The state is how many ste
 import numpy as np
 
 from embodied.core.types import ActionSpec, EnvSpec, NoiseSpec, PolicyOutput
-from embodied.envs.base import StepResult, VectorEnv
+from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.policies.base import Policy
 
 STEPS = 6

@@ -7,7 +7,7 @@ import threading
 from aiohttp import web
 
 from embodied.serving.config import ServeConfig
-from embodied.serving.language import LanguageServer, Origin
+from embodied.serving.language_server import LanguageServer, Origin
 
 SECRET = "a-secret-of-enough-letters"
 

@@ -13,9 +13,9 @@ from embodied.learners.memory_estimate import size_of
 from embodied.learners.optimizer import learning_rates
 from embodied.placement import make_plan
 from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import traced_edges
 from embodied.placement.grammar import EMBODIED
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.topology import read_topology

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from embodied import train
+from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
-from embodied.config.schema import leaves, root
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}

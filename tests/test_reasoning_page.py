@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_language import publish
 
+from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
-from embodied.config.schema import leaves, root
 from embodied.core.types import EpisodeResult
 from embodied.envs.config import ENV_CONFIGS
 from embodied.reporting.success_stats import summarize

@@ -16,12 +16,12 @@ from served_language import SECRET
 from tiny_language import build, publish
 
 from embodied import evaluate, sft, train
+from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig
-from embodied.config.schema import leaves, root
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.vllm_worker import FromFolder
-from embodied.serving import language
+from embodied.serving import language_server
 from embodied.serving.config import TOKEN
 
 PAGE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
@@ -34,8 +34,8 @@ FEW += ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "c
 
 def test_the_routes_and_keys_that_are_named_are_those_there_are():
     named = set(re.findall(r"(?:GET|POST) (/[\w/]+)", PAGE))
-    source = Path(language.__file__).read_text()
-    there = {*re.findall(r'add_(?:get|post)\("(/[\w/]+)"', source), *language.CONTROL} - {"/health"}
+    source = Path(language_server.__file__).read_text()
+    there = {*re.findall(r'add_(?:get|post)\("(/[\w/]+)"', source), *language_server.CONTROL} - {"/health"}
     assert named == there
     keys = {key for key, _, _ in leaves(root(RunConfig))}
     assert set(re.findall(r"`(policy\.\w+)[`=]", PAGE)) <= keys

@@ -10,9 +10,9 @@ import time
 import numpy as np
 
 from embodied.core.rng import generator
-from embodied.envs.base import StepResult
 from embodied.envs.config import PointMassConfig
 from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.vector_env import StepResult
 
 
 class Uneven(PointMassEnv):

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from embodied.config.schema import nearest_key
+from embodied.config.key_tree import nearest_key
 from embodied.config.usual_names import usual
 
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}

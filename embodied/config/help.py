@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from embodied.config.cli import write_yaml
+from embodied.config.key_tree import Section, leaves
 from embodied.config.recipe_files import RECIPES, by_family, recipe_names
-from embodied.config.schema import Section, leaves
 from embodied.config.usual_names import USUAL, as_word, hint
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ErrorDetails
 
+from embodied.config.key_tree import Section, choices, leaves, nearest_key
 from embodied.config.merge import Tree
-from embodied.config.schema import Section, choices, leaves, nearest_key
 from embodied.config.usual_names import hint
 from embodied.core.errors import ConfigError
 

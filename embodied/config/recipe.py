@@ -19,6 +19,7 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
 from embodied.config.cli import from_python, parse
 from embodied.config.commands import COMMANDS, Command
+from embodied.config.key_tree import root
 from embodied.config.merge import (
     COMMAND_LINE,
     Source,
@@ -30,7 +31,6 @@ from embodied.config.merge import (
 )
 from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
-from embodied.config.schema import root
 from embodied.config.sections import CollectSection, EvalSection, PipelineSection, PlacementConfig, RunSection
 from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict

@@ -34,7 +34,7 @@ from embodied.core.types import (
     arrays_of,
     join,
 )
-from embodied.envs.base import VectorEnv
+from embodied.envs.vector_env import VectorEnv
 from embodied.envs.worker import SimWorker
 from embodied.learners.memory_estimate import Memory, size_of
 from embodied.learners.worker import LearnerWorker

@@ -20,10 +20,10 @@ from embodied.core.errors import ConfigError
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Edge, traced_edges
 from embodied.placement.deploy import as_placement
 from embodied.placement.grammar import EMBODIED, others
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Link, Profile, Sync
 from embodied.profiling.store import dataflow_of, homes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from embodied.placement.simulate import Schedule
+from embodied.placement.event_replay import Schedule
 from embodied.reporting.html import Html
 from embodied.reporting.svg import Bars, Rows, row_charts, short
 

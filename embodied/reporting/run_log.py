@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 
 from embodied.core.files import replace_text
-from embodied.reporting.curves import Curves, TensorBoardCurves, WandbCurves
+from embodied.reporting.loggers import RunLogger, TensorBoardLogger, WandbLogger
 from embodied.reporting.results import evaluation_numbers
 
 
@@ -20,7 +20,7 @@ class RunLog:
         self.path = run
         self.metrics = run / "metrics.jsonl"
         self._file: FileIO | None = None
-        self._curves: list[Curves] = []
+        self._loggers: list[RunLogger] = []
         self._tensorboard = True  # to be opened with the first row
 
     def begin(self, names: Sequence[str]) -> list[str]:
@@ -28,8 +28,8 @@ class RunLog:
         self._tensorboard = "tensorboard" in names
         if "wandb" not in names:
             return []
-        found = WandbCurves(self.path)
-        self._curves.append(found)
+        found = WandbLogger(self.path)
+        self._loggers.append(found)
         return [f"wandb       {found.describe()}"]
 
     def note(self, text: str) -> None:
@@ -63,16 +63,16 @@ class RunLog:
     def close(self, failed: bool = False) -> None:
         if self._file is not None:
             self._file.close()
-        for curves in self._curves:
-            curves.close(failed)
-        self._file, self._curves = None, []
+        for logger in self._loggers:
+            logger.close(failed)
+        self._file, self._loggers = None, []
 
     def _point(self, step: int, numbers: dict) -> None:
         if self._tensorboard:
-            self._curves.append(TensorBoardCurves(self.path / "tensorboard"))
+            self._loggers.append(TensorBoardLogger(self.path / "tensorboard"))
             self._tensorboard = False
-        for curves in self._curves:
-            curves.add(step, numbers)
+        for logger in self._loggers:
+            logger.add(step, numbers)
 
     def _rows(self) -> list[dict]:
         if not self.metrics.is_file():

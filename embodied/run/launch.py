@@ -22,13 +22,13 @@ from embodied.config.recipe import RunConfig
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs import env_class, import_class, speaks
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.own_modules import own_modules
-from embodied.envs.protocols import choose_protocol
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
-from embodied.reporting.curves import check_log
+from embodied.reporting.loggers import check_log
 from embodied.run.devices import (
     check_devices,
     check_simulator,

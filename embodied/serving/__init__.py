@@ -1,5 +1,6 @@
-"""Servers that answer with a policy. `server` and `protocol` speak openpi's websocket protocol for robot policies;
-`language`, `openai_protocol` and `generation` speak OpenAI's HTTP API for language models. `config` holds the options.
+"""Servers that answer with a policy. `robot_server` and `robot_protocol` speak openpi's websocket protocol for robot
+policies; `language_server`, `openai_protocol` and `generation` speak OpenAI's HTTP API for language models. `config`
+holds the options.
 """
 
-__all__ = ["config", "protocol", "server"]
+__all__ = ["config", "robot_protocol", "robot_server"]

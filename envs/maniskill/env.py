@@ -18,8 +18,8 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
 from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.robots import action_bounds, for_robots
@@ -37,7 +37,7 @@ from embodied.envs.maniskill.tasks import (
 )
 from embodied.envs.own_modules import explained, try_out
 from embodied.envs.preflight import Expert
-from embodied.envs.protocols import AS_TRAINED, Protocol
+from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.system.vulkan_driver import ensure_vulkan
 
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"

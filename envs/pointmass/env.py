@@ -12,10 +12,10 @@ import numpy as np
 
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.base import StepResult, VectorEnv
 from embodied.envs.config import PointMassConfig
+from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
 from embodied.envs.preflight import Expert
-from embodied.envs.protocols import AS_TRAINED, Protocol
+from embodied.envs.vector_env import StepResult, VectorEnv
 
 STEPS = 50
 DRAG, PUSH = 0.7, 0.03  # per env step, in world sizes: top speed 0.1, so the longest way takes about 30 steps

@@ -61,7 +61,7 @@ def plain(spec: EnvSpec) -> Figures:
 
 def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
     """The figures of a dataset's actions and states."""
-    counted = f"python -m embodied.datasets.figures {folder} writes it"
+    counted = f"python -m embodied.datasets.quantiles {folder} writes it"
     if not (folder / DATA_SET).is_file():
         if (folder / "meta" / "info.json").is_file():
             raise ConfigError(

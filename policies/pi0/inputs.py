@@ -216,7 +216,7 @@ def figures_of(found: dict[str, Figures], where: str, name: str | None) -> tuple
         if not found:
             raise CheckpointError(
                 f"policy.statistics={where} holds neither meta/stats.json nor norm_stats.json; of LeRobot 2.1's "
-                f"datasets python -m embodied.datasets.figures {where} writes the former"
+                f"datasets python -m embodied.datasets.quantiles {where} writes the former"
             )
     if not found and name:
         raise ConfigError(f"policy.statistics={name}: there is no such folder")

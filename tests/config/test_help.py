@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import RECIPES, TINY, recipe_names
-from embodied.config.schema import leaves, root
 
 HEAVY = ("torch", "ray", "sapien", "mani_skill", "gymnasium", "tensorboard", "imageio")
 HELP = 'from embodied.{command} import main; code = main(["--help"])'

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig
-from embodied.config.schema import leaves, root
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("embodied", "envs", "policies", "placement")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
-from embodied.config.schema import leaves, root
 from embodied.config.usual_names import OURS, USUAL
 from embodied.core.errors import ConfigError
 

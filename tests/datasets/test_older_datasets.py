@@ -15,7 +15,7 @@ from imageio_ffmpeg import get_ffmpeg_exe  # noqa: E402
 from embodied.core.errors import ConfigError, EmbodiedError  # noqa: E402
 from embodied.core.types import ActionSpec, EnvSpec  # noqa: E402
 from embodied.datasets import DatasetWriter, features_of, frame_of, read_dataset  # noqa: E402
-from embodied.datasets.figures import main as figures  # noqa: E402
+from embodied.datasets.quantiles import main as figures  # noqa: E402
 from embodied.policies import make_policy  # noqa: E402
 from embodied.policies.config import OpenVLAOFTConfig  # noqa: E402
 from embodied.sft import main as sft  # noqa: E402
@@ -123,7 +123,7 @@ def test_its_figures_are_counted_for_models_that_want_quantiles(sound, tmp_path,
     path = shutil.copytree(sound, tmp_path / "toy")
     spec = EnvSpec(ActionSpec(2), images={"front": (64, 64, 3)}, instruction=True)
     config = OpenVLAOFTConfig(name="openvla_oft", statistics=str(path))
-    with pytest.raises(ConfigError, match=r"python -m embodied\.datasets\.figures .* writes it"):
+    with pytest.raises(ConfigError, match=r"python -m embodied\.datasets\.quantiles .* writes it"):
         make_policy(config, spec)
     assert figures([str(path)]) == 0 and figures([str(path)]) == 2 and figures([]) == 2
     assert "has quantiles already" in capsys.readouterr().err

@@ -7,10 +7,10 @@ from pydantic import TypeAdapter
 
 from embodied.core.types import ChunkResult
 from embodied.envs import make_env
-from embodied.envs.base import StepResult
 from embodied.envs.check import ContractViolation, check_vector_env
 from embodied.envs.config import EnvConfig
 from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.vector_env import StepResult
 
 
 def config(name="pointmass", **kwargs):

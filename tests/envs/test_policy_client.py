@@ -5,8 +5,8 @@ from collections import deque
 import numpy as np
 
 from embodied.core.types import ActReply, AskAgain, EpisodeSpec
+from embodied.envs.episode_player import PolicyClient
 from embodied.envs.evaluation import num_startable
-from embodied.envs.rollout import PolicyClient
 
 
 class Fifo(deque):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.costs import Pricer
 from embodied.placement.dataflow import Component, Dataflow, Edge
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Profile, Sync
 from embodied.placement.profile_planner import Planner

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from embodied.placement.simulate import Schedule
+from embodied.placement.event_replay import Schedule
 from embodied.reporting.gantt import MOST_ROWS, draw
 from embodied.reporting.svg import as_file
 

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from embodied.reporting.curves import TensorBoardCurves
+from embodied.reporting.loggers import TensorBoardLogger
 
 
 def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    curves = TensorBoardCurves(tmp_path / "tensorboard")
+    curves = TensorBoardLogger(tmp_path / "tensorboard")
     curves.add(128, {"return": 1.5, "train/lr": 0.25, "success_once": None})
     curves.add(256, {"return": 2.0})
     curves.close()
@@ -25,8 +25,8 @@ def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
 def test_writing_them_imports_neither_torch_nor_tensorflow(tmp_path):
     program = (
         "import sys, embodied.train; from pathlib import Path\n"
-        "from embodied.reporting.curves import TensorBoardCurves\n"
-        "TensorBoardCurves(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
+        "from embodied.reporting.loggers import TensorBoardLogger\n"
+        "TensorBoardLogger(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert told.stdout == "set()\n"

@@ -19,9 +19,9 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig
-from embodied.serving import protocol
+from embodied.serving import robot_protocol as protocol
 from embodied.serving.config import TOKEN, ServeConfig
-from embodied.serving.protocol import observation_of
+from embodied.serving.robot_protocol import observation_of
 
 msgpack = pytest.importorskip("msgpack")
 pytest.importorskip("websockets")
@@ -29,7 +29,7 @@ pytest.importorskip("websockets")
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 from websockets.sync.client import connect  # noqa: E402
 
-from embodied.serving.server import Answers, PolicyServer  # noqa: E402
+from embodied.serving.robot_server import Answers, PolicyServer  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
 SECRET = "a-secret-of-enough-letters"

@@ -9,8 +9,8 @@ from embodied.core.types import EpisodeList, EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import LiberoConfig
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.libero.suites import tasks_of
-from embodied.envs.protocols import choose_protocol
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # robosuite's, numba's and bddl's own
 needs_libero = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO")

@@ -16,8 +16,8 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import LiberoConfig
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.libero.own_tasks import check_buildable, own_files, read_states
-from embodied.envs.protocols import choose_protocol
 from embodied.reporting.results import read_results
 
 pytestmark = [

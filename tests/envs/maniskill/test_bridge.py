@@ -14,8 +14,8 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.maniskill.bridge.tasks import CAMERA, CONTROL, TWINS
-from embodied.envs.protocols import choose_protocol
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")

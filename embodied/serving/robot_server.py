@@ -24,7 +24,15 @@ from embodied.core.arrays import finite_rows, host, join_rows, text_arrays, text
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
 from embodied.serving.config import ServeConfig
-from embodied.serving.protocol import OTHERS, BadMessage, largest_array, longest_request, observation_of, pack, unpack
+from embodied.serving.robot_protocol import (
+    OTHERS,
+    BadMessage,
+    largest_array,
+    longest_request,
+    observation_of,
+    pack,
+    unpack,
+)
 
 ANSWER_S, SEND_S = 120.0, 30.0  # limits for making an answer, and for sending it
 # Codes of closing; 1007: the request is bad, 1011: the policy failed

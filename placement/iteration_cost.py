@@ -7,7 +7,7 @@ A cycle (sim and policy) with s stages: the station with the most work per decis
 waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
 A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is. What a component
 can compute ahead of its work (frozen parts) it computes chunk by chunk. Where learners work while the others collect,
-each side takes its own turns (`schedule_cost.py`).
+each side takes its own turns (`schedule_overlap.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache
 
 import numpy as np
 
-from embodied.placement import schedule_cost
+from embodied.placement import schedule_overlap
 from embodied.placement.cost_tables import Array, Table, make_table, max_of
 from embodied.placement.dataflow import Dataflow, Edge, asker_of
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
@@ -81,7 +81,7 @@ class Pricer:
         others, and what learners exchange after the last group is not hidden behind a rollout."""
         if self.dataflow.schedule == "periodic" and any(map(self.dataflow.is_learner, components)):
             return True
-        slowed = self.profile.costs if schedule_cost.overlaps(self.dataflow) else components
+        slowed = self.profile.costs if schedule_overlap.overlaps(self.dataflow) else components
         costs = [cost for name in slowed for cost in self.profile.costs[name].values()]
         receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
         return receives or any(cost.alone < 1 for cost in costs)
@@ -127,8 +127,8 @@ class Pricer:
         self, layer: Layer, devices: Sequence[Array], stages: int, chunks: int, swapped: frozenset[str] = frozenset()
     ) -> Array:
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
-        if schedule_cost.overlaps(self.dataflow):
-            return schedule_cost.overlapped(self, layer, at, stages, swapped) + self.sync_seconds(at, stages)
+        if schedule_overlap.overlaps(self.dataflow):
+            return schedule_overlap.overlapped(self, layer, at, stages, swapped) + self.sync_seconds(at, stages)
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
         return self.time_shared_s(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
@@ -204,9 +204,9 @@ class Pricer:
 
     def least_turns(self, layer: Layer, work: Mapping[int, Array], chunks: int) -> Array:
         """A lower bound on the seconds of a layer in which a pass of each node takes at least `work`."""
-        if not schedule_cost.overlaps(self.dataflow):
+        if not schedule_overlap.overlaps(self.dataflow):
             return self.time_shared_s(layer, work, chunks)
-        return max_of(*(self.time_shared_s(layer, work, 1, turns=side) for side in schedule_cost.sides(self, layer)))
+        return max_of(*(self.time_shared_s(layer, work, 1, turns=side) for side in schedule_overlap.sides(self, layer)))
 
     def node_seconds(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> Array:
         """One pass of a cycle, or of one component; `beside`: while the other side works."""
@@ -226,7 +226,7 @@ class Pricer:
         if beside:
             mine = any(map(self.dataflow.is_learner, node))
             for i, other in enumerate(self.dataflow.order):
-                if other[0] in at and schedule_cost.learns(self.dataflow, i) != mine:
+                if other[0] in at and schedule_overlap.learns(self.dataflow, i) != mine:
                     for name, more in self.at_work(other, at, stages).items():
                         busy[name] = busy.get(name, 0) + more
         found = {}
@@ -351,7 +351,7 @@ class Pricer:
         component, cost = self.dataflow[name], self.cost(name, device_class)
         on, learns = self.classes[device_class], self.dataflow.is_learner(name)
         groups = self.dataflow.groups if learns and self.dataflow.schedule == "periodic" else 1
-        held = schedule_cost.held_items(self.dataflow) if learns else 0
+        held = schedule_overlap.held_items(self.dataflow) if learns else 0
         return make_table(component, cost, on, stages if component.splits else 1, groups, held)
 
 

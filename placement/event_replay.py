@@ -1,7 +1,8 @@
 """Replays a layout on a profile, event by event: when every worker does what, and how long devices wait.
 
-The closed form of `costs.py` knows one time per zone; here every worker has its own, requests queue where they are
-served, and a sim worker goes through its stages in order, as the real ones do. Both must agree; this one also draws.
+The closed form of `iteration_cost.py` knows one time per zone; here every worker has its own, requests queue where they
+are served, and a sim worker goes through its stages in order, as the real ones do. Both must agree; this one also
+draws.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from embodied.placement.costs import Pricer
+from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layer, Layout, Zone
-from embodied.placement.schedule_cost import (
+from embodied.placement.schedule_overlap import (
     learner_of,
     learns,
     num_waves,

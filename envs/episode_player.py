@@ -32,7 +32,7 @@ from embodied.core.types import (
     head_start,
     in_sequences,
 )
-from embodied.envs.base import VectorEnv
+from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers
 
 

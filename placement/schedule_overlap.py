@@ -23,7 +23,7 @@ from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import Layer
 
 if TYPE_CHECKING:
-    from embodied.placement.costs import NodeTurn, Pricer
+    from embodied.placement.iteration_cost import NodeTurn, Pricer
 
 TINY = 1e-300  # seconds; instead of 0 in a quotient
 

@@ -7,7 +7,7 @@ import pytest
 
 from embodied import train
 from embodied.core.errors import ConfigError
-from embodied.reporting.curves import check_log, mode, run_id
+from embodied.reporting.loggers import check_log, mode, run_id
 from embodied.reporting.run_log import RunLog
 from embodied.reporting.success_stats import summarize
 

@@ -1,4 +1,4 @@
-"""Write quantiles into meta/stats.json of a dataset that has none: python -m embodied.datasets.figures FOLDER
+"""Write quantiles into meta/stats.json of a dataset that has none: python -m embodied.datasets.quantiles FOLDER
 
 LeRobot 2 and the first 3.0 store none, and some models need them (`policy.statistics=FOLDER`). Only the figures of
 actions and states are computed; those of other features stay.
@@ -40,7 +40,7 @@ def write_figures(folder: Path, names: dict[str, str]) -> Path:
 def main(argv: list[str]) -> int:
     names = dict(word.split("=", 1) for word in argv[1:] if "=" in word)
     if not argv or argv[0].startswith("-") or len(names) != len(argv) - 1 or not names.keys() <= {"action", "state"}:
-        print("usage: python -m embodied.datasets.figures FOLDER [action=NAME] [state=NAME]", file=sys.stderr)
+        print("usage: python -m embodied.datasets.quantiles FOLDER [action=NAME] [state=NAME]", file=sys.stderr)
         return 2
     try:
         print(f"written {write_figures(Path(argv[0]), names)}")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from embodied.core.errors import WrongShape
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
-from embodied.envs.base import NotFinite, StepResult, VectorEnv
 from embodied.envs.config import ExternalEnvConfig
+from embodied.envs.vector_env import NotFinite, StepResult, VectorEnv
 
 LIMIT = 5
 

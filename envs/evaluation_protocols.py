@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from embodied.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from embodied.envs.base import VectorEnv
+    from embodied.envs.vector_env import VectorEnv
 
 
 @dataclass(frozen=True)

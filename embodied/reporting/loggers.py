@@ -18,7 +18,7 @@ from embodied.core.files import replace_text
 HOW = "python -m pip install wandb, or 'embodied-loop[wandb]'"
 
 
-class Curves(Protocol):
+class RunLogger(Protocol):
     def add(self, step: int, numbers: dict) -> None:
         """A point of every curve, after so many env steps."""
 
@@ -33,7 +33,7 @@ def check_log(names: Sequence[str]) -> None:
         raise ConfigError(f"run.log={list(names)} needs the package wandb, which is not installed: {HOW}")
 
 
-class TensorBoardCurves:
+class TensorBoardLogger:
     """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
 
     One event file. A resumed run opens another beside it; TensorBoard joins them.
@@ -63,7 +63,7 @@ class TensorBoardCurves:
         self._records.write(event.SerializeToString())
 
 
-class WandbCurves:
+class WandbLogger:
     """Weights & Biases' curves, over env steps. Its files lie in the run's folder; WANDB_PROJECT names another project.
 
     Nothing leaves this machine unless WANDB_MODE or WANDB_API_KEY ask for it, and no machine's or git's details do.

@@ -7,7 +7,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 from embodied.envs.config import ExternalEnvConfig, GymConfig, ManiSkillConfig, PointMassConfig
-from embodied.envs.protocols import choose_protocol
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import launch
 
 
