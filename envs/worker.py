@@ -30,8 +30,9 @@ from embodied.core.types import (
     trajectory_from,
 )
 from embodied.envs import make_env
-from embodied.envs.episode_player import EpisodeStream, PolicyClient, Record, Refill, Stage, step_stages
+from embodied.envs.episode_player import PolicyClient
 from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
+from embodied.envs.rollout_stage import EpisodeStream, Record, Refill, Stage, step_stages
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import AllocatedMemory
 from embodied.runtime.timers import Total

@@ -1,6 +1,7 @@
 """The modes on given machines when nothing has been measured yet, as a map from roles to devices.
 
-Where a profile has measured costs, `run/launch.py` asks `profile_planner.py` instead.
+Where a profile has measured costs, `run/launch.py` asks `profile_planner.py` instead. Whether the workers' memory fits
+is checked afterwards, by `run/memory_check.py`.
 
 Networks compute on cores or on GPUs; simulators on cores, or on GPUs where they are simulated there (`gpu_sims`).
 Devices are taken from all machines in turn, so that every mode uses all of them.

@@ -34,5 +34,5 @@ def test_every_reward_and_every_number_of_groups_is_named():
     config = load(["recipe=pointmass_grpo"]).config
     groups = GroupCollector(config, ("reach",))
     groups.rollouts = SimpleNamespace(sims=[None])
-    numbers = groups.numbers(GroupedEpisodes(0))
+    numbers = groups.metrics(GroupedEpisodes(0))
     assert all(f"`{name}`" in PAGE for name in numbers if name.startswith(("groups/", "faults/")))

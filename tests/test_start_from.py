@@ -7,9 +7,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from embodied.collect import main as collect
-from embodied.config.cli import read_yaml
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
+from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation and its normalisation.
+"""Advantages: generalised advantage estimation (PPO), those of a group's scores (GRPO), and their normalisation.
 
 In numpy and float64, because trajectories arrive as numpy arrays and this is a few thousand numbers once per iteration:
 whatever the policy's dtype, every placement gets the same advantages.
@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+EQUAL = 1e-9  # scores that differ by no more teach nothing
+EPS = 1e-6
 
 
 def gae(
@@ -106,6 +109,49 @@ def token_gae(
     advantages, returns = np.zeros(len(sampled)), np.zeros(len(sampled))
     advantages[sampled], returns[sampled] = (each[at] for each in found)
     return advantages, returns
+
+
+def group_advantages(
+    scores: np.ndarray, baseline: str = "group", scale: str = "group", deviation: str = "population"
+) -> np.ndarray:
+    """Advantages [G, S] of scores [G, S]: G groups of S episodes.
+
+    Two groups of two, scores [[1, 0], [1, 1]]:
+        baseline group          [[ 0.5, -0.5 ], [0, 0]], divided by each group's deviation 0.5: [[1, -1], [0, 0]]
+        baseline leave_one_out  [[ 1,   -1   ], [0, 0]]
+        baseline batch          [[ 0.25, -0.75], [0.25, 0.25]], the mean of all being 0.75; their deviation is 0.433
+        deviation sample        0.707 in each group instead of 0.5, of all 0.5 instead of 0.433
+    """
+    scores = np.asarray(scores, np.float64)
+    if baseline == "batch":
+        compared = scores - scores.mean()
+    else:
+        compared = scores - scores.mean(axis=1, keepdims=True)
+        compared[np.ptp(scores, axis=1) <= EQUAL] = 0.0
+    if baseline == "leave_one_out":  # score - mean of the others = (score - mean of all) * S / (S - 1)
+        compared *= scores.shape[1] / (scores.shape[1] - 1)
+    left_out = 1 if deviation == "sample" else 0
+    if scale == "group":
+        return compared / (scores.std(axis=1, keepdims=True, ddof=left_out) + EPS)
+    return compared / (compared.std(ddof=left_out) + EPS) if scale == "batch" else compared
+
+
+def returns_to_go(scores: np.ndarray, divergences: np.ndarray, lengths: np.ndarray, kl_coef: float) -> np.ndarray:
+    """[K], for each decision its episode's score less `kl_coef` times the divergences from it to the episode's end.
+
+    Scores [1, 0] of episodes of two decisions and one, divergences [0.5, 0.25, 1], kl_coef 2: [1 - 1.5, 1 - 0.5, -2].
+    """
+    ends = np.cumsum(lengths)
+    behind = np.cumsum(divergences)
+    upto = behind[ends - 1]  # of all episodes up to this one, it included
+    left = np.repeat(upto, lengths) - behind + divergences
+    return np.repeat(np.asarray(scores, np.float64), lengths) - kl_coef * left
+
+
+def episode_weights(lengths: np.ndarray, weighting: str) -> np.ndarray:
+    """The weight of each decision of episodes with so many decisions; they add up to the number of decisions."""
+    lengths = np.asarray(lengths, np.float64)
+    return lengths.mean() / lengths if weighting == "episode" else np.ones_like(lengths)
 
 
 class Moments(NamedTuple):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from embodied.config.cli import write_yaml
 from embodied.config.key_tree import Section, leaves
 from embodied.config.recipe_files import RECIPES, by_family, recipe_names
 from embodied.config.usual_names import USUAL, as_word, hint
+from embodied.config.yaml_values import write_yaml
 
 if TYPE_CHECKING:
     from embodied.config.commands import Command

@@ -15,9 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.advantages import Moments, gae, merge_moments, moments, normalize
+from embodied.algorithms.advantages import (
+    Moments,
+    episode_weights,
+    gae,
+    merge_moments,
+    moments,
+    normalize,
+    returns_to_go,
+)
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.groups import episode_weights, returns_to_go
 from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, out_of_bounds, ppo_loss_sum
 from embodied.core.arrays import Observation, host, is_tensor, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory

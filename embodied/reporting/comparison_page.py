@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import join as join_words
 from typing import Any
 
-from embodied.config.cli import read_yaml
+from embodied.config.yaml_values import read_yaml
 from embodied.reporting import seed_sets_page
 from embodied.reporting.evaluation_page import (
     MEASURES,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from embodied.config.cli import read_yaml
+from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import replace_text
 

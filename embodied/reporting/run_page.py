@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from embodied.config.cli import read_yaml
+from embodied.config.yaml_values import read_yaml
 from embodied.core.files import replace_text
 from embodied.reporting.evaluation_page import (
     MEASURES,

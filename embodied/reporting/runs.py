@@ -12,7 +12,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from embodied.config.cli import read_yaml
+from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import EmbodiedError
 from embodied.core.files import read_object, reading
 from embodied.core.types import EpisodeResult

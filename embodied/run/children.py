@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import join
 
-from embodied.config.cli import write_yaml
+from embodied.config.yaml_values import write_yaml
 from embodied.placement.grammar import number
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.seed_sets import sets_of

@@ -9,11 +9,11 @@ from shlex import join
 from typing import Any
 
 from embodied.config.base_recipe import CONFIG
-from embodied.config.cli import read_yaml, write_yaml
 from embodied.config.key_tree import root
 from embodied.config.merge import COMMAND_LINE, recipe_sources
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
+from embodied.config.yaml_values import read_yaml, write_yaml
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.run.checkpoints import read_json, run_to_resume
 from embodied.run.policy_source import find_start

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.config.base_recipe import is_class, stored_recipe
-from embodied.config.cli import read_yaml, write_yaml
 from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig
+from embodied.config.yaml_values import read_yaml, write_yaml
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.policies.config import ANSWERING, OF_SERVER, LanguageConfig

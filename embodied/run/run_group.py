@@ -16,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from embodied.config.cli import write_yaml
 from embodied.config.recipe import RunConfig
+from embodied.config.yaml_values import write_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
 from embodied.run.run_folder import is_held, lost, provenance, taken

@@ -14,9 +14,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from embodied.config.cli import FLAGS, parse, read_yaml, write_yaml, yaml_problem
+from embodied.config.cli import FLAGS, parse
 from embodied.config.recipe import Loaded, load
 from embodied.config.recipe_files import recipe_names
+from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Topology
 from embodied.placement.grammar import number

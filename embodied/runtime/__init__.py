@@ -4,7 +4,7 @@
     Worker                 the base of a role: its public methods are called on the group; send, recv, broadcast
     WorkerGroup, Handle    all replicas of a role, and a call to them that may still run
     Channel, Waiting       a named queue between workers; what a choose function sees of its items
-    Turns, take_turns      groups that share devices work there in turns, phase by phase
+    share_devices, DeviceSharing   groups that share devices work there in turns, phase by phase
     Needs                  what a worker reports of its device memory
     Budget                 how often a process that died or hangs is started again
     Timers                 measures named pieces of work
@@ -17,7 +17,7 @@ Imports neither torch nor ray, so that a host starts in a blink. Weights and dev
 from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
 from embodied.runtime.channel import Channel, Waiting
 from embodied.runtime.cluster import Cluster
-from embodied.runtime.device_sharing import Turns, take_turns
+from embodied.runtime.device_sharing import DeviceSharing, share_devices
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.host import HostPlan
 from embodied.runtime.supervision import Budget
@@ -28,11 +28,11 @@ __all__ = [
     "Budget",
     "Channel",
     "Cluster",
+    "DeviceSharing",
     "Handle",
     "HostPlan",
     "Needs",
     "Timers",
-    "Turns",
     "Waiting",
     "Worker",
     "WorkerGroup",
@@ -40,5 +40,5 @@ __all__ = [
     "describe_backend",
     "nodes_of",
     "served_while_busy",
-    "take_turns",
+    "share_devices",
 ]

@@ -135,7 +135,7 @@ class InlineBackend:
 
     def __init__(self, run: str, plans: list[HostPlan], timeout_s: float, events: Events) -> None:
         self._progress = Progress(bytearray(PROGRESS_BYTES))
-        links = Links(self.pack, self.unpack, self._no_other_host, lambda *told: events.on_report(DRIVER, *told))
+        links = Links(self.pack, self.unpack, self._no_other_host, lambda *report: events.on_report(DRIVER, *report))
         names = [DRIVER, *(plan.name for plan in plans)]
         self.host = Host(run, names, links, self._progress, timeout_s)
 

@@ -314,7 +314,7 @@ class Cluster:
 
     def _news(self) -> Failure | None:
         """The first cause that no wait has raised yet, or that nobody can recover from."""
-        return next((f for f in self._failures if f.follows is None and (f.fatal or not f.told)), None)
+        return next((f for f in self._failures if f.follows is None and (f.fatal or not f.raised)), None)
 
     def _on_report(self, host: str, message: tuple, packed: Any) -> None:
         kind, call_id, *rest = message
@@ -396,10 +396,10 @@ class Cluster:
         for worker in handle.running():
             host = self._host_of(worker)
             sign = self._backend.progress(host, self._slot(worker))
-            told = f"last sign of life {sign.ago_s:.1f} s ago" if sign.ticks else "no sign of life yet"
+            seen = f"last sign of life {sign.ago_s:.1f} s ago" if sign.ticks else "no sign of life yet"
             waits = ", waits on a channel" if sign.waits else ""
             where = "; its log says where it is" if self._backend.write_stacks(host) else ""
-            lines.append(f"  {worker} [{self._backend.where(host)}]: {told}{waits}{where}")
+            lines.append(f"  {worker} [{self._backend.where(host)}]: {seen}{waits}{where}")
         return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """Workers that take turns on the devices they share, phase by phase of an iteration.
 
     phases = {"rollout": [actors, critics], "update": [trainers]}
-    turns = take_turns(cluster, phases, timers)
-    with turns.phase("update"):
+    sharing = share_devices(cluster, phases, timers)
+    with sharing.phase("update"):
         trainers.update().wait()
 
 The groups of a phase work at the same time and get their devices together. A worker holds the devices of its host.
@@ -41,8 +41,9 @@ class _Phase:
         return self.call is not None and self.call.done()
 
 
-class Turns:
-    """Carries out what the coordinator of the leases asks for, around a phase. Any thread may be in one."""
+class DeviceSharing:
+    """Gives devices to the groups of a phase and takes them back: carries out what the coordinator of the leases asks
+    for. Any thread may be in a phase."""
 
     def __init__(
         self,
@@ -198,15 +199,15 @@ class Turns:
         self.wake()
 
 
-def take_turns(
+def share_devices(
     cluster: Cluster,
     phases: Mapping[str, Sequence[WorkerGroup]],
     timers: Timers,
     memory_gb: float | None = None,
     sharing: Sequence[WorkerGroup] = (),
     giving_way: Sequence[WorkerGroup] = (),
-) -> Turns:
-    """Turns on the devices of a cluster, from the groups that work in each phase; phases in the order of an iteration.
+) -> DeviceSharing:
+    """The sharing of a cluster's devices by the groups that work in each phase; phases in the order of an iteration.
 
     All groups are built, and so have their memory. `memory_gb` is the limit of every device, if there is one. Groups in
     `sharing` use the same weights where two of them are in one process. Workers of groups in `giving_way` take part in
@@ -232,7 +233,7 @@ def take_turns(
     coordinator = Coordinator(limits, left | late, everyone, dict.fromkeys(late, 1), preemptible=late)
     parts_by_phase = {phase: tuple(found) for phase, found in parts.items()}
     waking = (parts_by_phase, cluster.timeout_s, cluster.wake)
-    return Turns(coordinator, list(groups.values()), timers, growing, *waking)
+    return DeviceSharing(coordinator, list(groups.values()), timers, growing, *waking)
 
 
 def parts_of(leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str]) -> dict[str, dict[str, list[Claim]]]:

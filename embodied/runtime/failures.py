@@ -33,7 +33,7 @@ class Failure:
     fatal: bool = False  # the worker is gone for good: its process died or its constructor failed
     mendable: bool = False  # its host is to be started again
     exit_code: int = WorkerFailed.exit_code  # a mistake of the user's side keeps its own
-    told: bool = False
+    raised: bool = False  # as an error, at a caller
 
     @property
     def raised_at(self) -> str | None:
@@ -42,7 +42,7 @@ class Failure:
         return frames[-1] if frames else None
 
     def error(self) -> WorkerFailed:
-        self.told = True
+        self.raised = True
         error = WorkerFailed(self.worker, self.cause)
         error.exit_code = self.exit_code
         if self.traceback:

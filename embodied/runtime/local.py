@@ -74,7 +74,7 @@ class LocalBackend(Processes):
         self._log_dir = log_dir
         self._timeout_s = timeout_s
         self._events = events
-        links = Links(encode, decode, self._post, lambda *told: events.on_report(DRIVER, *told))
+        links = Links(encode, decode, self._post, lambda *report: events.on_report(DRIVER, *report))
         self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
         self._control, self._channels = Loop(), Loop()
         self._threads = [
@@ -113,7 +113,7 @@ class LocalBackend(Processes):
         if not self._first:
             self._fork_servers.close()
         self._events.on_start(plan.name, popen.pid)
-        self._control.add(control, lambda message, payload, _: self._told(process, message, payload), lambda: None)
+        self._control.add(control, lambda message, payload, _: self._on_report(process, message, payload), lambda: None)
         self._control.watch(os.pidfd_open(popen.pid), lambda: self._died(process))
 
     def call(self, host: str, message: tuple, packed: Payload | None = None) -> None:
@@ -162,16 +162,16 @@ class LocalBackend(Processes):
         mine, theirs = socket_pair()
         with theirs:
             control.post(("peer", DRIVER), fd=theirs.fileno())
-        wire = MessageSocket(mine)
+        peer = MessageSocket(mine)
         self._channels.add(
-            wire, lambda message, payload, _: self.host.serve_channel(name, message, payload), lambda: None
+            peer, lambda message, payload, _: self.host.serve_channel(name, message, payload), lambda: None
         )
-        return wire
+        return peer
 
     def _post(self, host: str, message: tuple, payload: Payload | None = None) -> None:
         self._processes[host].control.post(("channel", message), payload)  # in order with calls and news of deaths
 
-    def _told(self, process: LocalProcess, message: tuple, payload: Payload | None) -> None:
+    def _on_report(self, process: LocalProcess, message: tuple, payload: Payload | None) -> None:
         if message[0] == "stopped":
             process.stopped.set()
         else:

@@ -53,7 +53,7 @@ def _serve(boot: dict[str, Any]) -> None:
         if message[0] == "failed":
             print(message[3], file=sys.stderr, flush=True)
         until = time.monotonic() + (_DELIVERY_S if threading.current_thread() is not threading.main_thread() else 0)
-        while any(wire.backed_up() for wire in list(peers.values())) and time.monotonic() < until:
+        while any(peer.backed_up() for peer in list(peers.values())) and time.monotonic() < until:
             time.sleep(0.001)  # a call is done when what it has put has left: should this process die, it is not lost
         driver.post(message, packed)
 
@@ -64,9 +64,9 @@ def _serve(boot: dict[str, Any]) -> None:
     host = Host(boot["run"], [boot["name"]], links, progress, boot["timeout_s"], os.getppid())
 
     def connect(name: str, fd: int) -> None:
-        peers[name] = wire = MessageSocket(socket.socket(fileno=fd))
+        peers[name] = peer = MessageSocket(socket.socket(fileno=fd))
         # The end of a peer needs no action here: the driver reports deaths and their causes.
-        channels.add(wire, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
+        channels.add(peer, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
 
     def forget(name: str) -> None:
         """Serves what the last life of a peer has sent before anything of the next."""

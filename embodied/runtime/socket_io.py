@@ -116,23 +116,23 @@ class MessageSocket:
 
 
 class Loop:
-    """Serves any number of wires in the thread that calls `run`. Callbacks run there and must not block."""
+    """Serves any number of sockets in the thread that calls `run`. Callbacks run there and must not block."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._waker, selectors.EVENT_READ, None)
         self._requests: deque[Callable[[], None]] = deque()
-        self._wires: dict[MessageSocket, int] = {}
+        self._sockets: dict[MessageSocket, int] = {}
         self._stopped = False
 
-    def add(self, wire: MessageSocket, on_message: Callable[..., None], on_end: Callable[[], None]) -> None:
+    def add(self, peer: MessageSocket, on_message: Callable[..., None], on_end: Callable[[], None]) -> None:
         """`on_message(message, payload, fd)`; `on_end()` once, when the peer is gone."""
-        wire.loop = self
+        peer.loop = self
 
         def register() -> None:
-            self._wires[wire] = selectors.EVENT_READ
-            self._selector.register(wire, selectors.EVENT_READ, (wire, on_message, on_end))
+            self._sockets[peer] = selectors.EVENT_READ
+            self._selector.register(peer, selectors.EVENT_READ, (peer, on_message, on_end))
 
         self.submit(register)
 
@@ -145,11 +145,11 @@ class Loop:
         """Calls `on_ready` once when the descriptor becomes readable, then closes it."""
         self.submit(lambda: self._selector.register(fd, selectors.EVENT_READ, (fd, on_ready)))
 
-    def drain(self, wire: MessageSocket) -> None:
+    def drain(self, peer: MessageSocket) -> None:
         """Serves what a peer that ended has still sent; call it in the loop's thread."""
-        misses = 0  # a reset connection counts as one miss; a wire that a grandchild keeps open never ends
-        while wire in self._wires and misses < 2:
-            misses += not self._serve(*self._selector.get_key(wire).data, selectors.EVENT_READ)
+        misses = 0  # a reset connection counts as one miss; a peer that a grandchild keeps open never ends
+        while peer in self._sockets and misses < 2:
+            misses += not self._serve(*self._selector.get_key(peer).data, selectors.EVENT_READ)
 
     def wake(self) -> None:
         with suppress(OSError):  # already closed
@@ -169,42 +169,42 @@ class Loop:
                     self._selector.unregister(key.fileobj)
                     os.close(key.data[0])
                     key.data[1]()
-                elif key.data[0] in self._wires:  # not ended by a callback just now
+                elif key.data[0] in self._sockets:  # not ended by a callback just now
                     self._serve(*key.data, events)
         self._close()
 
     def _serve_requests(self) -> None:
         while self._requests:
             self._requests.popleft()()
-        for wire in list(self._wires):
-            self._set_events(wire)
+        for peer in list(self._sockets):
+            self._set_events(peer)
 
     def _serve(
-        self, wire: MessageSocket, on_message: Callable[..., None], on_end: Callable[[], None], events: int
+        self, peer: MessageSocket, on_message: Callable[..., None], on_end: Callable[[], None], events: int
     ) -> bool:
         """True if a message or the end was read."""
         if events & selectors.EVENT_WRITE:
-            wire.flush()
-            self._set_events(wire)
+            peer.flush()
+            self._set_events(peer)
         if events & selectors.EVENT_READ:
             try:
-                message = wire.receive()
+                message = peer.receive()
             except BlockingIOError:
                 return False
             except EOFError:
-                self._selector.unregister(wire)
-                del self._wires[wire]
-                wire.close()
+                self._selector.unregister(peer)
+                del self._sockets[peer]
+                peer.close()
                 on_end()
                 return True
             on_message(*message)
         return True
 
-    def _set_events(self, wire: MessageSocket) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if wire.backed_up() else 0)
-        if self._wires[wire] != events:
-            self._wires[wire] = events
-            self._selector.modify(wire, events, self._selector.get_key(wire).data)
+    def _set_events(self, peer: MessageSocket) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.backed_up() else 0)
+        if self._sockets[peer] != events:
+            self._sockets[peer] = events
+            self._selector.modify(peer, events, self._selector.get_key(peer).data)
 
     def _close(self) -> None:
         self._serve_requests()

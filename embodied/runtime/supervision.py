@@ -1,7 +1,8 @@
 """When a host is suspected, killed, replaced or given up: a state machine without processes, threads or a clock.
 
 It gets what happened and when, and answers what to do. `failures.py` asks it and kills hung hosts;
-`workflows/rollout_manager.py` starts dead ones again and makes good what was lost in a rollout.
+`workflows/rollout_manager.py` starts dead ones again, makes good what was lost in a rollout, and ends the run where the
+same error repeats (`SAME_ERROR`).
 
     healthy <-> suspect      silent for half of hang_s, or heard again
     any -> restarting        it died, while it was built again too, and the budget allows another life

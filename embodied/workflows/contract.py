@@ -114,7 +114,7 @@ class BatchSource(Protocol[Collected]):
         """Begin the learners' update of this batch, in which they compute advantages where no scores are compared here;
         None where it holds nothing to learn from."""
 
-    def numbers(self, batch: Collected) -> dict[str, float]:
+    def metrics(self, batch: Collected) -> dict[str, float]:
         """The batch's metrics, `env_steps` among them."""
 
     def save(self) -> dict[str, np.ndarray]:

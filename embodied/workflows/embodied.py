@@ -103,7 +103,7 @@ class EmbodiedLoop:
         self.workers = Workers(self.roles, config, cluster, self.source, rendezvous, notify, start_folder)
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
-        self.rollouts, self.turns = self.workers.rollouts, self.workers.turns
+        self.rollouts, self.device_sharing = self.workers.rollouts, self.workers.device_sharing
         # Batches that are collected and not learned from. With schedule=async rollout n uses version max(0, n - level);
         # nothing else is in flight between iterations.
         self.level = config.pipeline.async_level if config.pipeline.schedule == "async" else 0
@@ -125,11 +125,11 @@ class EmbodiedLoop:
             self.ahead.append(self.collect())
         batch = self.ahead.popleft()
         # Advantages: GAE at each learner, or each group's scores compared. Then epochs of minibatches; rank 0 reports.
-        with self.timers.measure("update"), self.turns.phase(UPDATE):
+        with self.timers.measure("update"), self.device_sharing.phase(UPDATE):
             before_s = perf_counter() - started
             updating = self.source.update(batch, iteration, total)
             if self.level and iteration + self.level < total:  # meanwhile, with the version that the update starts from
-                self.turns.ends_with(UPDATE, updating)
+                self.device_sharing.ends_with(UPDATE, updating)
                 self.ahead.append(self.collect())
             losses = self.settled(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
@@ -138,12 +138,12 @@ class EmbodiedLoop:
         # The learners' weights are the next version, which policies load before they act again.
         publish_s = self.publish(self.version + 1)
         own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
-        return batch.finished, self.source.numbers(batch) | own | losses
+        return batch.finished, self.source.metrics(batch) | own | losses
 
     def collect(self) -> Batch:
         """A batch of the current version: sims step envs, policies answer with its weights, and trajectories go to the
         learners' channels."""
-        with self.timers.measure("rollout"), self.turns.phase(ROLLOUT):
+        with self.timers.measure("rollout"), self.device_sharing.phase(ROLLOUT):
             return self.source.collect(self.version)
 
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
@@ -160,10 +160,10 @@ class EmbodiedLoop:
     def publish(self, version: int) -> float:
         """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""
         with self.timers.measure("publish"):
-            with self.turns.phase(UPDATE):
+            with self.device_sharing.phase(UPDATE):
                 publishing = self.learners.publish(version)
                 publication = self.settled(publishing)[0]
-            with self.turns.phase(ROLLOUT):
+            with self.device_sharing.phase(ROLLOUT):
                 loading = self.weight_sync.deliver(publication, self.learners[0].send_weights, self.rollouts.ask)
                 self.rollouts.settle(*loading)
         return publishing.seconds("max")
@@ -218,12 +218,12 @@ class EmbodiedLoop:
 
     def save_learners(self, draft: Path) -> None:
         """Policy and optimizer, into a checkpoint that is being written, under the same path wherever a learner is."""
-        with self.turns.phase(UPDATE):
+        with self.device_sharing.phase(UPDATE):
             self.learners.save(draft.absolute()).wait()
 
     def restore(self, checkpoint: Path, sims: dict[str, np.ndarray], version: int) -> int:
         """Continue from a checkpoint; returns the number of open episodes that had to be abandoned."""
-        with self.turns.phase(UPDATE):
+        with self.device_sharing.phase(UPDATE):
             self.learners.load(checkpoint.absolute()).wait()
         self.publish(version)
         begun = self.workers.restore(sims)

@@ -122,7 +122,7 @@ class Evaluator:
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
             return workers.sims[sim].evaluate(share, route, recording, workers.notes, alone, expert)
 
-        with workers.turns.phase(ROLLOUT):
+        with workers.device_sharing.phase(ROLLOUT):
             options = (self.config.eval.temperature, bool(expert), heard, stop)
             return play_fixed(workers.rollouts, episodes, begin, workers.notes, *options)
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied.algorithms.advantages import group_advantages
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, group_advantages, score_of
+from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, score_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
@@ -164,7 +165,7 @@ class GroupCollector:
             return None
         return group_advantages(scores, algo.baseline, algo.scale, algo.deviation).ravel()
 
-    def numbers(self, batch: GroupedEpisodes) -> dict[str, float]:
+    def metrics(self, batch: GroupedEpisodes) -> dict[str, float]:
         counts, sims = batch.counts, len(self.rollouts.sims)
         pools = (*POOLS, "unseen") if self.prompts is not None else ()
         drawn = {f"groups/{name}_prompts": batch.drawn[name] for name in pools}

@@ -96,7 +96,7 @@ class HorizonCollector:
             calls.append((channel, batch.sources_of(block), part, iteration, total))
         return self.learners.update.each(calls)
 
-    def numbers(self, batch: RolloutParts) -> dict[str, float]:
+    def metrics(self, batch: RolloutParts) -> dict[str, float]:
         def mean(what: Callable[[RolloutStats], float]) -> float:
             return float(np.mean([what(part) for part in batch.stats.values()]))
 

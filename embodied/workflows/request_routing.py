@@ -44,13 +44,13 @@ class RequestRouter:
         stream: str,
     ) -> None:
         """`calls` are those of the sims, `policies` take part from the beginning."""
-        self.manager, self.turns, self.policies = manager, manager.turns, manager.policies
+        self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
         self.calls = calls
         self.how = (manager.weight_sync.version, temperature, stream) if policies else ()
         self.stages = {s: (sim, stage) for sim, route in routes.items() for stage, s in enumerate(route.sources)}
         self.replies = {s: c for route in routes.values() for s, c in zip(route.sources, route.replies, strict=True)}
         self.asked = {source: manager.share(*stage, policies) for source, stage in self.stages.items()}
-        self.moving = bool(policies) and any(map(self.turns.gives_way, self.policies.workers))
+        self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
         self.serving = {policy: self._serve(policy) for policy in policies}
         self.leaving: dict[int, float] = {}  # policy worker -> until when it may answer
         self.changes = -1  # of turns, that it knows of
@@ -58,21 +58,21 @@ class RequestRouter:
     def due(self) -> bool:
         """True if workers can join, or should leave, or have left."""
         left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
-        return left or self.turns.due() or (self.moving and self.turns.changes != self.changes)
+        return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
 
     def go_on(self) -> None:
         """Let policy workers join or leave."""
-        self.turns.go_on()
-        self.changes = self.turns.changes
+        self.device_sharing.go_on()
+        self.changes = self.device_sharing.changes
         for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
             del self.leaving[policy], self.serving[policy]
         if self.moving:
             self._rearrange()
         self._end_late()
-        self.turns.leave({self.policies.workers[policy] for policy in self.serving})
+        self.device_sharing.leave({self.policies.workers[policy] for policy in self.serving})
 
     def _rearrange(self) -> None:
-        here = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
+        here = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
         joining = [policy for policy in here if policy not in self.serving]
         going = [policy for policy in self.serving if policy not in here and policy not in self.leaving]
         if joining or going:

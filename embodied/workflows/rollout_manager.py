@@ -53,7 +53,7 @@ class RolloutManager:
         self.spec, self.episodes, self.weight_sync = workers.spec, episodes, workers.weight_sync
         self.journal, self.notify = workers.journal, workers.notify
         self.num_stages = max(workers.stages, 1)
-        self.turns = workers.turns
+        self.device_sharing = workers.device_sharing
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
         self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
         self.rounds = 0
@@ -110,16 +110,16 @@ class RolloutManager:
         ending = router.end()
         while losses := self._losses(ending, [router]):
             self._replace(losses)
-        self.turns.leave(())
+        self.device_sharing.leave(())
         failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
         self.errors = Counter({error: count for error, count in self.errors.items() if error[0] in failed})
         return calls, routes
 
     def _acting(self) -> list[int]:
         """The policy workers that take part from the beginning: those that hold their devices, or the first that do."""
-        self.turns.go_on()
-        self.turns.wait_for_one(self.policies.workers)
-        found = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
+        self.device_sharing.go_on()
+        self.device_sharing.wait_for_one(self.policies.workers)
+        found = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
         self.settle(*self.weight_sync.catch_up(found))
         return found
 
@@ -169,7 +169,8 @@ class RolloutManager:
             built += [self.sims[sim].spec() for sim in sims]
             built += [self.policies[policy].build(self.spec) for policy in policies]
             loads = self.weight_sync.reload(policies)
-            absent = [policy for policy in policies if not self.turns.has_memory(self.policies.workers[policy])]
+            present = self.device_sharing.has_memory
+            absent = [policy for policy in policies if not present(self.policies.workers[policy])]
             loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded into that memory
             self.cluster.rebuilt_by(host, built, loads)
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0

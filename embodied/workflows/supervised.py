@@ -57,7 +57,7 @@ class RecordedEpisodes:
     def update(self, batch: RecordedEpisodes, iteration: int, total: int) -> Handle:
         return self.learners.imitate(iteration, total)
 
-    def numbers(self, batch: RecordedEpisodes) -> dict[str, float]:
+    def metrics(self, batch: RecordedEpisodes) -> dict[str, float]:
         return {"env_steps": self.num_steps}
 
     def save(self) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from embodied.core.errors import StaleWeights
-from embodied.runtime import Channel, Cluster, Handle, Turns, WorkerGroup
+from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, WorkerGroup
 from embodied.runtime.tensor_bytes import Blob
 from embodied.runtime.weights import Publication, WeightStore
 
@@ -34,8 +34,8 @@ class WeightSync:
     so, and a successor on the same host gets at them in the same way.
     """
 
-    def __init__(self, cluster: Cluster, policies: WorkerGroup, turns: Turns) -> None:
-        self.policies, self.turns = policies, turns
+    def __init__(self, cluster: Cluster, policies: WorkerGroup, device_sharing: DeviceSharing) -> None:
+        self.policies, self.device_sharing = policies, device_sharing
         ranks = range(len(policies))
         self.channels = [cluster.channel(f"weights-{p}", home=policies[p], capacity=1) for p in ranks]
         self.routes: list[str] = []
@@ -59,7 +59,7 @@ class WeightSync:
             self.routes = ask(lambda: self.policies.route(publication))
         self.current, self.send = publication, send
         self.times = (perf_counter(),) * 2
-        ranks = [rank for rank, worker in enumerate(self.policies.workers) if self.turns.takes_part(worker)]
+        ranks = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
         behind = [rank for rank in ranks if not self._holds(rank, publication.follows)]
         return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
 

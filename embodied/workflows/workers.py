@@ -16,7 +16,7 @@ from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class, speaks
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import devices
-from embodied.runtime import Channel, Cluster, Handle, Timers, Turns, WorkerGroup, take_turns
+from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
 from embodied.workflows.rollout_manager import RolloutManager
@@ -67,8 +67,8 @@ class Workers:
         self.sims, self.policies = self.groups["sim"], self.groups["policy"]
         self.spec: EnvSpec = self.sims.spec().wait()[0]
         self._build(start_folder)
-        self.turns = self._take_turns()
-        self.weight_sync = WeightSync(cluster, self.policies, self.turns)
+        self.device_sharing = self._share_devices()
+        self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing)
         self.rollouts = RolloutManager(self, source.journaled if source else None)
         if source:
             source.start(self)
@@ -105,13 +105,13 @@ class Workers:
         learners hold."""
         return self.config.pipeline.schedule == "async"
 
-    def _take_turns(self) -> Turns:
-        """The turns that the roles' phases take on devices. All groups are built, and so have their memory."""
+    def _share_devices(self) -> DeviceSharing:
+        """How the roles' phases share devices. All groups are built, and so have their memory."""
         by_phase = {phase: [self.groups[r.name] for r in self.roles if r.phase == phase] for phase in (ROLLOUT, UPDATE)}
         phases = {phase: groups for phase, groups in by_phase.items() if groups}
         sharing = [self.groups[role.name] for role in self.roles if role.holds_policy and not self._acts_during_update]
         giving_way = [self.policies] if self._acts_during_update else []
-        return take_turns(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing, giving_way)
+        return share_devices(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing, giving_way)
 
     def trajectory_channels(self) -> list[Channel]:
         """One unbounded trajectory channel to each learner; the size of a batch bounds what it holds."""
@@ -123,7 +123,7 @@ class Workers:
         found: dict[str, np.ndarray] = {}
         for role in [role for role in self.roles if role.saved]:
             group = self.groups[role.name]
-            with self.turns.phase(role.phase):
+            with self.device_sharing.phase(role.phase):
                 states = group.get_state().wait()
             for worker, state in zip(group.workers, states, strict=True):
                 found |= {f"{worker}.{name}": array for name, array in state.items()}
@@ -134,14 +134,14 @@ class Workers:
         for role in [role for role in self.roles if role.saved]:
             group, first = self.groups[role.name], f"{role.name}-0."
             parts = [cut_names(state, f"{worker}.") or cut_names(state, first) for worker in group.workers]
-            with self.turns.phase(role.phase):
+            with self.device_sharing.phase(role.phase):
                 group.set_state.each([(part,) for part in parts]).wait()
             state = {name: array for name, array in state.items() if not name.startswith(f"{role.name}-")}
         return state
 
     def adopt(self, weights: Weights | None) -> None:
         """Act with weights that come from a checkpoint instead of a learner; None: with those a run begins with."""
-        with self.turns.phase(ROLLOUT):
+        with self.device_sharing.phase(ROLLOUT):
             if weights is None:
                 weights = Weights(0, self.rollouts.ask(lambda: self.policies[0].initial_weights(self.spec))[0])
             self.rollouts.settle(*self.weight_sync.adopt(weights, self.rollouts.ask))

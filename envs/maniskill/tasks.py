@@ -181,8 +181,8 @@ def missing_assets(task: str) -> list[str]:
 
     if is_bridge(task):
         return absent(task, ASSET_DIR)
-    untold = [names for begin, names in UNDECLARED.items() if task.startswith(begin)]
-    return [name for name in itertools.chain(find_task(task).asset_download_ids or [], *untold) if lacking(name)]
+    undeclared = [names for begin, names in UNDECLARED.items() if task.startswith(begin)]
+    return [name for name in itertools.chain(find_task(task).asset_download_ids or [], *undeclared) if lacking(name)]
 
 
 def lacking(asset: str) -> list[str]:

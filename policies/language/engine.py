@@ -110,7 +110,7 @@ class Engine:
         """Memory that it keeps between rounds, not what is in it: a device may take it back."""
         return []
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The numbers that it counted since the last call, for the metrics."""
         return {}
 

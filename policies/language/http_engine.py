@@ -149,7 +149,7 @@ class HTTPEngine(Engine):
         if self.folder and before not in ("", self.name):  # no server has to read them again
             shutil.rmtree(self.folder / before, ignore_errors=True)
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         counted, self.counted = self.counted, dict.fromkeys(self.counted, 0)
         return {name: float(count) for name, count in counted.items()}
 

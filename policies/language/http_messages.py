@@ -61,8 +61,8 @@ def read_answer(body: Any) -> Read:
     """The only choice of an answer of /v1/completions; raises ValueError where there is none with token ids."""
     try:
         (choice,) = body["choices"]
-        tokens, told, finish = choice.get("token_ids"), choice.get("logprobs") or {}, str(choice["finish_reason"])
-        logprobs, fingerprint = told.get("token_logprobs"), body.get("system_fingerprint")
+        tokens, given, finish = choice.get("token_ids"), choice.get("logprobs") or {}, str(choice["finish_reason"])
+        logprobs, fingerprint = given.get("token_logprobs"), body.get("system_fingerprint")
     except (KeyError, TypeError, AttributeError, ValueError) as err:
         raise ValueError(f"the answer is none of OpenAI's ({type(err).__name__}: {err})") from None
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):

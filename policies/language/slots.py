@@ -174,7 +174,7 @@ class SlotEngine(Engine):
     def cache_tensors(self) -> list[Tensor]:
         return [part for layer in self.cache.layers for part in layer]
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         counted, self.counted = self.counted, dict.fromkeys(self.counted, 0)
         return {name: float(count) for name, count in counted.items()}
 

@@ -172,7 +172,7 @@ class LanguageWorker(PolicyWorker):
         rate = self.tokens / self.busy_s if self.busy_s else 0.0
         found = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
         self.tokens, self.busy_s, self.steps, self.running = 0, 0.0, 0, 0
-        return {f"engine/{name}": float(value) for name, value in (found | self.engine.numbers()).items()}
+        return {f"engine/{name}": float(value) for name, value in (found | self.engine.metrics()).items()}
 
     def close(self) -> None:
         if hasattr(self, "engine"):

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from embodied.algorithms.advantages import episode_weights, group_advantages, returns_to_go
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.groups import GroupPool, episode_weights, group_advantages, judge, returns_to_go
+from embodied.algorithms.groups import GroupPool, judge
 
 
 def config(**options):

@@ -10,7 +10,7 @@ from embodied.core.rng import uniform
 from embodied.core.types import ActReply, EpisodeList, PolicyOutput, arrays_of, choose, join, trajectory_from
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
-from embodied.envs.episode_player import Record, Stage, step_stages
+from embodied.envs.rollout_stage import Record, Stage, step_stages
 from embodied.runtime import Timers
 
 CHUNK = 3

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied.core.errors import DeadlineExceeded
-from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, take_turns
-from embodied.runtime.device_sharing import Turns
+from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, share_devices
+from embodied.runtime.device_sharing import DeviceSharing
 from embodied.runtime.leases import GB, Action, Claim, Coordinator, LeaseError
 
 
@@ -276,22 +276,22 @@ def test_workers_of_a_cluster_swap_around_phases():
     hosts = [HostPlan("a", ("sim",), (), 1), HostPlan("b", ("policy", "learner"), (), 1)]
     with Cluster("inline", hosts) as cluster:
         groups = {role: cluster.launch(Accountant, role) for role in ("sim", "policy", "learner")}
-        turns = Turns(hybrid(10), list(groups.values()), Timers())
+        sharing = DeviceSharing(hybrid(10), list(groups.values()), Timers())
         for _ in range(3):
-            with turns.phase("rollout"):
+            with sharing.phase("rollout"):
                 assert [groups[r].at_work().wait() for r in ("sim", "policy", "learner")] == [[True], [True], [False]]
-            with turns.phase("update"):
+            with sharing.phase("update"):
                 assert [groups[r].at_work().wait() for r in ("sim", "policy", "learner")] == [[True], [False], [True]]
-        assert [a.worker for a in turns.moves].count("sim-0") == 1
-        with turns.phase("rollout"), pytest.raises(LeaseError, match="cannot be nested"), turns.phase("update"):
+        assert [a.worker for a in sharing.moves].count("sim-0") == 1
+        with sharing.phase("rollout"), pytest.raises(LeaseError, match="cannot be nested"), sharing.phase("update"):
             pass
 
 
 def on_one_device(cluster, **options):
-    """Two phases of a worker each, which take turns on one device."""
+    """Two phases of a worker each, which take sharing on one device."""
     groups = {role: cluster.launch(Accountant, role) for role in ("first", "second")}
     claims = {f"in {role}": [Claim(f"{role}-0", ("fake:0",), 1)] for role in groups}
-    return groups, Turns(Coordinator({"fake:0": 1}, claims), list(groups.values()), Timers(), **options)
+    return groups, DeviceSharing(Coordinator({"fake:0": 1}, claims), list(groups.values()), Timers(), **options)
 
 
 ONE_EACH = [HostPlan("a", ("first",), (), 1), HostPlan("b", ("second",), (), 1)]
@@ -299,20 +299,20 @@ ONE_EACH = [HostPlan("a", ("first",), (), 1), HostPlan("b", ("second",), (), 1)]
 
 def test_a_phase_waits_for_devices_that_another_thread_gives_back():
     with Cluster("inline", ONE_EACH) as cluster:
-        groups, turns = on_one_device(cluster)
+        groups, sharing = on_one_device(cluster)
         inside, seen = threading.Event(), []
 
         def other():
-            with turns.phase("in second"):
+            with sharing.phase("in second"):
                 inside.set()
                 seen.extend(groups["second"].at_work().wait())
-                while not turns.coordinator.waiting:
+                while not sharing.coordinator.waiting:
                     pass
 
         thread = threading.Thread(target=other)
         thread.start()
         assert inside.wait(10)
-        with turns.phase("in first"):
+        with sharing.phase("in first"):
             assert seen == groups["first"].at_work().wait() == [True]
             assert groups["second"].at_work().wait() == [False]
         thread.join(10)
@@ -320,11 +320,11 @@ def test_a_phase_waits_for_devices_that_another_thread_gives_back():
 
 def test_a_phase_that_gets_no_device_says_who_held_it_and_waits_no_longer():
     with Cluster("inline", ONE_EACH) as cluster:
-        _, turns = on_one_device(cluster, timeout_s=0.05)
+        _, sharing = on_one_device(cluster, timeout_s=0.05)
         inside, over = threading.Event(), threading.Event()
 
         def other():
-            with turns.phase("in second"):
+            with sharing.phase("in second"):
                 inside.set()
                 over.wait(10)
 
@@ -332,22 +332,22 @@ def test_a_phase_that_gets_no_device_says_who_held_it_and_waits_no_longer():
         thread.start()
         assert inside.wait(10)
         with pytest.raises(DeadlineExceeded, match=r"in first has waited 0.05 s for devices that in second still held"):
-            with turns.phase("in first"):
+            with sharing.phase("in first"):
                 pass
         over.set()
         thread.join(10)
-        with turns.phase("in first"):
-            assert not turns.coordinator.waiting
+        with sharing.phase("in first"):
+            assert not sharing.coordinator.waiting
 
 
 def test_a_phase_inside_another_has_its_devices_once_the_call_is_done_that_this_ends_with():
     with Cluster("inline", ONE_EACH) as cluster:
-        groups, turns = on_one_device(cluster)
-        with turns.phase("in first"):
-            turns.ends_with("in first", groups["first"].at_work())
-            with turns.phase("in second"):
+        groups, sharing = on_one_device(cluster)
+        with sharing.phase("in first"):
+            sharing.ends_with("in first", groups["first"].at_work())
+            with sharing.phase("in second"):
                 assert groups["first"].at_work().wait() + groups["second"].at_work().wait() == [False, True]
-        assert not turns.coordinator.holders
+        assert not sharing.coordinator.holders
 
 
 class Holder(Worker):
@@ -368,14 +368,14 @@ def test_a_program_names_the_phases_and_the_groups_that_work_in_each():
         actor, critic = cluster.launch(Holder, "actor", 3), cluster.launch(Holder, "critic", 2)
         scorer, trainer = cluster.launch(Holder, "scorer", 4), cluster.launch(Holder, "trainer", 6, True)
         phases = {"guess": [actor, critic], "judge": [scorer, critic], "learn": [trainer]}
-        turns = take_turns(cluster, phases, Timers(), 10, sharing=[actor, trainer])
-        claims = turns.coordinator.claims
+        sharing = share_devices(cluster, phases, Timers(), 10, sharing=[actor, trainer])
+        claims = sharing.coordinator.claims
         assert [claims[f"{name}-0"].num_bytes / GB for name in ("actor", "critic", "trainer")] == [2, 2, 6]
         for name in ("guess", "judge", "learn"):
-            with turns.phase(name):
+            with sharing.phase(name):
                 assert {group.role for group in phases[name]} <= {
-                    w.rpartition("-")[0] for w in turns.coordinator.resident
+                    w.rpartition("-")[0] for w in sharing.coordinator.resident
                 }
-        assert turns.coordinator.used_bytes("fake:0") <= 10 * GB
-        moved = [(move.verb, move.worker) for move in turns.moves]
+        assert sharing.coordinator.used_bytes("fake:0") <= 10 * GB
+        moved = [(move.verb, move.worker) for move in sharing.moves]
         assert moved.count(("offload", "critic-0")) <= 1 and ("onload", "critic-0") not in moved

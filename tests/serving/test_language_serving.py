@@ -130,7 +130,7 @@ def test_an_answer_ends_before_a_text_to_stop_at_and_its_row_is_free(open_server
 def test_many_clients_share_the_rows_and_nobody_changes_anothers_answer(open_server):
     bodies = [{"prompt": [5 + n, 6], "max_tokens": 3 + n, "seed": n, "temperature": 1 - n % 3 / 4} for n in range(24)]
     alone = [completed(open_server, **body)["choices"] for body in bodies]
-    before = open_server.generation.engine.numbers()
+    before = open_server.generation.engine.metrics()
     assert before["prefilled"] > 0
     with ThreadPoolExecutor(24) as pool:
         together = list(pool.map(lambda body: completed(open_server, **body)["choices"], bodies))

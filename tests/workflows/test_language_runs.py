@@ -94,7 +94,7 @@ def test_engines_on_a_learners_device_change_when_and_not_what(tmp_path):
         placement = {"sim": "fake:0", "policy": "fake:1-2", "learner": learner}
         asked = ("pipeline.schedule=async", "policy.max_running=2")
         with Talk(tmp_path / learner[-1], *asked, placement=placement) as run:
-            assert run.loop.turns.gives_way("policy-1") == (learner == "fake:2")
+            assert run.loop.device_sharing.gives_way("policy-1") == (learner == "fake:2")
             rows = run.some(4)
             assert [row["train/staleness"] for _, row in rows] == [0, 1, 1, 1]
             found.append((told(rows), run.weights()))
@@ -391,13 +391,15 @@ def test_an_engine_leaves_its_device_to_the_learner_and_answers_alike(backend, s
     apart = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:1"}
     with Talk(tmp_path / "roomy", placement=apart) as run:
         run.some(1)
-        learner = run.loop.turns.coordinator.claims["learner-0"].num_bytes
-        assert not run.loop.turns.moves
+        learner = run.loop.device_sharing.coordinator.claims["learner-0"].num_bytes
+        assert not run.loop.device_sharing.moves
     limit = f"cluster.memory_gb={(learner + 1e6) / 1e9}"
     with Talk(tmp_path / "tight", limit, placement=apart, backend=backend) as run:
         rows = run.some(2)
-        assert run.loop.turns.coordinator.claims["policy-0"].num_bytes > 1e6
-        assert {("offload", "policy-0"), ("onload", "policy-0")} <= {(m.verb, m.worker) for m in run.loop.turns.moves}
+        assert run.loop.device_sharing.coordinator.claims["policy-0"].num_bytes > 1e6
+        assert {("offload", "policy-0"), ("onload", "policy-0")} <= {
+            (m.verb, m.worker) for m in run.loop.device_sharing.moves
+        }
         assert told(rows) == told(sync[0])
         assert far(run.weights(), sync[1]) < 1e-10
 

@@ -58,8 +58,8 @@ class Gated(Run):
 
     def __enter__(self):
         super().__enter__()
-        self.rollouts, self.turns = self.loop.rollouts, self.loop.turns
-        assert not self.turns.gives_way("policy-0")
+        self.rollouts, self.device_sharing = self.loop.rollouts, self.loop.device_sharing
+        assert not self.device_sharing.gives_way("policy-0")
         return self
 
     def pass_on(self, *stops):
@@ -107,7 +107,7 @@ def expected(tmp_path_factory):
 def test_they_take_part_again_in_the_round_in_which_the_update_ends(expected, watched, tmp_path):
     joined = []
     with Gated(tmp_path) as run:
-        assert run.turns.gives_way("policy-1")
+        assert run.device_sharing.gives_way("policy-1")
         run.pass_on(0, 1)  # the first rollout has no update beside it
 
         def pass_on(going):
@@ -147,14 +147,14 @@ def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, 
                     killed.append(run.kill("policy-1"))
                 run.pass_on(stop, stop + 1)
 
-        leave = run.turns.go_on
+        leave = run.device_sharing.go_on
 
         def go_on():
             if moment == "joining" and run.rollouts.rounds == 3 and not killed:
                 killed.append(run.kill("policy-1"))
             leave()
 
-        run.loop.source.update, run.turns.go_on = updating, go_on
+        run.loop.source.update, run.device_sharing.go_on = updating, go_on
         watched.append(joins)
         assert [numbers["train/staleness"] for numbers in run.train()] == [min(n, 1) for n in range(ITERATIONS)]
         assert len(killed) == 1 and len(run.lines) == 1 and "policy-1" in run.lines[0]
@@ -173,8 +173,8 @@ class Other:
     def want(self):
         try:
             for _ in range(self.times):
-                with self.run.turns.phase(UPDATE):
-                    self.had.append(self.run.turns.takes_part("policy-1"))
+                with self.run.device_sharing.phase(UPDATE):
+                    self.had.append(self.run.device_sharing.takes_part("policy-1"))
                     self.over.wait(self.rng.uniform(0, 0.02))
                 self.over.wait(self.rng.uniform(0, 0.02))
         except BaseException as error:

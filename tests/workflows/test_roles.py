@@ -92,7 +92,7 @@ def learned(folder, program):
         for iteration in range(2):
             loop.iterate(iteration, 2)
         loop.save_learners(folder / "saved")
-        claims = set(loop.turns.coordinator.claims)
+        claims = set(loop.device_sharing.coordinator.claims)
     return read_weights(folder / "saved" / "policy"), loop, claims
 
 

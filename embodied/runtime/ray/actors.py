@@ -107,7 +107,7 @@ class RayBackend(Processes):
         self._lives = itertools.count(1)
         self._stopping = False
         self._connection = Connection(address, modules, start_s)
-        links = Links(encode, decode, self._post, lambda *told: events.on_report(DRIVER, *told))
+        links = Links(encode, decode, self._post, lambda *report: events.on_report(DRIVER, *report))
         self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
         once = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         self._actor_class = ray.remote(**once, concurrency_groups=_ONE_THREAD_EACH)(RayHost)
@@ -166,8 +166,8 @@ class RayBackend(Processes):
         order = boot_order(self._run, plan, self._timeout_s)
         order["path"] = order["path"] if progress_file else None  # on this machine
         driver = os.getpid() if progress_file else None
-        told = {"life": life, "log": log, "folder": os.getcwd(), "progress_file": progress_file, "driver": driver}
-        return {**order, **told}
+        here = {"life": life, "log": log, "folder": os.getcwd(), "progress_file": progress_file, "driver": driver}
+        return {**order, **here}
 
     def _plan_of_next(self, before: RayProcess) -> HostPlan:
         """The plan of a host that is started again: the same, or moved if its node is lost."""
@@ -183,8 +183,8 @@ class RayBackend(Processes):
         """A thread per host: takes what it sends, until its end."""
         failed = ""
         try:
-            for told in process.actor.listen.remote():
-                self._take(process, *ray.get(told))
+            for sent in process.actor.listen.remote():
+                self._take(process, *ray.get(sent))
         except RayError as error:
             failed = str(error)
         code = self._exit_code(process)
@@ -200,19 +200,19 @@ class RayBackend(Processes):
         return f"could not run: {failed.strip()}"
 
     def _take(self, process: RayProcess, kind: str, message: bytes, *payload: Any) -> None:
-        told = unpack_message(message)
+        content = unpack_message(message)
         packed = Stored(*payload[:2], ref=payload[2] if len(payload) > 2 else None) if payload else None
         if packed is not None and packed.ref is not None:
             packed.parts = ray.get(packed.ref)  # now: its writer may die
         if kind == "report":
-            self._events.on_report(process.plan.name, told, packed)
+            self._events.on_report(process.plan.name, content, packed)
         elif kind == "channel":
-            self.host.serve_channel(process.plan.name, told, packed)
+            self.host.serve_channel(process.plan.name, content, packed)
         elif kind == "progress":
-            process.progress.note(told)
+            process.progress.note(content)
         elif kind == "up":
-            process.pid = told
-            self._events.on_start(process.plan.name, told)
+            process.pid = content
+            self._events.on_start(process.plan.name, content)
         elif kind == "stopped":
             process.stopped.set()
 
@@ -222,9 +222,9 @@ class RayBackend(Processes):
             return self._last_words(process) if process.pid is not None else None
         until = time.monotonic() + KILL_S
         while time.monotonic() < until:
-            told = os.pread(process.memory_fd, _EXIT_BYTES, PROGRESS_BYTES).rstrip(b"\0")
-            if told.endswith(b"\n"):
-                return int(told)
+            line = os.pread(process.memory_fd, _EXIT_BYTES, PROGRESS_BYTES).rstrip(b"\0")
+            if line.endswith(b"\n"):
+                return int(line)
             time.sleep(0.01)
         return None
 
@@ -288,12 +288,12 @@ class RayHost:
     @ray.method(concurrency_group="control", num_returns=0)
     def control(self, message: bytes, *payload: Any) -> None:
         with _ending_the_process_on_error():
-            told = unpack_message(message)
-            if told[0] == "stop":
-                self._host.stop(told[1])
+            content = unpack_message(message)
+            if content[0] == "stop":
+                self._host.stop(content[1])
                 self._tell("stopped")
             else:
-                self._host.control(told, _received(payload))
+                self._host.control(content, _received(payload))
 
     @ray.method(concurrency_group="reports", num_returns="streaming")
     def listen(self) -> Iterator[tuple]:

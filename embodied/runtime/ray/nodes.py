@@ -220,13 +220,13 @@ def _connect(address: str, runtime_env: dict | None) -> None:
 
 
 def _why(error: BaseException) -> str:
-    told = f"{error}\n{error.__cause__}\n{error.__context__}"
-    if "Authentication" in told or "InvalidAuthToken" in told:
+    text = f"{error}\n{error.__cause__}\n{error.__context__}"
+    if "Authentication" in text or "InvalidAuthToken" in text:
         return (
             "the cluster does not take this token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to what its nodes were "
             "started with"
         )
-    if "node_ip_address" in told or "raylet" in told.lower():
+    if "node_ip_address" in text or "raylet" in text.lower():
         return f"this machine is not a node of the cluster; run `ray start --address` here first ({_last_line(error)})"
     return _last_line(error)
 

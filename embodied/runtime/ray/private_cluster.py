@@ -87,7 +87,7 @@ class PrivateCluster:
         late.daemon = True
         late.start()
         try:
-            told = self._reaper.stdout.readline()
+            line = self._reaper.stdout.readline()
         except BaseException:  # Ctrl-C
             self.stop()
             raise
@@ -95,14 +95,14 @@ class PrivateCluster:
             expired = late.finished.is_set()
             late.cancel()
             late.join(_STOP_S)
-        if not told:
+        if not line:
             said = (self.folder / "reaper.log").read_text(errors="replace").strip()[-2000:]
             self.stop()
             within = f" within cluster.start_s={self._start_s:g} s" if expired else ""
             advice = f"; is the machine busy? try cluster.start_s={2 * self._start_s:g}" if expired else ""
             words = f"; it said:\n{said}" if said else "; it said nothing"
             raise EmbodiedError(f"Ray did not start on this machine{within}{advice}{words}")
-        return told.decode().strip()
+        return line.decode().strip()
 
 
 _REAPER = """

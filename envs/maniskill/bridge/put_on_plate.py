@@ -219,9 +219,9 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return torch.stack([actor.pose.raw_pose[row] for row, actor in enumerate(mine)])
 
     def get_language_instruction(self) -> list[str]:
-        return [self._told(episode) for episode in self.episodes]
+        return [self._instruction(episode) for episode in self.episodes]
 
-    def _told(self, episode: Episode) -> str:
+    def _instruction(self, episode: Episode) -> str:
         names = self.models["object"].about[episode.object]["name"], self.models["plate"].about[episode.plate]["name"]
         return TEMPLATES[episode.template].format(*names)
 

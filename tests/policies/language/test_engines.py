@@ -197,13 +197,13 @@ def test_tokens_come_as_often_as_the_model_says():
 def test_a_prompt_that_several_ask_is_computed_once():
     engine = engine_of(qwen3(), max_running=8)
     answers(engine, [question(i, [7] * 21, 5) for i in range(6)])
-    assert engine.numbers() == {"prefilled": 20, "copied": 100}
+    assert engine.metrics() == {"prefilled": 20, "copied": 100}
     engine.begin(1, 0, "train", 1.0)
     engine.add(question(0, [7] * 21, 30))
     engine.step()
     engine.add(question(1, [7] * 21, 30))  # while the other runs
     engine.step()
-    assert engine.numbers() == {"prefilled": 20, "copied": 20}
+    assert engine.metrics() == {"prefilled": 20, "copied": 20}
     engine.abort()
 
 

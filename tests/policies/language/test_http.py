@@ -81,7 +81,7 @@ def test_tokens_are_those_of_our_own_engine_in_any_order_and_from_a_server_that_
             engine = stack.enter_context(engine_at(server.url, policy, tmp_path))
             engine.load(policy.state_dict(), 1)
             check_same(answers(engine, ASKED), want)
-            assert engine.numbers() == {"asked_again": 0, "unusable": 0}
+            assert engine.metrics() == {"asked_again": 0, "unusable": 0}
         port = int(server.url.rpartition(":")[2])
         with served(of_other_weights(max_running=3), tmp_path, port=port):
             check_same(answers(engine, ASKED[::-1]), want)
@@ -136,7 +136,7 @@ def test_weights_that_make_no_numbers_make_answers_that_are_dropped(policy, tmp_
     with served(of_other_weights(), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
         engine.load(policy.state_dict(), 1)
         assert {answer.dropped for answer in answers(engine, ASKED).values()} == {"a log-prob is not finite"}
-        assert engine.numbers() == {"asked_again": 0, "unusable": 20}
+        assert engine.metrics() == {"asked_again": 0, "unusable": 20}
 
 
 def test_what_is_given_up_leaves_the_server_at_once(policy, tmp_path):
@@ -285,7 +285,7 @@ def test_answers_without_sound_logprobs_are_dropped_and_counted(policy, monkeypa
         found = answers(engine, [Request(n, [n], 3, n) for n in range(10, 17)])
         assert {key: bool(answer.dropped) for key, answer in found.items()} == {n: n in bad for n in range(10, 17)}
         assert found[10].tokens.tolist() == [9] * 3 and found[10].truncated
-        assert engine.numbers() == {"asked_again": 0, "unusable": 5}
+        assert engine.metrics() == {"asked_again": 0, "unusable": 5}
 
 
 def test_what_fails_on_the_way_is_asked_again_and_taken_once(policy, monkeypatch):
@@ -300,7 +300,7 @@ def test_what_fails_on_the_way_is_asked_again_and_taken_once(policy, monkeypatch
         found = answers(engine, [Request(n, [n], 3, n) for n in range(10, 14)])
         assert sorted(found) == [10, 11, 12, 13] and not any(answer.dropped for answer in found.values())
         assert [counts[n,] for n in range(10, 14)] == [0, 2, 1, 1]
-        assert engine.numbers() == {"asked_again": 4, "unusable": 0}
+        assert engine.metrics() == {"asked_again": 4, "unusable": 0}
 
 
 @pytest.mark.parametrize(

@@ -45,10 +45,12 @@ class Trained:
                 loop.iterate(i, iterations)
                 timeline.collect(i)
             loop.save_learners(folder / "saved")
-            self.moves = [(move.verb, move.worker) for move in loop.turns.moves]
-            self.bytes = {name: claim.num_bytes for name, claim in loop.turns.coordinator.claims.items()}
-            self.here = {name for name in self.bytes if loop.turns.has_memory(name)}
-            self.used = {d: loop.turns.coordinator.used_bytes(d) for d in loop.turns.coordinator.capacity}
+            self.moves = [(move.verb, move.worker) for move in loop.device_sharing.moves]
+            self.bytes = {name: claim.num_bytes for name, claim in loop.device_sharing.coordinator.claims.items()}
+            self.here = {name for name in self.bytes if loop.device_sharing.has_memory(name)}
+            self.used = {
+                d: loop.device_sharing.coordinator.used_bytes(d) for d in loop.device_sharing.coordinator.capacity
+            }
             timeline.end()
         self.spans = {(span.worker, span.name) for span in read_trace(folder / "trace.json")}
         self.weights = read_weights(folder / "saved" / "policy")
