@@ -1,5 +1,5 @@
 """Writes measured tables into docs/, from benchmarks/results and nothing else: how often LIBERO's experts succeed,
-which ManiSkill tasks PPO solves (from pictures too), what RL added to imitation, what becomes of runs whose processes
+which ManiSkill tasks PPO solves (from images too), what RL added to imitation, what becomes of runs whose processes
 die.
 
     python -m benchmarks.learning.page
@@ -15,20 +15,21 @@ import numpy as np
 
 from benchmarks import fault_page, libero_experts
 from benchmarks.common import RESULTS, ROOT, markdown
-from benchmarks.learning import images, tasks
+from benchmarks.learning import images, tasks, vla_gain
 from benchmarks.learning.grpo_gain import interval, runs_of
 from benchmarks.learning.seeds import rate
 
 TASKS = {"grpo_pickcube": "PickCube-v1", "grpo_libero": "libero_object/2"}
 VLAS = {"vla_oft": "OpenVLA-OFT", "vla_pi0": "Pi0"}
-PARTS = 6  # of a run, between which its training curve is told
+CARROTS = {"vla_carrot_pi0": "Pi0"}
+PARTS = 6  # of a run, whose means are its training curve
 
 
 def gains(what: str, cases: dict[str, str]) -> str:
     rows, curves = [], []
     for folder, task in cases.items():
         for name, done in runs_of(RESULTS / folder):
-            if name.startswith("start-"):
+            if name.startswith(("start-", "splits-")):
                 continue
             steps, minutes = f"{done['env_steps']:,}", f"{done['cpu_s'] / 60:.0f}"
             begin, end = rate(done["start_success"]), rate(done["final_success"])
@@ -38,6 +39,18 @@ def gains(what: str, cases: dict[str, str]) -> str:
     header = [what, "run", "imitation", "after GRPO", "gain on the same episodes", "env steps", "CPU minutes"]
     parts = [f"{part + 1}/{PARTS}" for part in range(PARTS)]
     return f"{markdown(header, rows)}\n\n{markdown([what, 'run', *parts], curves)}"
+
+
+def carrots() -> str:
+    """What RL added, and success at splits that training did not show, of imitation and after GRPO."""
+    header, columns = ["task"], []
+    for folder, policy in CARROTS.items():
+        for path in sorted((RESULTS / folder).glob("splits-*.json")):
+            found = json.loads(path.read_text())
+            header += [f"{policy}, seed {found['seed']}: imitation", "after GRPO"]
+            columns += [[rate(found[task][when], 0) for task in vla_gain.SPLITS] for when in ("before", "after")]
+    rows = [list(row) for row in zip(vla_gain.SPLITS, *columns, strict=True)]
+    return f"{gains('policy', CARROTS)}\n\n{markdown(header, rows)}"
 
 
 def course(curve: list[list[float]]) -> list[float]:
@@ -60,6 +73,7 @@ def seen() -> str:
 BLOCKS = {
     "gains": ("demonstrations.md", partial(gains, "task", TASKS)),
     "vlas": ("vla.md", partial(gains, "policy", VLAS)),
+    "carrots": ("bridge.md", carrots),
     "tasks": ("maniskill.md", solved),
     "images": ("images.md", seen),
     "experts": ("libero.md", experts),
