@@ -5,7 +5,7 @@
 # make docs-check      every command and snippet of the README and docs/
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 RUN = .venv/bin/python
-# One thread a process: there are two workers and what they start, and threads that wait for each other eat cores.
+# One thread a process: there are several workers and what they start, and threads that wait for each other eat cores.
 # Bytecode is kept even where the machine says not to: hundreds of processes import the same modules.
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadscope
 ARGS ?=
