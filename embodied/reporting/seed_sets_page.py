@@ -15,7 +15,7 @@ from embodied.reporting.runs import Evaluation, Run
 from embodied.reporting.seed_sets import SeedSet
 from embodied.reporting.success_stats import mean_with_interval, over_seeds, standings
 from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
-from embodied.reporting.training_page import curve, mean_in_evaluations, success_in_evaluations
+from embodied.reporting.training_page import FEWEST, curve, mean_in_evaluations, success_in_evaluations
 
 MOST_LINES = 12  # curves of single runs on a chart that shows several settings
 MOST_BANDS = 4  # settings whose intervals are drawn
@@ -33,7 +33,7 @@ IQM_NOTE = (
 FEW_NOTE = " Of so few seeds such an interval is little more than their range: take at least {} where it matters."
 CURVES_NOTE = (
     "Thick: the mean over seeds with the bootstrap's 95% interval of that mean, as far as all of them have come. Thin: "
-    "each run. Training explores; its rates are over its last 100 episodes."
+    f"each run. Training explores; its rates are over its last 100 episodes, once there are {FEWEST}."
 )
 DOTS_NOTE = " Dots: evaluations, with 95% Wilson intervals."
 ALONE_NOTE = "One run each: the intervals are over its episodes, and another seed may change the order."

@@ -13,6 +13,8 @@ from embodied.reporting.svg import Series, line_chart, percent, short
 
 LOSSES = "train/"
 AGE = "train/staleness_"  # and how many versions old
+OVER_EPISODES = (*MEASURES, "return", "length")  # means over the last episodes
+FEWEST = 10  # episodes whose mean is drawn
 
 
 def result_charts(run: Run) -> list[Html]:
@@ -83,13 +85,21 @@ def staleness_chart(run: Run, names: list[str]) -> Html:
 
 
 def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -> Series:
-    rows = [row for row in run.metrics if row.get(key) is not None]
+    rows = rows_with(run, key)
     return Series(name, [row[x] for row in rows], [row[key] for row in rows], color=color)
+
+
+def rows_with(run: Run, key: str) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that have this number. Means over episodes begin where FEWEST episodes have ended, if
+    ever: those that end first are the short ones, which succeed."""
+    rows = [row for row in run.metrics if row.get(key) is not None]
+    enough = [row for row in rows if row.get("recent_episodes", FEWEST) >= FEWEST]
+    return (enough or rows) if key in OVER_EPISODES else rows
 
 
 def success_in_training(run: Run, measure: str, name: str = "training", color: int = 0) -> list[Series]:
     """The success rate over the last episodes, with its 95% interval."""
-    rows = [row for row in run.metrics if row.get(measure) is not None]
+    rows = rows_with(run, measure)
     bounds = [interval(row[measure], row.get("recent_episodes", 0)) for row in rows]
     known = all(bounds)
     low, high = ([bound[side] for bound in bounds] if known else () for side in (0, 1))

@@ -10,9 +10,11 @@ from embodied.report import main
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import write_report
+from embodied.reporting.runs import Run
 from embodied.reporting.seed_sets import sets_of
 from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, summary, verdict
 from embodied.reporting.success_stats import iqm, mean_with_interval, over_seeds, standings, summarize
+from embodied.reporting.training_page import curve, success_in_training
 from embodied.run.run_group import Member, RunGroup
 
 
@@ -65,6 +67,17 @@ def page_of(page_checker):
         return page_checker(comparison(sets_of(group), group.folder, group))
 
     return page
+
+
+def test_a_curve_begins_where_enough_episodes_have_ended_if_ever(tmp_path):
+    """The first to end are short, since they succeed: of one episode a rate is 100%."""
+    rows = [
+        {"env_steps": 1, "success_once": 1.0, "return": 2.0, "steps_per_s": 5.0, "recent_episodes": 1},
+        {"env_steps": 2, "success_once": 0.1, "return": 0.5, "steps_per_s": 5.0, "recent_episodes": 10},
+    ]
+    run, short = (Run(tmp_path, {}, {}, some, [], []) for some in (rows, rows[:1]))
+    assert [curve(run, key, "").x for key in ("success_once", "return", "steps_per_s")] == [[2], [2], [1, 2]]
+    assert curve(short, "success_once", "").y == [1.0] and success_in_training(run, "success_once")[0].x == [2]
 
 
 # Statistics
