@@ -152,10 +152,17 @@ def is_held(run: Path) -> bool | None:
         os.close(lock)
 
 
+def command_line() -> list[str]:
+    """The command that started this process, as its user typed it: `python -m embodied.train recipe=...`."""
+    if "-m" in sys.orig_argv[:-1]:
+        return ["python", *sys.orig_argv[sys.orig_argv.index("-m") :]]
+    return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
 def provenance() -> dict:
     """Origin of a result: command, code, packages, machine."""
     return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command_line(),
         "commit": commit(),
         "host": platform.node(),
         "python": platform.python_version(),

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from embodied.core import files
 from embodied.core.errors import CheckpointError
 from embodied.run.ending import Interruption, closing
-from embodied.run.run_folder import RunFolder
+from embodied.run.run_folder import RunFolder, provenance
 from embodied.train import noted
 
 
@@ -92,3 +93,16 @@ def test_a_warning_of_a_workflow_is_said_and_counts_no_restart(tmp_path):
         noted(folder, SimpleNamespace(say=said.append), line)
     assert folder.info()["restarts"] == 1 and len(said) == 2
     folder.finish("finished")
+
+
+@pytest.mark.parametrize(
+    ("started", "said"),
+    [
+        (["/usr/bin/python3", "-W", "ignore", "-m", "embodied.train", "seed=1"], "python -m embodied.train seed=1"),
+        (["/usr/bin/python3", "/home/me/mine.py", "seed=1"], "mine.py seed=1"),
+    ],
+)
+def test_a_run_knows_the_command_that_started_it(monkeypatch, started, said):
+    monkeypatch.setattr(sys, "orig_argv", started)
+    monkeypatch.setattr(sys, "argv", ["/home/me/mine.py", "seed=1"])
+    assert " ".join(provenance()["command"]) == said
