@@ -30,7 +30,7 @@ from embodied.placement.profile_planner import Choice
 from embodied.placement.reasons import describe_layout, idle_shares, why_not
 from embodied.plan import Planned, plan
 from embodied.profiling.measure import measure as measure_profile
-from embodied.profiling.store import (
+from embodied.profiling.stored_profiles import (
     describe_devices,
     fitted_to,
     in_turns,

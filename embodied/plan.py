@@ -39,7 +39,7 @@ from embodied.placement.reasons import (
 )
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiling.store import (
+from embodied.profiling.stored_profiles import (
     counted,
     describe_devices,
     fitted_to,

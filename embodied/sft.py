@@ -12,7 +12,7 @@ import sys
 from embodied.config.recipe import load
 from embodied.run import launch
 from embodied.train import follow
-from embodied.workflows.supervised import imitation_of
+from embodied.workflows.imitation import imitation_of
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Train a recipe with several settings: python -m embodied.sweep recipe=pointmass_ppo algo.lr=1e-4,3e-4,1e-3 seeds=0-2
 
-Each setting and seed is an ordinary run; `run/several.py` starts, resumes and watches them, and one page compares the
-settings.
+Each setting and seed is an ordinary run; `run/seeds_and_sweeps.py` starts, resumes and watches them, and one page
+compares the settings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.run import launch
 from embodied.run.run_group import RunGroup, read_group
-from embodied.run.several import run_several
+from embodied.run.seeds_and_sweeps import run_several
 
 USAGE = f"""Train a recipe with several settings, each with several seeds, and write one page that compares them.
 

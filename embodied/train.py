@@ -28,7 +28,7 @@ from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.results import RESULTS, read_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
-from embodied.run import launch, several
+from embodied.run import launch, seeds_and_sweeps
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, run_to_resume
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, starting_from
@@ -37,7 +37,7 @@ from embodied.run.policy_source import Target, check_continues, check_fits, chec
 from embodied.run.run_folder import RunFolder
 from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.embodied import EmbodiedLoop
-from embodied.workflows.supervised import imitation_of
+from embodied.workflows.imitation import imitation_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> int:
-    if several.asked(argv):
-        return several.run_several(argv)[0]
+    if seeds_and_sweeps.asked(argv):
+        return seeds_and_sweeps.run_several(argv)[0]
     program, rest = program_of(argv, EmbodiedLoop)
     loaded = load(rest)
     return 0 if loaded is None else follow(loaded, program)
@@ -58,7 +58,7 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
     program, rest = program_of(from_python(words), program)
-    if several.asked(rest):
+    if seeds_and_sweeps.asked(rest):
         raise ConfigError("seeds=, at_once= and group= make several runs: embodied.sweep(...) returns them")
     loaded = load(rest)
     if loaded is None or loaded.dry_run:

@@ -19,9 +19,9 @@ import numpy as np
 
 from embodied.core.rng import normal
 from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Note, Observation, Recording
+from embodied.envs.capabilities import Expert
 from embodied.envs.episode_player import EpisodePlayer, EpisodeTracker, PolicyClient, spread
 from embodied.envs.own_modules import file_name
-from embodied.envs.preflight import Expert
 from embodied.envs.vector_env import VectorEnv
 from embodied.reporting.videos import video_name
 from embodied.runtime import Channel, Timers

@@ -21,9 +21,9 @@ from gymnasium.vector.utils import batch_space
 from embodied.core.arrays import Observation, finite_rows, host, is_tensor, map_obs, text_arrays, text_lists
 from embodied.core.errors import ConfigError, NotFinite, WrongShape
 from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
+from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
 from embodied.envs.own_modules import import_class
-from embodied.envs.preflight import EnvCapabilities
 
 Images = dict[str, np.ndarray]  # camera -> uint8 [rows, H, W, 3]
 COUNTERS = ("live", "elapsed", "since", "success")

@@ -11,7 +11,14 @@ from embodied.placement.profile import Cost, Profile, Sync, read_profile, write_
 from embodied.placement.reasons import why_not
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import plan
-from embodied.profiling.store import cost_key, dataflow_of, device_counts, plan_from_profile, profile_for, profile_path
+from embodied.profiling.stored_profiles import (
+    cost_key,
+    dataflow_of,
+    device_counts,
+    plan_from_profile,
+    profile_for,
+    profile_path,
+)
 from embodied.run import launch
 
 ENVS = ("recipe=pointmass_ppo", "env.num_envs=8", "algo.rollout_decisions=8", "algo.minibatch_size=32")

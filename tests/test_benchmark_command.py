@@ -21,7 +21,7 @@ from embodied.placement.profile import Cost, Profile
 from embodied.placement.topology import read_topology
 from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, copied, real
-from embodied.profiling.store import cost_key, dataflow_of, in_turns, newest_profile, repeated
+from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, Trial
 from embodied.reporting.benchmark_page import describe, html, paired_ratio, timeline, warnings
 from embodied.reporting.timeline import TraceWriter

@@ -14,7 +14,7 @@ from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.deploy import as_placement
 from embodied.placement.profile import Cost, Profile, write_profile
 from embodied.placement.topology import Node
-from embodied.profiling.store import cost_key, dataflow_of, profile_path
+from embodied.profiling.stored_profiles import cost_key, dataflow_of, profile_path
 from embodied.run import devices
 from embodied.system.discovery import discover
 

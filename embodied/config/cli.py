@@ -10,8 +10,7 @@ from typing import Any
 
 import yaml
 
-from embodied.config.key_tree import nearest_key
-from embodied.config.usual_names import usual
+from embodied.config.suggestions import nearest_key, usual
 from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
 
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}

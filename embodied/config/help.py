@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from embodied.config.key_tree import Section, leaves
 from embodied.config.recipe_files import RECIPES, by_family, recipe_names
-from embodied.config.usual_names import USUAL, as_word, hint
+from embodied.config.suggestions import USUAL, as_word, hint
 from embodied.config.yaml_values import write_yaml
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ SEVERAL = {
     "seeds": "0-4 or 0,2,5: a run for each, and a page of all; the same command goes on.",
     "at_once": "How many of these go on at once, each on cores of its own [as the machine allows].",
     "group": "The folder that names these runs [the newest of this command, else a new one].",
-}  # of embodied.train, for several runs (run/several.py)
+}  # of embodied.train, for several runs (run/seeds_and_sweeps.py)
 
 
 def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> str:

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
-from embodied.core.errors import nearest
 from embodied.core.options import BelongsToFile
 
 
@@ -109,10 +108,3 @@ def choices(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [word for kind in get_args(annotation) for word in choices(kind)]
-
-
-def nearest_key(word: str, known: list[str]) -> str:
-    """`, did you mean 'x'?` for the closest known word (all that end alike, for the bare name of a key), or nothing."""
-    same_leaf = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
-    plain = len(same_leaf) == 1 or (same_leaf and "." not in word)
-    return f", did you mean {' or '.join(map(repr, same_leaf))}?" if plain else nearest(word, known, 0.6, ", ")

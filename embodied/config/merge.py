@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from embodied.config.key_tree import Section, choices, nearest_key, path_mark
+from embodied.config.key_tree import Section, choices, path_mark
 from embodied.config.recipe_files import BY_TASK, RECIPES, recipe_file, recipe_names, recipe_words
+from embodied.config.suggestions import nearest_key
 from embodied.config.yaml_values import read_yaml, yaml_problem
 from embodied.core.errors import ConfigError
 

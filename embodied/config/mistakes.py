@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ErrorDetails
 
-from embodied.config.key_tree import Section, choices, leaves, nearest_key
+from embodied.config.key_tree import Section, choices, leaves
 from embodied.config.merge import Tree
-from embodied.config.usual_names import hint
+from embodied.config.suggestions import hint, nearest_key
 from embodied.core.errors import ConfigError
 
 if TYPE_CHECKING:

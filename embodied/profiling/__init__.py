@@ -1,6 +1,6 @@
 """What the parts of a recipe cost on these devices: measured, stored, used by plan, benchmark and placement=auto.
 
-`measure` is the command, `store` finds the profile of a recipe, `timed_run` times iterations under one plan.
+`measure` is the command, `stored_profiles` finds the profile of a recipe, `timed_run` times iterations under one plan.
 """
 
-__all__ = ["measure", "store", "timed_run"]
+__all__ = ["measure", "stored_profiles", "timed_run"]

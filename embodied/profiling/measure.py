@@ -26,7 +26,7 @@ from embodied.placement.grammar import Slot, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
-from embodied.profiling.store import (
+from embodied.profiling.stored_profiles import (
     cost_key,
     dataflow_of,
     describe_devices,

@@ -26,7 +26,7 @@ from embodied.placement.grammar import EMBODIED, others
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Link, Profile, Sync
-from embodied.profiling.store import dataflow_of, homes
+from embodied.profiling.stored_profiles import dataflow_of, homes
 from embodied.reporting.timeline import Timeline
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus

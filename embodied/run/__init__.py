@@ -1,8 +1,8 @@
 """A run on disk, where its policy comes from, whether machines can hold it, and what is around every command.
 
 `launch` and `ending` are around every command; `run_folder`, `checkpoints` and `run_group` are on disk,
-`policy_source`, `first_run` and `hub` find policies, `devices` and `memory_check` look at machines, `several` starts
-many runs.
+`policy_source`, `first_run` and `hub` find policies, `devices` and `memory_check` look at machines,
+`seeds_and_sweeps` starts many runs.
 """
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "policy_source",
     "run_folder",
     "run_group",
-    "several",
+    "seeds_and_sweeps",
 ]

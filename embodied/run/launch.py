@@ -256,7 +256,7 @@ def placed(
     pipeline.schedule=auto, which is sync otherwise."""
     uncounted = ""
     if config.placement == "auto" and learn:
-        from embodied.profiling.store import plan_from_profile, profile_for
+        from embodied.profiling.stored_profiles import plan_from_profile, profile_for
 
         path, uncounted = profile_for(config, machines, roles)
         if path:

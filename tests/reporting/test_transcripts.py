@@ -52,7 +52,7 @@ def test_a_conversation_comes_back_as_it_was_written(tmp_path):
     assert told["logprobs"] == [-0.5, None]
 
 
-def test_several_writers_write_side_by_side_and_their_lines_are_joined_in_order(tmp_path):
+def test_seeds_and_sweeps_writers_write_side_by_side_and_their_lines_are_joined_in_order(tmp_path):
     write(tmp_path, "sim-0", 0, 2, 4)
     write(tmp_path, "sim-1", 3, 1)
     assert list(answers(tmp_path)) == [0, 1, 2, 3, 4]

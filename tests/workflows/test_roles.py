@@ -18,7 +18,7 @@ from embodied.workflows.contract import BatchSource, Role, check_roles
 from embodied.workflows.embodied import LEARNER, POLICY, SIM, EmbodiedLoop
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.horizon_collector import HorizonCollector
-from embodied.workflows.supervised import ImitationLoop, RecordedEpisodes
+from embodied.workflows.imitation import ImitationLoop, RecordedEpisodes
 
 ARGUMENTS = [
     "recipe=pointmass_ppo",

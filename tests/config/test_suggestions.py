@@ -4,7 +4,7 @@ import pytest
 
 from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
-from embodied.config.usual_names import OURS, USUAL
+from embodied.config.suggestions import OURS, USUAL
 from embodied.core.errors import ConfigError
 
 KEYS = {key for key, _, _ in leaves(root(RunConfig))}

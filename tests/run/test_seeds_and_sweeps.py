@@ -19,7 +19,7 @@ from embodied.run import run_group
 from embodied.run.children import BEGIN, Children, slug
 from embodied.run.ending import Interruption
 from embodied.run.run_group import Member, RunGroup, find_group, held, read_group
-from embodied.run.several import load_all, members_of, parts_of, read_order, read_seeds, runs_at_once, shares
+from embodied.run.seeds_and_sweeps import load_all, members_of, parts_of, read_order, read_seeds, runs_at_once, shares
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
 TRAIN = """import json, os, signal, sys, time

@@ -1,4 +1,5 @@
-"""What other toolkits call our keys: Stable-Baselines3, CleanRL, rsl_rl, ManiSkill's scripts, RLinf, TRL.
+"""Which key or word was meant. Knows what other toolkits call our keys: Stable-Baselines3, CleanRL, rsl_rl,
+ManiSkill's scripts, RLinf, TRL.
 
 A mistyped key is answered with the nearest of ours by its last part, their words included: `learning_rat` is algo.lr.
 """
@@ -6,6 +7,8 @@ A mistyped key is answered with the nearest of ours by its last part, their word
 from __future__ import annotations
 
 import difflib
+
+from embodied.core.errors import nearest
 
 OURS = {  # our keys -> the words that mean them elsewhere; where two of our keys are meant, both
     "seed": "random_seed rng_seed manual_seed random_state seeds",
@@ -115,3 +118,10 @@ def hint(key: str, known: list[str]) -> str:
 def usual(word: str) -> str:
     """Our key for another toolkit's word, without a look at the recipe; else the word."""
     return USUAL.get(as_word(word), [word])[0]
+
+
+def nearest_key(word: str, known: list[str]) -> str:
+    """`, did you mean 'x'?` for the closest known word (all that end alike, for the bare name of a key), or nothing."""
+    same_leaf = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
+    plain = len(same_leaf) == 1 or (same_leaf and "." not in word)
+    return f", did you mean {' or '.join(map(repr, same_leaf))}?" if plain else nearest(word, known, 0.6, ", ")
