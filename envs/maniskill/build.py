@@ -30,6 +30,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
         view |= {"fov": None, "intrinsic": of_square(height, width, config.image_region, config.image_fov)}
     elif config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
+    solver = {"scene_config": {"solver_position_iterations": config.solver_iterations}}
     with quiet(), DRAWING:
 
         def make(num_envs: int = 1) -> Any:
@@ -44,6 +45,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     sensor_configs=view,
                     human_render_camera_configs={"shader_pack": config.shader, **view},
                     **({"robot_uids": config.robot} if config.robot else {}),
+                    **({"sim_config": solver} if config.solver_iterations else {}),
                     **({"object_set": config.object_set} if config.object_set else {}),
                     **({"image_region": config.image_region} if is_bridge(config.task) and config.image_region else {}),
                 )

@@ -41,7 +41,7 @@ from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.system.vulkan_driver import ensure_vulkan
 
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
-TO_THE_END = {"on_success": "continue", "on_failure": "continue"}
+TO_THE_END = {"on_success": "continue", "on_failure": "continue", "solver_iterations": None}
 PROTOCOL = Protocol("maniskill-v1", RULES, TO_THE_END)
 BRIDGE_RULES = "the task's own initial states in turn, all of them before any twice; played to the step limit"
 

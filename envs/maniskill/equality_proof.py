@@ -34,7 +34,7 @@ from embodied.envs.vector_env import VectorEnv
 RESULT = "benchmarks/results/maniskill_stepping.json"
 ROWS, TOLERANCE = 6, 1e-4
 TIMED_ROWS, TIMED_STEPS = 32, 20
-DECIDES = ("task", "control_mode", "reward_mode", "robot", "modules", "object_set")
+DECIDES = ("task", "control_mode", "reward_mode", "robot", "modules", "object_set", "solver_iterations")
 OURS = ("mani_skill", "embodied")
 
 

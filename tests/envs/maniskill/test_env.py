@@ -70,6 +70,28 @@ def test_relative_positions_follow_the_state_and_are_its_differences(backend):
     env.close()
 
 
+def test_fewer_solver_iterations_are_for_rollouts_alone():
+    """A batch takes them as a single env does; what an evaluation plays is the task's own physics."""
+    config = ManiSkillConfig(task="PushCube-v1", solver_iterations=2)
+    judged = env_class(config).protocols(config)[0].apply(config)
+    few, single, own, default = (
+        make_env(each.model_copy(update={"on_success": "continue"}), 2)
+        for each in (config, config.model_copy(update={"backend": "cpu"}), judged, ManiSkillConfig(task="PushCube-v1"))
+    )
+    envs = (few, single, own, default)
+    assert [env.envs[0].sim_config.scene_config.solver_position_iterations for env in envs] == [2, 2, 15, 15]
+    seen = [reset(env, range(2), [1, 2]) for env in envs]
+    actions = np.random.default_rng(0).uniform(-1, 1, (2, 30, 8)).astype(np.float32)
+    actions[:, :, 1] = 1  # down to the table
+    for t in range(30):
+        seen = [env.step_chunk(actions[:, t : t + 1]).obs["state"] for env in envs]
+    np.testing.assert_allclose(seen[0], seen[1], atol=1e-4)
+    np.testing.assert_array_equal(seen[2], seen[3])
+    assert np.abs(seen[0] - seen[2]).max() > 1e-4
+    for env in envs:
+        env.close()
+
+
 def test_a_task_without_places_has_no_relative_positions():
     widths = []
     for relative in (False, True):
