@@ -33,9 +33,7 @@ class CommonEnvConfig(Strict):
     shaped: ClassVar[str] = ""
     """The `reward_mode` to try in place of one that pays for success alone; empty where none is set."""
 
-    num_envs: int = Field(
-        32, gt=0, le=2**20, description="Env rows in the whole run, shared out among the sim workers."
-    )
+    num_envs: int = Field(32, gt=0, le=2**20, description="Env rows in the whole run, dealt out to the sim workers.")
     max_episode_steps: int | None = Field(
         None, gt=0, description="Env steps after which an episode is cut off; unset: the task's own limit."
     )
@@ -119,12 +117,9 @@ class ManiSkillConfig(CommonEnvConfig):
         "auto",
         description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest on cores.",
     )
-    solver_iterations: int | None = Field(
+    solver_iterations: Annotated[int, Field(gt=0, lt=256)] | None = Field(
         None,
-        gt=0,
-        lt=256,
-        description="Iterations of the contact solver in a physics step of rollouts; unset: the task's own, mostly 15. "
-        "Fewer are faster where things touch; evaluations play the task's own physics all the same.",
+        description="Contact solver's iterations in rollouts, never in evaluations; unset: the task's own, often 15.",
     )
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."
