@@ -1,10 +1,11 @@
 """Our PPO beside stable-baselines3's, in one run: same task, network, minibatches and gradient steps per env step.
+And the recipe as it is shipped, whose rollouts are not ManiSkill's own physics; all are evaluated with that.
 
     python -m benchmarks.compare_sb3 [--rounds 3] [--steps 24000] [--seconds-to-95 0 1 2]
 
-Rounds go round the contestants (ours, 2, 4, 8 processes, ours, ...), so that a machine that changes its speed changes
-it for all. The first iteration of each run is left out. `seconds to 95%` are seconds of rollouts and updates until an
-evaluation between iterations finds `success_once` >= 95%.
+Rounds go round the contestants (ours, shipped, 2, 4, 8 processes, ours, ...), so that a machine that changes its speed
+changes it for all. The first iteration of each run is left out. `seconds to 95%` are seconds of rollouts and updates
+until an evaluation between iterations finds `success_once` >= 95%.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from benchmarks.common import (
     resolved,
     write_json,
 )
-from benchmarks.contestants import ALIKE, OURS, RECIPE, Speed, one_speed, our_run, sb3_run
+from benchmarks.contestants import ALIKE, OPTIONS, OURS, RECIPE, SHIPPED, Speed, one_speed, our_run, sb3_run
 from benchmarks.peers import PEERS
 from benchmarks.sb3_settings import gradient_steps, items, sb3_settings
 
 PROCESSES = (2, 4, 8)
 ENOUGH = 0.95
+NAMES = {OURS: "Embodied Loop, all else alike", SHIPPED: f"Embodied Loop, recipe={RECIPE}"}
 
 
 def seconds_to_enough(evaluations: list[dict]) -> float | None:
@@ -49,12 +51,12 @@ def our_evaluations(rows: list[dict], found: list[dict]) -> list[dict]:
 
 
 def learning(seed: int, processes: int, options: argparse.Namespace, config: dict, env: dict) -> dict:
-    """Both sides' evaluations for one seed."""
+    """All sides' evaluations for one seed."""
     evaluation = {"every": options.eval_every, "episodes": options.eval_episodes, "seed": 10_000, "enough": ENOUGH}
     steps = options.learn_steps or config["run"]["env_steps"]
-    rows, found, _, _ = our_run(seed, steps, env, evaluation)
+    ours = {who: our_evaluations(*our_run(who, seed, steps, env, evaluation)[:2]) for who in OPTIONS}
     told, _ = sb3_run(sb3_settings(config, processes, seed, steps, evaluation), env)
-    return {"seed": seed, "ours": our_evaluations(rows, found), "sb3": told["evaluations"]}
+    return {"seed": seed, **ours, "sb3": told["evaluations"]}
 
 
 def medians(speeds: dict[str, list[Speed]]) -> dict[str, Speed]:
@@ -66,19 +68,20 @@ def medians(speeds: dict[str, list[Speed]]) -> dict[str, Speed]:
 
 
 def best_peer(middle: dict[str, Speed]) -> str:
-    return max((who for who in middle if who != OURS), key=lambda who: middle[who].steps_per_s)
+    return max((who for who in middle if who not in OPTIONS), key=lambda who: middle[who].steps_per_s)
 
 
 def report(speeds: dict[str, list[Speed]], learned: list[dict]) -> str:
-    """The one table, and the ratio below it."""
+    """The one table, and the ratios below it."""
     middle = medians(speeds)
     best = best_peer(middle)
-    seconds = {OURS: [seconds_to_enough(seed["ours"]) for seed in learned]}
+    ours = [who for who in OPTIONS if who in middle]
+    seconds = {who: [seconds_to_enough(seed[who]) for seed in learned] for who in ours}
     seconds[best] = [seconds_to_enough(seed["sb3"]) for seed in learned]
     header = ["PPO", "env steps/s", "rollout s", "update s", "whole run s", "peak MB", "seconds to 95%"]
     rows = [
         [
-            "Embodied Loop" if who == OURS else f"stable-baselines3, {who} processes",
+            NAMES.get(who, f"stable-baselines3, {who} processes"),
             f"{speed.steps_per_s:,.0f}",
             f"{speed.rollout_s:.2f}",
             f"{speed.update_s:.2f}",
@@ -88,10 +91,12 @@ def report(speeds: dict[str, list[Speed]], learned: list[dict]) -> str:
         ]
         for who, speed in middle.items()
     ]
-    ratio = middle[OURS].steps_per_s / middle[best].steps_per_s
-    return (
-        f"{markdown(header, rows)}\n\nours / stable-baselines3 at its best ({best} processes): {ratio:.2f}x env steps/s"
-    )
+    ratios = [
+        f"{who} / stable-baselines3 at its best ({best} processes): "
+        f"{middle[who].steps_per_s / middle[best].steps_per_s:.2f}x env steps/s"
+        for who in ours
+    ]
+    return "\n\n".join([markdown(header, rows), *ratios])
 
 
 def main() -> None:
@@ -112,11 +117,11 @@ def main() -> None:
     )
     speeds: dict[str, list[Speed]] = {}
     for seed in range(options.rounds):
-        for who in (OURS, *PROCESSES):
+        for who in (*OPTIONS, *PROCESSES):
             speed = one_speed(who, seed, options.steps, config, env)
             speeds.setdefault(str(who), []).append(speed)
-            print(f"round {seed + 1}  {who!s:>4}  {speed.steps_per_s:,.0f} env steps/s", flush=True)
-    sizes = {run.parameters for runs in speeds.values() for run in runs}
+            print(f"round {seed + 1}  {who!s:>7}  {speed.steps_per_s:,.0f} env steps/s", flush=True)
+    sizes = {run.parameters for who, runs in speeds.items() for run in runs if who != SHIPPED}
     assert len(sizes) == 1, f"networks of different sizes: {sizes}"
     best = best_peer(medians(speeds))
     learned = [learning(seed, int(best), options, config, env) for seed in options.seconds_to_95]

@@ -7,6 +7,7 @@ SAME_ONLY_AT = {
     "env.on_success": "truncate",
     "env.after_success": 0,
     "env.relative_positions": False,
+    "env.solver_iterations": None,
     "policy.name": "mlp",
     "policy.chunk": 1,
     "policy.dtype": "float32",

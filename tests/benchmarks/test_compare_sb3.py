@@ -67,6 +67,7 @@ def test_the_peers_speed_leaves_out_the_first_iteration():
 def test_ours_is_compared_with_the_peer_at_its_best_by_medians():
     speeds = {
         "ours": [speed(3000.0), speed(3100.0), speed(100.0)],
+        "shipped": [speed(4800.0)],
         "2": [speed(900.0), speed(1000.0), speed(9000.0)],
         "4": [speed(1200.0), speed(1300.0), speed(1100.0)],
     }
@@ -74,14 +75,16 @@ def test_ours_is_compared_with_the_peer_at_its_best_by_medians():
         {
             "seed": 0,
             "ours": [{"train_s": 31.0, "success_once": 0.96}],
+            "shipped": [{"train_s": 20.0, "success_once": 0.97}],
             "sb3": [{"train_s": 80.0, "success_once": 0.94}],
         }
     ]
-    table, ratio = report(speeds, learned).split("\n\n")
+    table, ratio, shipped = report(speeds, learned).split("\n\n")
     assert ratio == "ours / stable-baselines3 at its best (4 processes): 2.50x env steps/s"
+    assert shipped == "shipped / stable-baselines3 at its best (4 processes): 4.00x env steps/s"
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert lines[2] == ["Embodied Loop", "3,000", "1.00", "0.50", "20.0", "500", "31"]
-    assert [line[-1] for line in lines[3:]] == ["-", "never"]
+    assert lines[2] == ["Embodied Loop, all else alike", "3,000", "1.00", "0.50", "20.0", "500", "31"]
+    assert [line[-1] for line in lines[3:]] == ["20", "-", "never"]
     assert best_peer({who: runs[0] for who, runs in speeds.items()}) == "4"
 
 
