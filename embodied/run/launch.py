@@ -18,7 +18,7 @@ from typing import Any
 from embodied import _stop_at_once
 from embodied.config.cli import parse
 from embodied.config.merge import recipe_of_task
-from embodied.config.recipe import RunConfig
+from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs import env_class, import_class, speaks
@@ -319,6 +319,8 @@ def other_recipes(config: RunConfig) -> list[str]:
     """The recipe with the settings of this task, where PPO trains it with others."""
     name = recipe_of_task(env_class(config.env).tasks(config.env)[0])
     if name is None or config.run.name == name or (config.algo.name, config.policy.name) != ("ppo", "mlp"):
+        return []
+    if (its := load([f"recipe={name}"])) and its.config.algo == config.algo:  # it runs under another name
         return []
     return [f"recipe={name} has settings that were found for this task"]
 

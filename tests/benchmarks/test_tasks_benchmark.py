@@ -88,5 +88,5 @@ def test_the_first_screen_names_the_recipe_of_a_task(capsys):
     pytest.importorskip("mani_skill")
     assert main(["recipe=maniskill_ppo", "env.task=PullCube-v1", "cluster.machines=1xCPU", "--dry-run"]) == 0
     assert "recipe=pullcube_ppo has settings that were found for this task" in " ".join(capsys.readouterr().out.split())
-    assert main(["recipe=pullcube_ppo", "cluster.machines=1xCPU", "--dry-run"]) == 0
+    assert main(["recipe=pullcube_ppo", "run.name=mine", "cluster.machines=1xCPU", "--dry-run"]) == 0
     assert "has settings" not in capsys.readouterr().out
