@@ -1,16 +1,30 @@
-"""What a run's folder keeps of its progress: metrics.jsonl, logs/driver.log, and the curves of `run.log`."""
+"""What a run's folder keeps of its progress: metrics.jsonl, logs/driver.log, and the curves of `run.log`: TensorBoard's
+files, or W&B (`wandb_logger.py`).
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
+from typing import Any, Protocol
 
 from embodied.core.files import replace_text
-from embodied.reporting.loggers import RunLogger, TensorBoardLogger, WandbLogger
 from embodied.reporting.results import evaluation_numbers
+from embodied.reporting.wandb_logger import WandbLogger
+
+
+class RunLogger(Protocol):
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        """A point of every curve, after so many env steps."""
+
+    def close(self, failed: bool = False) -> None:
+        """Write what is left to write."""
 
 
 class RunLog:
@@ -72,7 +86,7 @@ class RunLog:
             self._loggers.append(TensorBoardLogger(self.path / "tensorboard"))
             self._tensorboard = False
         for logger in self._loggers:
-            logger.add(step, numbers)
+            logger.add(step, in_folders(numbers))
 
     def _rows(self) -> list[dict]:
         if not self.metrics.is_file():
@@ -85,6 +99,45 @@ class RunLog:
             self._file.close()
             self._file = None
         replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+class TensorBoardLogger:
+    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
+
+    One event file. A resumed run opens another beside it; TensorBoard joins them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("ab", buffering=0)
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self, failed: bool = False) -> None:
+        self._file.close()
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+
+def in_folders(numbers: dict) -> dict[str, float]:
+    """The numbers by the curves' names: those without a folder get `run/`."""
+    return {
+        name if "/" in name else f"run/{name}": float(number)
+        for name, number in numbers.items()
+        if isinstance(number, int | float)
+    }
 
 
 def row_of(line: str) -> dict | None:
