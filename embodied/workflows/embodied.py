@@ -2,8 +2,8 @@
 
 `EmbodiedLoop.iterate` is the story. Which workers there are is declared in `roles`; launching them is in `workers.py`,
 how a batch is collected in `horizon_collector.py` and `group_collector.py`, which policy worker answers which sim, and
-what happens when one dies, in `rollout_manager.py`, which weights act in `weight_sync.py`, evaluation in
-`evaluator.py`. Where each worker runs is the plan's business.
+what happens when one dies, in `rollout_manager.py`, which weights act in `runtime/weights.py`,
+evaluation in `evaluator.py`. Where each worker runs is the plan's business.
 
 `pipeline.schedule` changes when the three steps of an iteration happen, never what they compute:
 
