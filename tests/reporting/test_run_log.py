@@ -7,7 +7,7 @@ import pytest
 
 from embodied import train
 from embodied.core.errors import ConfigError
-from embodied.reporting.run_log import RunLog
+from embodied.reporting.progress import RunLog
 from embodied.reporting.success_stats import summarize
 from embodied.reporting.wandb_logger import check_log, mode, run_id
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from embodied.reporting.run_log import TensorBoardLogger, in_folders
+from embodied.reporting.progress import TensorBoardLogger, in_folders
 
 
 def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
@@ -25,7 +25,7 @@ def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
 def test_writing_them_imports_neither_torch_nor_tensorflow(tmp_path):
     program = (
         "import sys, embodied.train; from pathlib import Path\n"
-        "from embodied.reporting.run_log import TensorBoardLogger\n"
+        "from embodied.reporting.progress import TensorBoardLogger\n"
         "TensorBoardLogger(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
