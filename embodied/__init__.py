@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from embodied.workflows.contract import Role as Role
     from embodied.workflows.contract import Workflow as Workflow
     from embodied.workflows.embodied import EmbodiedLoop as EmbodiedLoop
-    from embodied.workflows.horizon_collector import HorizonCollector as HorizonCollector
+    from embodied.workflows.embodied import HorizonCollector as HorizonCollector
 
 _COMMANDS = ("train", "sweep", "evaluate", "benchmark")  # modules that can be called
 _HOMES = {
@@ -62,7 +62,7 @@ _HOMES = {
     "EmbodiedLoop": "workflows.embodied",
     "EnvSpec": "core.types",
     "EpisodeSpec": "core.types",
-    "HorizonCollector": "workflows.horizon_collector",
+    "HorizonCollector": "workflows.embodied",
     "Policy": "policies.base",
     "PolicyOutput": "core.types",
     "Role": "workflows.contract",

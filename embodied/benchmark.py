@@ -41,7 +41,7 @@ from embodied.profiling.stored_profiles import (
 )
 from embodied.profiling.timed_run import Round, Trial, check_program
 from embodied.reporting.benchmark_page import describe, warnings, write_report
-from embodied.reporting.run_log import now
+from embodied.reporting.progress import now
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of

@@ -23,8 +23,8 @@ from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, No
 from embodied.core.files import reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.learners.rendezvous import rendezvous_point
-from embodied.reporting.console import Console
 from embodied.reporting.partial_evaluation import partial_in
+from embodied.reporting.progress import Console
 from embodied.reporting.results import RESULTS, read_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run

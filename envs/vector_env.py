@@ -1,5 +1,5 @@
 """The env contract: N rows side by side, driven from outside, never reset by themselves. Rollouts of them are in
-`rollout_stage.py`, evaluations in `evaluation.py`.
+`episode_player.py`, evaluations in `evaluation.py`.
 
 A plug-in implements `_reset_rows`, `_step`, `_observe`, `render_rows` and for images `_paint`; resets, time limits,
 action chunks, freezing of finished rows and the meaning of success live here, once. What may surprise: a row that is

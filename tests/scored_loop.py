@@ -6,8 +6,7 @@ import numpy as np
 
 from embodied.runtime import Worker
 from embodied.workflows.contract import Role
-from embodied.workflows.embodied import EmbodiedLoop
-from embodied.workflows.horizon_collector import HorizonCollector
+from embodied.workflows.embodied import EmbodiedLoop, HorizonCollector
 
 WORK = np.full((400, 400), 1e-3)  # a network's, so that scoring takes time
 

@@ -2,7 +2,7 @@
 
 Letters used everywhere: N envs, T decisions, C env steps per decision (the action chunk), A action dimensions. Arrays
 are numpy between processes; float arrays keep the run's dtype. At the end is what is done to trajectories: joining
-them, taking parts of them, keeping them in a checkpoint.
+them, taking parts of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import Observation, concatenate, host, is_text, map_obs, room_for, write
+from embodied.core.arrays import Observation, concatenate, map_obs, room_for, write
 from embodied.core.rng import generator
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -398,42 +398,6 @@ def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.nd
         write(room, place[begin : begin + len(sequences)], arrays)
         begin += len(sequences)
     return ids, lengths, room
-
-
-def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """Everything as flat arrays, for a checkpoint."""
-    flat: dict[str, Any] = {"ids": trajectory.ids, "lengths": trajectory.lengths}
-
-    def add(prefix: str, tree: Observation) -> None:
-        for name, part in tree.items():
-            if isinstance(part, dict):
-                add(f"{prefix}{name}.", part)
-            else:
-                flat[prefix + name] = part.astype(str) if is_text(part) else host(part)
-
-    add("", decisions_of(trajectory))
-    return flat
-
-
-def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
-    """The trajectory that `arrays_of` was made of."""
-    tree: dict[str, Any] = {"replay": {}}
-    for name, array in with_flags(arrays).items():
-        *groups, leaf = name.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[leaf] = array.astype(object) if array.dtype.kind == "U" else array
-    return Trajectory(**tree)
-
-
-def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of an older checkpoint, which named whole episodes once each, with what was not kept."""
-    if "ids" in arrays:
-        return arrays
-    unknown = np.zeros_like(arrays["mask"])
-    of = np.repeat(arrays["episodes"], arrays["lengths"])
-    return {**arrays, "ids": arrays["episodes"], "episodes": of, "terminated": unknown, "truncated": unknown}
 
 
 def env_blocks(num_envs: int, ranks: int) -> list[range]:

@@ -31,10 +31,10 @@ from embodied.core.types import (
     PolicyOutput,
     Route,
     Trajectory,
-    arrays_of,
     join,
 )
 from embodied.envs.vector_env import VectorEnv
+from embodied.envs.whole_episodes import arrays_of
 from embodied.envs.worker import SimWorker
 from embodied.learners.memory_estimate import Memory, size_of
 from embodied.learners.worker import LearnerWorker

@@ -28,7 +28,7 @@ from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topolo
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
-from embodied.reporting.loggers import check_log
+from embodied.reporting.wandb_logger import check_log
 from embodied.run.devices import (
     check_devices,
     check_simulator,

@@ -21,7 +21,7 @@ from embodied.run.hub import fetch, is_hub_id
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
-    from embodied.workflows.weight_sync import Weights
+    from embodied.runtime.weights import Weights
 
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
@@ -77,7 +77,7 @@ def find_all(loaded: Loaded) -> list[Target]:
 def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
     """`loaded` says how a model that others published is evaluated, and the options of a class of the user's."""
     from embodied.policies.folder import published_family, read_blobs, read_description
-    from embodied.workflows.weight_sync import Weights
+    from embodied.runtime.weights import Weights
 
     if checkpoint in BUILT_IN or is_class(checkpoint):
         return find_class(checkpoint, loaded)
@@ -242,7 +242,7 @@ def published_spec(config: Any, env: Any) -> EnvSpec:
 def weights_of(config: Any, spec: EnvSpec) -> Weights:
     """Weights of the folder, in the order and under the names of the policy that acts in this env."""
     from embodied.policies import make_policy
-    from embodied.workflows.weight_sync import Weights
+    from embodied.runtime.weights import Weights
 
     return Weights(0, make_policy(config, spec).stored_weights())
 

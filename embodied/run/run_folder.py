@@ -19,7 +19,7 @@ from pathlib import Path
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import replace_text
-from embodied.reporting.run_log import RunLog, now
+from embodied.reporting.progress import RunLog, now
 from embodied.run.checkpoints import name_of, read_json
 
 DRIVER = "driver"

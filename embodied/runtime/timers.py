@@ -7,7 +7,7 @@ both, and `own_s` is a piece's time without the pieces inside it. Waiting for ot
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -63,6 +63,11 @@ class Timers:
     def totals(self) -> dict[str, Total]:
         with self._lock:
             return dict(self._totals)
+
+    def seconds_since(self, before: Mapping[str, Total], *names: str) -> list[float]:
+        """The seconds of each of these pieces since `totals` returned `before`."""
+        now = self.totals()
+        return [now.get(name, _NOTHING).seconds - before.get(name, _NOTHING).seconds for name in names]
 
     def record(self, on: bool) -> RecordedSpans:
         """Begin (or end) keeping single pieces; returns those kept since the last call."""

@@ -1,4 +1,5 @@
-"""Versioned weights: written once by the trainer, seen by readers only when published, and never half-changed.
+"""Versioned weights: written once by the trainer (`WeightStore`), seen by readers (`WeightReader`) only when published,
+and never half-changed. The driver brings each version to all readers (`WeightSync`).
 
 Where a reader is decides how it gets at a version:
 
@@ -16,15 +17,19 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from embodied.core.errors import EmbodiedError, StaleWeights
 from embodied.runtime.channel import Channel, put_all
+from embodied.runtime.cluster import Cluster
+from embodied.runtime.device_sharing import DeviceSharing
+from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.shared_memory import map_private, map_shared
 from embodied.runtime.tensor_bytes import Blob, Spec, checksum, place
 
@@ -180,6 +185,7 @@ class WeightStore:
         self._head[0] = NONE
 
     def _part(self, name: str) -> np.ndarray:
+        assert self._memory is not None
         start = self._offsets[name]
         return self._memory[start : start + self.specs[name].size_bytes]
 
@@ -233,7 +239,7 @@ class WeightReader:
         self.version: int | None = None
         self._route = self._owner = ""
         self._store: WeightStore | None = None
-        self._memory: np.ndarray | None = None
+        self._memory = np.empty(0, np.uint8)
         self._offsets: dict[str, int] = {}
 
     def route(self, publication: Publication) -> str:
@@ -260,12 +266,14 @@ class WeightReader:
         self.version, self._route, self._owner = None, route, publication.store
         if route == "shared":
             self._store = stores_here[publication.store]
+            assert self._store.live is not None
             self.version = publication.version
             return {name: self._store.live[name] for name in names}
         if first:
             self._memory, self._offsets = memory_for(publication, route)
         blobs = {name: Blob(publication.specs[name], self._part(publication, name)) for name in names}
         if route == "buckets":
+            assert channel is not None
             came = self._receive(publication, channel, names)
         else:
             came = self._check(publication, blobs)
@@ -281,6 +289,7 @@ class WeightReader:
             has = "has no weights yet" if self.version is None else f"has version {self.version}"
             raise StaleWeights(f"this worker {has}, but version {version} is current, so it answers nothing")
         if self._route == "shared":
+            assert self._store is not None
             with self._store.acting(version):
                 yield
             return
@@ -368,3 +377,82 @@ def open_snapshot(publication: Publication) -> int:
         os.close(fd)
         raise FileNotFoundError("another machine's or another user's file")
     return fd
+
+
+Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
+Send = Callable[[tuple[Channel, ...], bool], object]  # puts the current version's buckets there: all, or what changed
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version that comes from a checkpoint instead of a trainer."""
+
+    version: int
+    blobs: dict[str, Blob]
+
+
+class WeightSync:
+    """Driver side: has every worker of a group load what is published, and knows the current version for those that
+    start again or did not hold their devices.
+
+    A worker's first answer says on which way it gets at weights; a successor on the same host takes the same way.
+    """
+
+    def __init__(self, cluster: Cluster, readers: WorkerGroup, device_sharing: DeviceSharing) -> None:
+        self.readers, self.device_sharing = readers, device_sharing
+        ranks = range(len(readers))
+        self.channels = [cluster.channel(f"weights-{r}", home=readers[r], capacity=1) for r in ranks]
+        self.routes: list[str] = []
+        self.loads: dict[int, Handle] = {}  # the last of each worker
+        self.brought: dict[int, int] = {}  # the version that this was of
+        self.current: Publication | None = None
+        self.send: Send | None = None
+        self.store: WeightStore | None = None  # of adopted weights
+        self.times = (0.0, 0.0)  # between which the current weights were on their way
+
+    @property
+    def version(self) -> int:
+        if self.current is None:
+            raise StaleWeights("no weights have been published yet")
+        return self.current.version
+
+    def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
+        """Bring a version to the workers, which use nothing else from now on; to those that do not hold their devices
+        when they do (`catch_up`)."""
+        if not self.routes:
+            self.routes = ask(lambda: self.readers.route(publication))
+        self.current, self.send = publication, send
+        self.times = (perf_counter(),) * 2
+        ranks = [rank for rank, worker in enumerate(self.readers.workers) if self.device_sharing.takes_part(worker)]
+        behind = [rank for rank in ranks if not self._holds(rank, publication.follows)]
+        return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
+
+    def reload(self, ranks: Iterable[int]) -> list[Handle]:
+        """Bring all of the current version to workers that have just been built, without publishing again."""
+        return [] if self.current is None else self._load(list(ranks), whole=True)
+
+    def catch_up(self, ranks: Iterable[int]) -> list[Handle]:
+        """Bring the current version to those of these workers to which it was not brought."""
+        return self.reload([rank for rank in ranks if self.brought.get(rank) != self.version])
+
+    def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
+        """Deliver weights that this process holds."""
+        self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
+        return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
+
+    def _holds(self, rank: int, version: int) -> bool:
+        """True if a worker is known to have this version; one that was still building then may have missed it."""
+        load = self.loads.get(rank)
+        return load is not None and load.succeeded() and load.wait()[0] == version
+
+    def _load(self, ranks: Iterable[int], whole: bool) -> list[Handle]:
+        assert self.current is not None
+        places = [(rank, self.routes[rank], self.channels[rank]) for rank in ranks]
+        far = tuple(channel for _, route, channel in places if route == "buckets")
+        if far:
+            assert self.send is not None
+            self.send(far, whole)
+        new = {r: self.readers[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
+        self.loads |= new
+        self.brought |= dict.fromkeys(new, self.current.version)
+        return list(new.values())

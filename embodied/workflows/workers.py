@@ -17,10 +17,10 @@ from embodied.envs import env_class, speaks
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
-from embodied.runtime.weights import new_name
+from embodied.runtime.weights import Weights, WeightSync, new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
-from embodied.workflows.rollout_manager import RolloutManager
-from embodied.workflows.weight_sync import Weights, WeightSync
+from embodied.workflows.prompt_routing import PromptRouter
+from embodied.workflows.rollout_manager import RequestRouter, RolloutManager
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -69,7 +69,8 @@ class Workers:
         self._build(start_folder)
         self.device_sharing = self._share_devices()
         self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing)
-        self.rollouts = RolloutManager(self, source.journaled if source else None)
+        router = PromptRouter if self.spec.text and len(self.policies) > 1 else RequestRouter
+        self.rollouts = RolloutManager(self, source.journaled if source else None, router)
         if source:
             source.start(self)
 

@@ -42,7 +42,7 @@ from embodied.core.types import (
 )
 from embodied.envs import env_class
 from embodied.envs.text.base import TextEnv, Turn
-from embodied.envs.worker import EpisodeKeeper
+from embodied.envs.whole_episodes import EpisodeKeeper
 from embodied.reporting.transcripts import TranscriptWriter
 from embodied.runtime import Channel, Needs, Timers, served_while_busy
 
@@ -124,7 +124,8 @@ class TextWorker(EpisodeKeeper):
                     self.journal.put(Note(route.sources[0], finished=finished))
         if kept:
             self.whole = join([self.whole, *kept] if self.whole else kept)
-        return self.stats(before, steps, results, problems)
+        spent = self.timers.seconds_since(before, "step", "reset", "wait")
+        return RolloutStats(steps, tuple(results), *spent, tuple(problems))
 
     def evaluate(
         self,

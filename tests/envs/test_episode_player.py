@@ -5,7 +5,7 @@ import numpy as np
 from embodied.core.types import EpisodeList, head_start
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
-from embodied.envs.rollout_stage import Stage
+from embodied.envs.episode_player import Stage
 from embodied.runtime.timers import Timers
 
 

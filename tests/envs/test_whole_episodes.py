@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from embodied.core.rng import uniform
-from embodied.core.types import ActReply, EpisodeList, PolicyOutput, arrays_of, choose, join, trajectory_from
+from embodied.core.types import ActReply, EpisodeList, PolicyOutput, choose, join
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
-from embodied.envs.rollout_stage import Record, Stage, step_stages
+from embodied.envs.episode_player import Record, Stage, step_stages
+from embodied.envs.whole_episodes import arrays_of, trajectory_from
 from embodied.runtime import Timers
 
 CHUNK = 3

@@ -9,7 +9,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
-from embodied.reporting.console import Console
+from embodied.reporting.progress import Console
 from embodied.run.launch import without_success
 
 STATE = {"iteration": 1, "version": 1, "env_steps": 8, "train_s": 1.0}

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 
-from embodied.reporting.loggers import TensorBoardLogger
+from embodied.reporting.progress import TensorBoardLogger, in_folders
 
 
 def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     curves = TensorBoardLogger(tmp_path / "tensorboard")
-    curves.add(128, {"return": 1.5, "train/lr": 0.25, "success_once": None})
-    curves.add(256, {"return": 2.0})
+    curves.add(128, in_folders({"return": 1.5, "train/lr": 0.25, "success_once": None}))
+    curves.add(256, in_folders({"return": 2.0}))
     curves.close()
     (path,) = (tmp_path / "tensorboard").iterdir()
     first, *rest = EventFileLoader(str(path)).Load()
@@ -25,7 +25,7 @@ def test_every_number_of_an_iteration_is_a_point_of_a_curve(tmp_path):
 def test_writing_them_imports_neither_torch_nor_tensorflow(tmp_path):
     program = (
         "import sys, embodied.train; from pathlib import Path\n"
-        "from embodied.reporting.loggers import TensorBoardLogger\n"
+        "from embodied.reporting.progress import TensorBoardLogger\n"
         "TensorBoardLogger(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
     )
     told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

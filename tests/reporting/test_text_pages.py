@@ -12,8 +12,8 @@ import pytest
 from embodied.core.types import EpisodeResult
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
-from embodied.reporting.console import Console, text_numbers
 from embodied.reporting.partial_evaluation import PartialEvaluation
+from embodied.reporting.progress import Console, text_numbers
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run

@@ -17,7 +17,7 @@ from talking_runs import APART, ONE_OF_EACH, Talk, far, program, told
 from embodied import evaluate, train
 from embodied.policies.folder import read_weights
 from embodied.policies.language.worker import LanguageWorker
-from embodied.workflows import request_routing
+from embodied.workflows import prompt_routing
 from embodied.workflows.embodied import EmbodiedLoop
 
 THREE_ENGINES = {"sim": "cpu:0", "policy": "cpu:1-3*3", "learner": "cpu:0"}
@@ -70,7 +70,7 @@ def test_a_slow_engine_has_fewer_of_the_answers(sync, monkeypatch, tmp_path):
 def test_what_a_killed_engine_had_is_asked_again_once_and_nothing_else(sync, monkeypatch, tmp_path):
     given = []
 
-    class Killing(request_routing.PromptQueue):
+    class Killing(prompt_routing.PromptQueue):
         def _batches(self, engine, share):
             if engine.startswith("policy-1") and not any(name.startswith("policy-1") for name, _ in given):
                 os.kill(run.pid("policy-1"), signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_what_a_killed_engine_had_is_asked_again_once_and_nothing_else(sync, mon
             given.extend((engine, (batch.source, prompt.number)) for batch in batches for prompt in batch.prompts)
             return batches
 
-    monkeypatch.setattr(request_routing, "PromptQueue", Killing)
+    monkeypatch.setattr(prompt_routing, "PromptQueue", Killing)
     with Talk(tmp_path, "policy.max_running=3", backend="local") as run:
         rows = run.some(1)
     assert told(rows) == told(sync[0][:1]) and rows[0][1]["faults/restarts"] == 1

@@ -11,7 +11,7 @@ import pytest
 from gated_env import wait_until
 from stepped import GRPO, ITERATIONS, PPO, Run
 
-from embodied.workflows import rollout_manager
+from embodied.workflows import workers
 from embodied.workflows.contract import UPDATE
 
 APART = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:4"}
@@ -85,13 +85,13 @@ def watched(monkeypatch):
     """Calls `each(round)` after every change that a round knows of."""
     heard = []
 
-    class Watched(rollout_manager.RequestRouter):
+    class Watched(workers.RequestRouter):
         def go_on(self):
             super().go_on()
             for each in heard:
                 each(self)
 
-    monkeypatch.setattr(rollout_manager, "RequestRouter", Watched)
+    monkeypatch.setattr(workers, "RequestRouter", Watched)
     return heard
 
 

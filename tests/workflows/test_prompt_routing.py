@@ -4,7 +4,7 @@ is asked twice without need."""
 import pytest
 
 from embodied.core.conversations import Prompt, PromptBatch, Vacancy
-from embodied.workflows.request_routing import PromptQueue
+from embodied.workflows.prompt_routing import PromptQueue
 
 
 def asked(source, *numbers):

@@ -1,15 +1,13 @@
-"""Writers of a run's numbers besides metrics.jsonl (`run.log`): TensorBoard's files, Weights & Biases."""
+"""Weights & Biases, where `run.log` names it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import secrets
-import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
@@ -18,49 +16,11 @@ from embodied.core.files import replace_text
 HOW = "python -m pip install wandb, or 'embodied-loop[wandb]'"
 
 
-class RunLogger(Protocol):
-    def add(self, step: int, numbers: dict) -> None:
-        """A point of every curve, after so many env steps."""
-
-    def close(self, failed: bool = False) -> None:
-        """Write what is left to write."""
-
-
 def check_log(names: Sequence[str]) -> None:
     """Refuse what cannot be written here. A folder wandb/ in the working directory is not a package."""
     found = importlib.util.find_spec("wandb") if "wandb" in names else None
     if "wandb" in names and (found is None or found.origin is None):
         raise ConfigError(f"run.log={list(names)} needs the package wandb, which is not installed: {HOW}")
-
-
-class TensorBoardLogger:
-    """TensorBoard's curves, written with its own record writer: no thread behind, and no torch in the driver.
-
-    One event file. A resumed run opens another beside it; TensorBoard joins them.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() // 10**9}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("ab", buffering=0)
-        self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-
-    def add(self, step: int, numbers: dict) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in in_folders(numbers).items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def close(self, failed: bool = False) -> None:
-        self._file.close()
-
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
 
 
 class WandbLogger:
@@ -105,8 +65,8 @@ class WandbLogger:
             return f"offline; to send it: wandb sync {self.folder}"
         return f"{self.mode}, {self._run.url or self.folder}"
 
-    def add(self, step: int, numbers: dict) -> None:
-        self._run.log({**in_folders(numbers), "env_steps": step})
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log({**numbers, "env_steps": step})
 
     def close(self, failed: bool = False) -> None:
         import wandb
@@ -128,12 +88,3 @@ def run_id(path: Path) -> str:
     if not path.is_file():
         replace_text(path, secrets.token_hex(8))
     return path.read_text().strip()
-
-
-def in_folders(numbers: dict) -> dict[str, float]:
-    """The numbers by the curves' names: those without a folder get `run/`."""
-    return {
-        name if "/" in name else f"run/{name}": float(number)
-        for name, number in numbers.items()
-        if isinstance(number, int | float)
-    }

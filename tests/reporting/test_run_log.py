@@ -7,9 +7,9 @@ import pytest
 
 from embodied import train
 from embodied.core.errors import ConfigError
-from embodied.reporting.loggers import check_log, mode, run_id
-from embodied.reporting.run_log import RunLog
+from embodied.reporting.progress import RunLog
 from embodied.reporting.success_stats import summarize
+from embodied.reporting.wandb_logger import check_log, mode, run_id
 
 RATE = {"rate": 0.5, "interval": [0.1, 0.9], "count": 1, "of": 2}
 OVERALL = {"success_once": RATE, "success_at_end": None, "return": 1.5, "length": 20.0, "episodes": 2, "errors": 0}

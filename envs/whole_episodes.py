@@ -1,0 +1,129 @@
+"""Whole episodes, as groups are made of: kept in the sim worker that played them until learners want them, handed over
+or forgotten, and written into checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from embodied.core.arrays import Observation, concatenate, host, is_text, map_obs
+from embodied.core.types import Array, EpisodeResult, Note, Trajectory, choose, decisions_of, join
+from embodied.envs.episode_player import Record
+from embodied.runtime import Channel, Worker, served_while_busy
+
+
+class EpisodeKeeper(Worker):
+    """Keeps whole episodes where they were played until learners want them, for sim workers of every kind."""
+
+    def __init__(self) -> None:
+        self.whole: Trajectory | None = None  # whole episodes that the learners may still want
+        self.ended: dict[int, Trajectory] = {}  # the same one by one, where they are handed on while others are played
+
+    def kept(self) -> list[int]:
+        """The whole episodes that are kept."""
+        return [*self.ended, *([] if self.whole is None else self.whole.ids.tolist())]
+
+    def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> list[int]:
+        """Send every learner rank those of its wanted episodes that are kept here; -> the ranks that got something."""
+        kept, ranks = set(self.kept()), []
+        for rank, (episodes, channel) in enumerate(zip(wanted, out, strict=True)):
+            if mine := [episode for episode in episodes.tolist() if episode in kept]:
+                part = choose(self.whole, mine, source)
+                channel.put(part, weight=int(part.mask.sum()))
+                ranks.append(rank)
+        return ranks
+
+    @served_while_busy
+    def hand_on(self, episodes: list[int], source: str, channel: Channel) -> bool:
+        """Send these episodes, which have ended, and forget them; False where not all are here."""
+        if not self.ended.keys() >= {*episodes}:
+            return False
+        part = join([self.ended.pop(episode) for episode in episodes])
+        channel.put(replace(part, source=source), weight=part.num_steps)
+        return True
+
+    def keep(self, episodes: tuple[int, ...]) -> None:
+        """Forget all kept episodes but these."""
+        self.ended = {episode: part for episode, part in self.ended.items() if episode in episodes}
+        mine = [] if self.whole is None else [one for one in self.whole.ids.tolist() if one in episodes]
+        self.whole = choose(self.whole, mine) if mine else None
+
+    def get_kept(self) -> dict[str, np.ndarray]:
+        """The whole episodes that are kept, as arrays for a checkpoint; empty if there are none."""
+        return {} if self.whole is None else arrays_of(self.whole)
+
+    def set_kept(self, arrays: dict[str, np.ndarray]) -> None:
+        """This worker's part of what all workers kept."""
+        kept = trajectory_from(arrays)
+        mine = kept.ids[self.rank :: self.world_size]
+        self.whole = choose(kept, mine) if len(mine) else None
+
+
+class EpisodeStream(Record):
+    """Each whole episode is put into `store` as it ends, and then noted in the journal."""
+
+    def __init__(self, source: str, store: dict[int, Trajectory], journal: Channel) -> None:
+        super().__init__(source)
+        self.store, self.journal = store, journal
+        # By episode, its decisions: the arrays of all that were taken together, and its row in them.
+        self.open: dict[int, list[tuple[Observation, int]]] = {}
+
+    def add(self, ids: np.ndarray, arrays: Observation) -> None:
+        for row, episode in enumerate(ids.tolist()):
+            self.open.setdefault(episode, []).append((arrays, row))
+
+    def end(self, outcomes: Sequence[EpisodeResult]) -> None:
+        super().end(outcomes)
+        for result in outcomes:
+            decisions, rows = zip(*self.open.pop(result.index), strict=True)
+            whole = map_obs(partial(rows_of, rows), *decisions)
+            ids, lengths = np.array([result.index]), np.array([len(rows)])
+            self.store[result.index] = Trajectory(ids=ids, lengths=lengths, **whole)
+        if outcomes:
+            self.journal.put(Note(self.source, finished=tuple(outcomes)))
+
+
+def rows_of(rows: Sequence[int], *arrays: Array) -> Array:
+    """A row of each of these arrays, as one array."""
+    return concatenate([array[row : row + 1] for array, row in zip(arrays, rows, strict=True)])
+
+
+def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """Everything as flat arrays, for a checkpoint."""
+    flat: dict[str, Any] = {"ids": trajectory.ids, "lengths": trajectory.lengths}
+
+    def add(prefix: str, tree: Observation) -> None:
+        for name, part in tree.items():
+            if isinstance(part, dict):
+                add(f"{prefix}{name}.", part)
+            else:
+                flat[prefix + name] = part.astype(str) if is_text(part) else host(part)
+
+    add("", decisions_of(trajectory))
+    return flat
+
+
+def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
+    """The trajectory that `arrays_of` was made of."""
+    tree: dict[str, Any] = {"replay": {}}
+    for name, array in with_flags(arrays).items():
+        *groups, leaf = name.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[leaf] = array.astype(object) if array.dtype.kind == "U" else array
+    return Trajectory(**tree)
+
+
+def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of an older checkpoint, which named whole episodes once each, with what was not kept."""
+    if "ids" in arrays:
+        return arrays
+    unknown = np.zeros_like(arrays["mask"])
+    of = np.repeat(arrays["episodes"], arrays["lengths"])
+    return {**arrays, "ids": arrays["episodes"], "episodes": of, "terminated": unknown, "truncated": unknown}
