@@ -6,16 +6,20 @@ the driver puts the episodes worth keeping into one dataset.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+from embodied.config.merge import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
+from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.evaluation_protocols import AS_TRAINED
 from embodied.envs.text.base import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
@@ -43,7 +47,49 @@ def start(argv: list[str]) -> int:
             f"env.name={loaded.config.env.name} asks in words, and demonstrations are robots' only so far; "
             "embodied.sft imitates the env's own solutions, or sft.data=FILE.jsonl with lines of prompt and answer"
         )
-    out, checkpoint = place_of(loaded), one_of(loaded)
+    collect(loaded, place_of(loaded), one_of(loaded))
+    return 0
+
+
+def demonstrated(loaded: Loaded) -> Loaded:
+    """A recipe of imitation with demonstrations to imitate: where it names none, those of the env's own expert, which
+    are in `run.dir` from before or collected now. A dry run says which command would do that."""
+    config, kind = loaded.config, env_class(loaded.config.env)
+    if issubclass(kind, TextEnv) or config.resume:
+        return loaded
+    if config.sft.data:
+        if idle := [
+            key for key, where in loaded.sources.items() if where == COMMAND_LINE and key.startswith("collect.")
+        ]:
+            raise ConfigError(
+                f"{', '.join(idle)} has no effect beside sft.data={config.sft.data}; leave out one of them"
+            )
+        return loaded
+    if kind.expert is EnvCapabilities.expert:
+        raise ConfigError(
+            f"which demonstrations? env.name={config.env.name} has no expert; sft.data=demos/NAME, which "
+            "python -m embodied.collect checkpoint=RUN out=demos/NAME makes from a policy"
+        )
+    out = config.run.dir / f"{loaded.name}-demonstrations-{digest_of(config)}"
+    if loaded.dry_run and not out.exists():
+        launch.say(f"demonstrations  none yet: {config.collect.episodes} episodes of the expert, collected into {out}")
+        return loaded
+    if out.exists():
+        launch.say(f"demonstrations  {out}, collected before")
+    else:
+        launch.say(f"demonstrations  sft.data names none: {config.collect.episodes} episodes of the expert first")
+        collect(loaded, out, None)
+    return replace(loaded, config=config.model_copy(update={"sft": config.sft.model_copy(update={"data": out})}))
+
+
+def digest_of(config: RunConfig) -> str:
+    """Short name of what decides about demonstrations: env, collecting, seed."""
+    said = config.model_dump(mode="json", include={"env", "collect", "seed"})
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
+    """Play and keep; `checkpoint` plays, or an expert."""
     target = find(checkpoint, loaded) if checkpoint else find("random")  # of which an expert asks nothing
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
@@ -52,7 +98,7 @@ def start(argv: list[str]) -> int:
     print(launch.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)
     if loaded.dry_run:
         launch.rehearse(config)
-        return 0
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     buffers = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     spec, episodes = play(config, plan, target, buffers, expert)
@@ -67,7 +113,6 @@ def start(argv: list[str]) -> int:
     print(f"{name}: {describe_results(results)}{describe_tasks(results)}")
     print(f"  kept        {kept} of {len(episodes)} episodes")
     print(f"  dataset     {out}")
-    return 0
 
 
 def place_of(loaded: Loaded) -> Path:

@@ -1,14 +1,15 @@
 """Train a policy to imitate demonstrations: python -m embodied.sft recipe=maniskill_ppo sft.data=demos/pushcube
 
 The story is that of `train`, with a workflow that learns from a dataset instead of simulators; with a text env, from
-its own solutions or a file. The run is evaluated and resumed like any other, and RL goes on from it:
-python -m embodied.train run.start_from=RUN ...
+its own solutions or a file. Without sft.data the env's own expert demonstrates first (`collect`). The run is evaluated
+and resumed like any other, and RL goes on from it: python -m embodied.train run.start_from=RUN ...
 """
 
 from __future__ import annotations
 
 import sys
 
+from embodied.collect import demonstrated
 from embodied.config.recipe import load
 from embodied.run import launch
 from embodied.train import follow
@@ -23,6 +24,7 @@ def start(argv: list[str]) -> int:
     loaded = load(argv, entry="sft")
     if loaded is None:
         return 0
+    loaded = demonstrated(loaded)
     return follow(loaded, imitation_of(loaded.config))
 
 

@@ -117,9 +117,14 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
         return 0, first.folder
     check_same_policy(f"run.start_from={first.recipe}", first.loaded.config.policy, config.policy)
     folders: list[Path] = []
-    program = imitation_of(first.loaded.config) if first.command == "sft" else EmbodiedLoop
-    code = follow(first.loaded, program, opened=folders.append, before=(*before, first.recipe))
-    if first.loaded.dry_run:
+    loaded, program = first.loaded, EmbodiedLoop
+    if first.command == "sft":
+        from embodied.collect import demonstrated
+
+        loaded = demonstrated(loaded)
+        program = imitation_of(loaded.config)
+    code = follow(loaded, program, opened=folders.append, before=(*before, first.recipe))
+    if loaded.dry_run:
         launch.say("then")
         return code, None
     if code:

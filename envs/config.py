@@ -81,7 +81,7 @@ REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tas
 
 
 class ManiSkillConfig(CommonEnvConfig):
-    of_task: ClassVar = ("max_episode_steps",)
+    of_task: ClassVar = ("max_episode_steps", "solver_iterations")
 
     name: Literal["maniskill"] = Field(
         "maniskill",

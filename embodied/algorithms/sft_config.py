@@ -16,7 +16,7 @@ class SFTConfig(Strict):
     data: LocalPath | None = Field(
         None,
         description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0. For text envs JSONL, a line "
-        "{prompt or messages, answer} each; null: prompts of the env with its own solutions.",
+        "{prompt or messages, answer} each. null: the env's expert demonstrates first; a text env has solutions.",
     )
     names: dict[str, str] = Field(
         {},

@@ -33,7 +33,7 @@ COMMANDS = {
         "sft",
         "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
         {},
-        unused=("algo", "collect", "run.env_steps", "run.iterations", "eval.interleave"),
+        unused=("algo", "run.env_steps", "run.iterations", "eval.interleave"),
     ),
     "collect": Command(
         "collect",

@@ -104,9 +104,8 @@ def imitation_of(config: RunConfig) -> type[ImitationLoop]:
     if issubclass(kind, TextEnv):
         check_examples(config, kind)
         return TextImitationLoop
-    if config.sft.data is None:
-        raise ConfigError("which demonstrations? sft.data=demos/NAME; python -m embodied.collect makes some")
-    read_dataset(config.sft.data, images=False, names=config.sft.names)  # refuses what is none
+    if config.sft.data is not None:  # or this is a dry run of what comes after collecting
+        read_dataset(config.sft.data, images=False, names=config.sft.names)  # refuses what is none
     return ImitationLoop
 
 

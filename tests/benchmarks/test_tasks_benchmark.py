@@ -80,6 +80,16 @@ def test_a_recipe_of_a_task_keeps_its_step_limit_and_is_found_by_it(name):
     assert env.max_episode_steps is None
     assert recipe_of_task(env.task) == name
     assert name.removesuffix("_ppo") in env.task.replace("-", "").lower()
+    assert env.solver_iterations == (4 if name == "pullcube_ppo" else None)  # which what is held does not bear
+
+
+def test_the_solver_iterations_of_a_recipe_are_for_its_task_alone():
+    assert load(["recipe=maniskill_ppo"]).config.env.solver_iterations == 4
+    assert load(["recipe=maniskill_ppo", "env.task=PickCube-v1"]).config.env.solver_iterations is None
+    assert (
+        load(["recipe=maniskill_ppo", "env.task=PickCube-v1", "env.solver_iterations=8"]).config.env.solver_iterations
+        == 8
+    )
 
 
 def test_the_first_screen_names_the_recipe_of_a_task(capsys):
