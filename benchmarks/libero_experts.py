@@ -30,12 +30,14 @@ def measure_task(task: str, states: int, videos: Path | None) -> list:
     from embodied.envs.evaluation import ExpertActions, play_episodes
     from embodied.envs.libero.env import LiberoEnv
     from embodied.envs.libero.expert import LiberoExpert
+    from embodied.reporting.video_recorder import VideoRecorder
     from embodied.runtime import Timers
 
     episodes = EpisodeList(0, "eval", (task,), stored_states=states).first(states)
     env = LiberoEnv(LiberoConfig(name="libero", task=task), min(ROWS, states))
     try:
-        recording = Recording(video_episodes=frozenset(range(states)), videos=videos) if videos else Recording()
+        with_videos = Recording(video_episodes=frozenset(range(states)), videos=videos, recorders=(VideoRecorder,))
+        recording = with_videos if videos else Recording()
         action_source = ExpertActions(LiberoExpert(env), "expert")
         played = play_episodes(env, episodes, action_source, recording, SimpleQueue(), frozenset(), Timers())
     finally:

@@ -157,6 +157,7 @@ def play(
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
     """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
     folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
+    from embodied.datasets.episode_recorder import EpisodeRecorder
     from embodied.workflows.embodied import PLAYERS
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import Workers
@@ -171,7 +172,8 @@ def play(
             raise ConfigError(f"collect.noise={noise:g} needs continuous actions; leave it out")
         tasks = env_class(config.env).tasks(config.env)
         episodes = EpisodeList(config.seed, "demonstrations", tasks).first(config.collect.episodes)
-        return spec, evaluator.play(episodes, Recording(buffers=buffers, noise=noise, seed=config.seed), expert)
+        recording = Recording(buffers=buffers, noise=noise, seed=config.seed, recorders=(EpisodeRecorder,))
+        return spec, evaluator.play(episodes, recording, expert)
 
 
 def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], buffers: Path) -> int:

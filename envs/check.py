@@ -5,7 +5,7 @@ For authors of plug-ins: run it in a test on an env of 3 rows or more. It takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,12 +75,12 @@ class Checker:
 
     def spaces_match_the_spec(self) -> None:
         env = self.env
-        if env.metadata.get("autoreset_mode") != AutoresetMode.DISABLED:
-            fail("autoreset", f"metadata says {env.metadata.get('autoreset_mode')}, it must be AutoresetMode.DISABLED")
+        if (mode := env.metadata.get("autoreset_mode")) != AutoresetMode.DISABLED:
+            fail("autoreset", f"metadata says {mode}, it must be AutoresetMode.DISABLED")
         wanted = observation_space(self.spec, env.dtype), action_space(self.spec)
         for name, space in zip(("single_observation_space", "single_action_space"), wanted, strict=True):
-            if getattr(env, name) != space:
-                fail("spaces", f"{name} is {getattr(env, name)}, env_spec means {space}")
+            if (have := getattr(env, name)) != space:
+                fail("spaces", f"{name} is {have}, env_spec means {space}")
 
     def reset_gives_observations_and_success(self) -> None:
         obs, info = self.reset(self.first)
@@ -89,10 +89,9 @@ class Checker:
         obs, rewards, terminated, truncated, info = self.step(self.actions(1)[:, 0])
         self.looks_right(obs)
         self.success_of(info)
-        ends = {"terminated": (terminated, bool), "truncated": (truncated, bool)}
-        for name, (array, dtype) in {"rewards": (rewards, self.env.dtype), **ends}.items():
-            if array.shape != (self.num,) or array.dtype != dtype:
-                fail("step-arrays", f"{name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} [{self.num}]")
+        array_is("rewards", rewards, self.env.dtype, (self.num,), "step-arrays")
+        array_is("terminated", terminated, bool, (self.num,), "step-arrays")
+        array_is("truncated", truncated, bool, (self.num,), "step-arrays")
 
     def reset_without_options_follows_the_seed(self) -> None:
         first, _ = self.env.reset(seed=SEED)
@@ -103,9 +102,8 @@ class Checker:
     def reset_touches_masked_rows_only(self) -> None:
         self.reset(self.first)
         before = copied(self.play(self.actions(2)).obs[-1])
-        mask = np.arange(self.num) == 1
-        after, _ = self.env.reset(options={"reset_mask": mask, "episodes": self.only(self.others, [1])})
-        kept = np.flatnonzero(~mask)
+        after, _ = self.reset(self.others, [1])
+        kept = np.delete(np.arange(self.num), 1)
         self.same("reset-mask", rows_of(before, kept), rows_of(after, kept), "resetting row 1 changed other rows")
 
     def an_episode_starts_the_same_anywhere(self) -> None:
@@ -116,27 +114,23 @@ class Checker:
         zeros = np.zeros(self.num, int)
         self.same(rule, rows_of(start, zeros), everywhere, "one EpisodeSpec in all rows gives different states")
         self.reset(self.others)
-        mask = np.arange(self.num) == self.num - 1
-        alone, _ = self.env.reset(options={"reset_mask": mask, "episodes": [self.first[0]] * self.num})
         last = np.array([self.num - 1])
+        alone, _ = self.reset([self.first[0]] * self.num, last)
         elsewhere = "an EpisodeSpec starts elsewhere in other company"
         self.same(rule, rows_of(start, zeros[:1]), rows_of(alone, last), elsewhere)
 
     def an_episode_goes_the_same_anywhere(self) -> None:
         rule = "same-trajectory"
         actions = self.actions(min(FEW, self.spec.max_episode_steps))
-        self.reset(self.first)
-        once = self.play(actions)
-        self.reset(self.first)
-        self.equal(rule, once, self.play(actions), "the same batch played twice differs", exact=True)
+        once = self.play(actions, self.first)
+        self.equal(rule, once, self.play(actions, self.first), "the same batch played twice differs", exact=True)
         moved = np.roll(np.arange(self.num), 1)  # row r plays what row r-1 played; the last one gets other company
         specs = [self.first[row] for row in moved]
         specs[0], elsewhere = self.others[0], actions[moved].copy()
         elsewhere[0] = self.actions(actions.shape[1])[0]
-        self.reset(specs)
-        again = self.play(elsewhere)
+        again = self.play(elsewhere, specs)
         rows = np.arange(1, self.num)
-        self.equal(rule, cut(once, rows - 1), cut(again, rows), "an episode depends on its row or its company")
+        self.equal(rule, once.part(rows - 1), again.part(rows), "an episode depends on its row or its company")
 
     def arrays_stay_as_they_were_returned(self) -> None:
         held, _ = self.reset(self.first)
@@ -159,11 +153,9 @@ class Checker:
         else:
             refused["NaN"] = np.full((self.num, 1, action.dim), np.nan, np.float32)
             wild = np.where(self.actions(3) < 0, -7.0, 7.0).astype(np.float32)
-            self.reset(self.first)
-            clipped = self.play(np.clip(wild, -1, 1))
-            self.reset(self.first)
+            clipped = self.play(np.clip(wild, -1, 1), self.first)
             same = "actions outside [-1, 1] do not act as if they were clipped"
-            self.equal("action-range", clipped, self.play(wild), same, exact=True)
+            self.equal("action-range", clipped, self.play(wild, self.first), same, exact=True)
         for what, actions in refused.items():
             self.reset(self.first)
             try:
@@ -220,7 +212,7 @@ class Checker:
             steps = slice(first, first + size)
             frames: list[np.ndarray] = []
             result = self.env.step_chunk(self.whole[:, steps], on_frame=lambda moved, f=frames: f.append(moved.copy()))
-            self.chunk_is(result, cut_steps(played, steps), first)
+            self.chunk_is(result, played.part(steps=steps), first)
             if not np.array_equal(np.array(frames).reshape(-1, self.num).T, result.mask[:, : len(frames)]):
                 fail("on-frame", "on_frame is not called once per env step with the rows that took it")
 
@@ -229,12 +221,10 @@ class Checker:
             mask = result.mask[row]
             if (mask[1:] & ~mask[:-1]).any():
                 fail("mask", f"row {row} comes back to life inside a chunk: mask {mask.tolist()}")
-            frozen = ~mask
-            if result.rewards[row, frozen].any() or (result.terminated | result.truncated)[row, frozen].any():
+            if result.rewards[row, ~mask].any() or (result.terminated | result.truncated)[row, ~mask].any():
                 fail("mask", f"row {row} has rewards or ends where its mask is False")
         for name in ("rewards", "terminated", "truncated", "success"):
-            whole, single = getattr(result, name), getattr(steps, name)
-            if (whole is None) != (single is None) or (whole is not None and not np.array_equal(whole, single)):
+            if not np.array_equal(getattr(result, name), getattr(steps, name)):
                 fail("step-chunk", f"{name} of a chunk differ from those of its single steps (from step {first})")
         for row in np.flatnonzero(result.mask.any(axis=1)):
             last = int(result.mask[row].sum()) - 1
@@ -262,8 +252,7 @@ class Checker:
             fail("frames", "drawing frames changes the rewards")
 
     def a_saved_state_continues(self) -> None:
-        self.reset(self.first)
-        self.play(self.actions(3))
+        self.play(self.actions(3), self.first)
         state = self.env.get_state()
         if not state:
             return
@@ -282,11 +271,11 @@ class Checker:
         spec = EpisodeSpec(self.env.config.task, -1, seed, 0)
         return [replace(spec, seed=seed + row, index=row) for row in range(self.num)]
 
-    def only(self, specs: list[EpisodeSpec], rows: list[int]) -> list[EpisodeSpec | None]:
-        return [spec if row in rows else None for row, spec in enumerate(specs)]
-
-    def reset(self, specs: list[EpisodeSpec]) -> tuple[Observation, dict[str, Any]]:
-        return self.env.reset(options={"reset_mask": np.ones(self.num, bool), "episodes": specs})
+    def reset(self, specs: list[EpisodeSpec], rows: Sequence[int] | None = None) -> tuple[Observation, dict[str, Any]]:
+        """Begin these episodes, or those of some rows."""
+        mask = np.ones(self.num, bool) if rows is None else np.isin(np.arange(self.num), rows)
+        episodes = [spec if chosen else None for spec, chosen in zip(specs, mask, strict=True)]
+        return self.env.reset(options={"reset_mask": mask, "episodes": episodes})
 
     def stagger(self) -> tuple[Observation, np.ndarray]:
         """Plays rows other than 1 ahead. Returns the first observations and which rows are over [N]."""
@@ -294,9 +283,9 @@ class Checker:
         over = np.zeros(self.num, bool)
         if self.lead:
             over |= self.play(np.zeros_like(self.actions(self.lead))).done.any(axis=1)
-        mask = np.arange(self.num) == 1
-        self.env.reset(options={"reset_mask": mask, "episodes": self.only(self.first, [1])})
-        return start, over & ~mask
+        self.reset(self.first, [1])
+        over[1] = False
+        return start, over
 
     def actions(self, steps: int) -> np.ndarray:
         action = self.spec.action
@@ -307,14 +296,16 @@ class Checker:
     def step(self, actions: np.ndarray) -> Any:
         return self.env.step(actions[:, 0] if self.spec.action.discrete else actions)
 
-    def play(self, actions: np.ndarray) -> Played:
+    def play(self, actions: np.ndarray, specs: list[EpisodeSpec] | None = None) -> Played:
+        """Take these steps, from the start of these episodes or from where the rows are."""
+        if specs:
+            self.reset(specs)
         rows = []
         for t in range(actions.shape[1]):
-            obs, rewards, terminated, truncated, info = self.step(actions[:, t])
-            rows.append((copied(obs), rewards, terminated, truncated, info.get("success")))
-        obs, rewards, terminated, truncated, success = zip(*rows, strict=True)
-        success = None if success[0] is None else np.stack(success, 1)
-        return Played(np.stack(rewards, 1), np.stack(terminated, 1), np.stack(truncated, 1), success, list(obs))
+            obs, *ends, info = self.step(actions[:, t])
+            rows.append((*ends, info.get("success"), copied(obs)))
+        *arrays, obs = zip(*rows, strict=True)
+        return Played(*(None if array[0] is None else np.stack(array, 1) for array in arrays), list(obs))
 
     def looks_right(self, obs: Observation) -> None:
         for name, space in self.env.single_observation_space.spaces.items():
@@ -325,9 +316,9 @@ class Checker:
                     fail("observation", f"instruction must be a list of {self.num} texts")
             elif name == "images":
                 for camera, wanted in space.spaces.items():
-                    array_is(f"images.{camera}", obs[name].get(camera), wanted, self.num)
+                    array_is(f"images.{camera}", obs[name].get(camera), wanted.dtype, (self.num, *wanted.shape))
             else:
-                array_is(name, obs[name], space, self.num)
+                array_is(name, obs[name], space.dtype, (self.num, *space.shape))
         if extra := obs.keys() - self.env.single_observation_space.spaces.keys():
             fail("observation", f"{sorted(extra)} are observed but not announced in env_spec")
 
@@ -336,8 +327,8 @@ class Checker:
         if self.spec.has_success != (success is not None):
             has = "has no" if success is None else "has"
             fail("success", f"has_success is {self.spec.has_success}, but info {has} success")
-        if success is not None and (success.dtype != bool or success.shape != (self.num,)):
-            fail("success", f"success is {success.dtype} {list(success.shape)}, not bool [{self.num}]")
+        if success is not None:
+            array_is("success", success, bool, (self.num,), "success")
 
     def same(self, rule: str, one: Observation, other: Observation, what: str, exact: bool = False) -> None:
         difference = far(one, other)
@@ -359,10 +350,10 @@ def fail(rule: str, what: str) -> None:
     raise ContractViolation(rule, what)
 
 
-def array_is(name: str, array: Any, space: Any, num: int) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != space.dtype or array.shape != (num, *space.shape):
+def array_is(name: str, array: Any, dtype: Any, shape: tuple[int, ...], rule: str = "observation") -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
         have = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-        fail("observation", f"{name} is {have}, not {space.dtype} {[num, *space.shape]}")
+        fail(rule, f"{name} is {have}, not {np.dtype(dtype)} {list(shape)}")
 
 
 @dataclass
@@ -383,12 +374,17 @@ class Played:
         """The step at which this row's episode ended."""
         return int(self.done[row].argmax()) if self.done[row].any() else None
 
+    def part(self, rows: Any = slice(None), steps: slice = slice(None)) -> Played:
+        arrays = (self.rewards, self.terminated, self.truncated, self.success)
+        kept = (None if array is None else array[rows, steps] for array in arrays)
+        return Played(*kept, [rows_of(obs, rows) for obs in self.obs[steps]])
+
 
 def copied(obs: Observation) -> Observation:
     return map_obs(lambda part: np.array(part, object if is_text(part) else None), obs)
 
 
-def rows_of(obs: Observation, rows: np.ndarray) -> Observation:
+def rows_of(obs: Observation, rows: Any) -> Observation:
     return take_rows(text_arrays(obs), rows)
 
 
@@ -408,17 +404,6 @@ def far(one: Observation, other: Observation) -> float:
     return max(leaves(map_obs(distance, one, other)), default=0.0)
 
 
-def cut(played: Played, rows: np.ndarray) -> Played:
-    success = None if played.success is None else played.success[rows]
-    obs = [rows_of(obs, rows) for obs in played.obs]
-    return Played(played.rewards[rows], played.terminated[rows], played.truncated[rows], success, obs)
-
-
-def cut_steps(played: Played, steps: slice) -> Played:
-    arrays = (played.rewards, played.terminated, played.truncated, played.success)
-    return Played(*(None if array is None else array[:, steps] for array in arrays), played.obs[steps])
-
-
 def images_are_painted_where_promised(check: Checker) -> None:
     """Check envs that leave their images to `_paint`: a row is painted when it begins, at the border of a chunk if it
     moved, and where its episode ends inside a chunk: once for everything new that is seen."""
@@ -430,7 +415,7 @@ def images_are_painted_where_promised(check: Checker) -> None:
         expect(counts, np.ones(check.num, int), "a reset of all rows")
         moved = env.step_chunk(check.actions(CHUNK)).mask.any(axis=1)
         expect(counts, moved.astype(int), f"a chunk of {CHUNK} steps")
-        env.reset(options={"reset_mask": everybody == 1, "episodes": check.only(check.others, [1])})
+        check.reset(check.others, [1])
         expect(counts, (everybody == 1).astype(int), "a reset of row 1")
         check.stagger()
         counts[:] = 0

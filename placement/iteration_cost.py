@@ -315,19 +315,15 @@ class Pricer:
         ]
         return sum((self.profile.link.seconds(e.bytes / np.maximum(parts, 1)) for e in crossing), 0.0)
 
-    def cycle_workers(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
-        """Number of workers of a component that answers in a cycle."""
-        (zone, devices), (home, home_devices) = at[name], at[asker]
-        asking = self.table(asker, home.device_class, stages).workers[home_devices]
-        return asking if zone is home else np.minimum(devices, asking * stages)
-
     def count(self, name: str, at: Mapping, stages: int) -> Array:
         """The number of workers of a component."""
-        asker = self.asker_for(name)
-        if asker not in (None, name):
-            return self.cycle_workers(name, asker, at, stages)
         zone, devices = at[name]
-        return self.table(name, zone.device_class, stages).workers[devices]
+        asker = self.asker_for(name)
+        if asker in (None, name):
+            return self.table(name, zone.device_class, stages).workers[devices]
+        home, home_devices = at[asker]
+        asking = self.table(asker, home.device_class, stages).workers[home_devices]
+        return asking if zone is home else np.minimum(devices, asking * stages)
 
     def sync_seconds(self, at: Mapping, stages: int) -> Array:
         """Weights of the next iteration: nothing moves where every receiver shares a host with its source."""

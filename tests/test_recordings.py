@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from embodied import evaluate
-from embodied.envs.evaluation import EpisodeStatus
 from embodied.reporting.results import read_results
+from embodied.reporting.video_recorder import EpisodeStatus
 from embodied.reporting.videos import Caption, beside, captioned
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']

@@ -318,6 +318,7 @@ class Recording:
     buffers: Path | None = None  # the folder in which every episode is recorded for a dataset
     noise: float = 0.0  # deviation of what is added to the actions that are played, not to those that are recorded
     seed: int = 0  # of that noise
+    recorders: tuple[Callable[..., Any], ...] = ()  # that keep all this; the sim worker makes one of each
 
 
 @dataclass(frozen=True)

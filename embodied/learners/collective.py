@@ -57,18 +57,22 @@ class Threads:
 
 
 class Gloo:
-    """Ranks in processes of their own, on one machine or several."""
+    """Ranks in processes of their own, on one machine or several. Where `device` is cuda, NCCL sums what is on GPUs."""
 
-    def __init__(self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int) -> None:
+    def __init__(
+        self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, device: str = "cpu"
+    ) -> None:
         import torch.distributed as dist
 
         os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
         store = rendezvous.store("gloo", world_size)
         self.world_size = world_size
         self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=rendezvous.timeout_s))
+        if device == "cuda":
+            self.gpus = dist.ProcessGroupNCCL(rendezvous.store("nccl", world_size), rank, world_size)
 
     def sum(self, values: Tensor) -> Tensor:
-        self.group.allreduce([values]).wait()
+        (self.gpus if values.is_cuda else self.group).allreduce([values]).wait()
         return values
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -81,22 +85,6 @@ class Gloo:
         parts = [torch.zeros_like(padded) for _ in range(self.world_size)]
         self.group.allgather([parts], [padded]).wait()
         return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
-
-
-class Nccl(Gloo):
-    """GPU tensors are summed by NCCL."""
-
-    def __init__(self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int) -> None:
-        import torch.distributed as dist
-
-        super().__init__(rendezvous, rank, world_size)
-        self.gpus = dist.ProcessGroupNCCL(rendezvous.store("nccl", world_size), rank, world_size)
-
-    def sum(self, values: Tensor) -> Tensor:
-        if not values.is_cuda:
-            return super().sum(values)
-        self.gpus.allreduce([values]).wait()
-        return values
 
 
 class SharedMemory(Gloo):
@@ -186,12 +174,10 @@ def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collecti
         return Alone()
     if isinstance(rendezvous, InProcessRendezvous):
         return Measured(Threads(rendezvous, rank), worker)
-    if device == "cuda":
-        ranks = Nccl(rendezvous, rank, world_size)
-    elif isinstance(rendezvous, RendezvousFile) and platform.machine() == "x86_64":
+    if device == "cpu" and isinstance(rendezvous, RendezvousFile) and platform.machine() == "x86_64":
         ranks = SharedMemory(rendezvous, rank, world_size)
     else:
-        ranks = Gloo(rendezvous, rank, world_size)
+        ranks = Gloo(rendezvous, rank, world_size, device)
     ranks.gather(np.zeros(1))
     if rank == 0:
         rendezvous.remove()

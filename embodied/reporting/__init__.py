@@ -2,9 +2,9 @@
 
 `progress` prints lines and writes metrics.jsonl and TensorBoard's files, `wandb_logger` W&B's. `results` holds
 results.json, episodes.csv and comparison.json, `partial_evaluation` what an interrupted evaluation leaves,
-`success_stats` rates, intervals and paired differences. `videos` writes mp4 files, `timeline` trace.json. `run_page`
-makes report.html and `comparison_page` comparison.html from the `runs` on disk, with parts of `training_page`,
-`evaluation_page` and `machine_page`, drawn by `html` and `svg`.
+`success_stats` rates, intervals and paired differences. `videos` writes mp4 files, `video_recorder` those of episodes
+as they are played, `timeline` trace.json. `run_page` makes report.html and `comparison_page` comparison.html from the
+`runs` on disk, with parts of `training_page`, `evaluation_page` and `machine_page`, drawn by `html` and `svg`.
 """
 
 from importlib import import_module

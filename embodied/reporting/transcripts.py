@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodied.core.types import EpisodeResult
+from embodied.core.types import EpisodeResult, Recording
 
 TRANSCRIPTS = "transcripts.jsonl"  # of all conversations, beside results.json
 PARTS = "transcripts"  # the folder of what each sim worker has written so far
@@ -56,6 +56,11 @@ class TranscriptWriter:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+
+def record_transcripts(recording: Recording, source: str) -> TranscriptWriter:
+    """Writes beside the folder of videos what a sim worker, `source`, holds of an evaluation."""
+    return TranscriptWriter(recording.videos.parent / PARTS, source)
 
 
 def ends_a_line(path: Path) -> bool:

@@ -4,7 +4,7 @@ Frames are streamed to ffmpeg one by one, so that memory stays flat.
 
 A file gets its name only when it is whole: it is written under a hidden name in the same folder and renamed at the end,
 when the outcome that belongs in the name is known.
-Which episodes are recorded is decided in `workflows/evaluator.py`; `envs/evaluation.py` hands over their frames.
+Which episodes are recorded is decided in `workflows/evaluator.py`; `video_recorder.py` hands over their frames.
 """
 
 from __future__ import annotations

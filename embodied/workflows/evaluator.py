@@ -22,6 +22,10 @@ from typing import TYPE_CHECKING
 from embodied.core.conversations import EvaluationShare
 from embodied.core.errors import ChannelClosed, EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Note, Recording, Route
+from embodied.datasets.episode_recorder import EpisodeRecorder
+from embodied.envs import env_class, speaks
+from embodied.reporting.transcripts import record_transcripts
+from embodied.reporting.video_recorder import VideoRecorder
 from embodied.runtime import Channel, Handle
 from embodied.workflows.contract import ROLLOUT
 from embodied.workflows.rollout_manager import RolloutManager
@@ -75,7 +79,7 @@ class Evaluator:
         episode order. Videos go into `out/videos`, the dataset to its path (None: `out/dataset`). `stop`: `play_fixed`.
         """
         options = self.config.eval
-        recording = first_recording(options, out)
+        recording = self.first_recording(out)
         results = dict(kept.finished) if kept else {}
         with self.workers.timers.measure("evaluate"):
             self.read_spec()
@@ -96,10 +100,23 @@ class Evaluator:
             write_dataset(out, dataset or out / "dataset", self.spec, results)
         return results
 
+    def first_recording(self, out: Path) -> Recording:
+        """Transcripts; or videos of the first episodes, and the buffers from which the dataset is written."""
+        options = self.config.eval
+        conversations = speaks(env_class(self.config.env))
+        return Recording(
+            video_episodes=frozenset(range(options.videos)),
+            videos=out / "videos",
+            overlay=options.overlay,
+            cameras=options.cameras,
+            buffers=out / BUFFERS if options.dataset else None,
+            recorders=(record_transcripts,) if conversations else (VideoRecorder, EpisodeRecorder),
+        )
+
     def shares(self, kept: PartialEvaluation) -> dict[int, EvaluationShare]:
         """The missing conversations of an evaluation, by the sim worker that holds them beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
-        about = (self.config.eval.temperature, first_recording(self.config.eval, kept.folder), self.workers.notes)
+        about = (self.config.eval.temperature, self.first_recording(kept.folder), self.workers.notes)
         sims = range(len(self.workers.sims))
         return {s: EvaluationShare(tuple(missing[s :: len(sims)]), *about) for s in sims if missing[s :: len(sims)]}
 
@@ -213,17 +230,6 @@ def begin_share(begin, left: dict[int, list[EpisodeSpec]], alone: frozenset[int]
 def error(spec: EpisodeSpec, cause: str) -> EpisodeResult:
     """An episode that is neither a success nor a failure."""
     return EpisodeResult(spec.index, spec.task, spec.init_state_id, spec.seed, 0, 0.0, None, None, error=cause)
-
-
-def first_recording(options: EvalSection, out: Path) -> Recording:
-    """Videos of the first episodes, and the buffers from which the dataset is written."""
-    return Recording(
-        video_episodes=frozenset(range(options.videos)),
-        videos=out / "videos",
-        overlay=options.overlay,
-        cameras=options.cameras,
-        buffers=out / BUFFERS if options.dataset else None,
-    )
 
 
 def to_record_again(

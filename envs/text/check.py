@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from embodied.core.conversations import Said
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeSpec
-from embodied.envs.check import ContractViolation
+from embodied.envs.check import ContractViolation, fail
 from embodied.envs.own_modules import where
 from embodied.envs.text.base import TextEnv, Turn
 
@@ -44,12 +46,8 @@ class CheckedTextEnv:
 
 def check_text_env(kind: type[TextEnv], config: Any) -> CheckedTextEnv:
     """Raise `ContractViolation` for the first broken rule."""
-    try:
+    with calling("load", "load raised"):
         shared = kind.load(config)
-    except EmbodiedError:
-        raise
-    except Exception as err:
-        raise violation("load", "load raised", err) from err
     try:
         return TextEnvChecker(kind, config, shared).run()
     finally:
@@ -69,8 +67,7 @@ class TextEnvChecker:
             held_out = self.prompts_follow_from_the_spec(task)
             self.held_out_prompts_are_not_trained_on(task, held_out)
         specs = [spec for task in self.tasks for spec in self.few(task)]
-        self.odd_answers_are_scored(specs)
-        self.answers_score_the_same_again(specs)
+        self.odd_answers_are_scored_twice_alike(specs)
         self.solutions_are_successes(specs)
         self.conversations_end(specs)
         said = self.begin(specs[0])
@@ -94,8 +91,7 @@ class TextEnvChecker:
             if said != self.checked(self.kind(self.config, self.shared).reset(spec), "reset"):
                 fail("reset", f"another {self.kind.__name__} asks something else for {spec}")
         prompts = [self.begin(held_out_spec(task, at)) for at in range(count)]
-        again = self.begin(EpisodeSpec(task, count - 1, SEED + 1, 1))
-        if again != prompts[-1]:
+        if self.begin(EpisodeSpec(task, count - 1, SEED + 1, 1)) != prompts[-1]:
             fail("held-out", "a held-out prompt follows from its number alone, and another seed changes it")
         if count > 1 and all(prompt == prompts[0] for prompt in prompts):
             fail("held-out", f"all {count} held-out prompts are alike: reset reads spec.init_state_id")
@@ -113,19 +109,8 @@ class TextEnvChecker:
         if all(prompt == drawn[0] for prompt in drawn):
             fail("reset", f"{DRAWN} training prompts are alike: reset draws from spec.seed")
 
-    def odd_answers_are_scored(self, specs: list[EpisodeSpec]) -> None:
-        solved = {answer: [] for answer in ("", "garbage")}
-        for spec in specs:
-            for answer in self.odd(spec):
-                self.begin(spec)
-                turn = self.answer(spec, answer)
-                if answer in solved:
-                    solved[answer].append(turn.success)
-        for answer, successes in solved.items():
-            if all(successes):
-                fail("success", f"the answer {answer!r} is a success on every prompt")
-
-    def answers_score_the_same_again(self, specs: list[EpisodeSpec]) -> None:
+    def odd_answers_are_scored_twice_alike(self, specs: list[EpisodeSpec]) -> None:
+        solved = ["", "garbage"]  # on every prompt so far
         for spec in specs:
             for answer in self.odd(spec):
                 turns = []
@@ -134,6 +119,10 @@ class TextEnvChecker:
                     turns.append(self.answer(spec, answer))
                 if len({(turn.reward, turn.success, turn.done, repr(turn.said)) for turn in turns}) > 1:
                     fail("score", f"the answer {answer!r:.60} to {spec} is scored {turns[0]}, then {turns[1]}")
+                if answer in solved and not turns[0].success:
+                    solved.remove(answer)
+        for answer in solved:
+            fail("success", f"the answer {answer!r} is a success on every prompt")
 
     def solutions_are_successes(self, specs: list[EpisodeSpec]) -> None:
         for spec in specs:
@@ -156,12 +145,8 @@ class TextEnvChecker:
 
     def begin(self, spec: EpisodeSpec) -> Said:
         self.conversations += 1
-        try:
+        with calling("reset", f"reset raised for {spec}"):
             return self.checked(self.env.reset(spec), "reset")
-        except EmbodiedError:
-            raise
-        except Exception as err:
-            raise violation("reset", f"reset raised for {spec}", err) from err
 
     def solution(self, spec: EpisodeSpec) -> str | None:
         """A solution to the first prompt."""
@@ -169,10 +154,8 @@ class TextEnvChecker:
         return self.solution_now()
 
     def solution_now(self) -> str | None:
-        try:
+        with calling("solution", "solution() raised", clear=()):
             found = self.env.solution()
-        except Exception as err:
-            raise violation("solution", "solution() raised", err) from err
         if found is not None and not isinstance(found, str):
             fail("solution", f"solution() is {type(found).__name__}, it must be text or None")
         return found
@@ -192,12 +175,8 @@ class TextEnvChecker:
         return turns
 
     def answer(self, spec: EpisodeSpec, answer: str) -> Turn:
-        try:
+        with calling("step", f"step({answer!r:.60}) raised after {spec}"):
             turn = self.env.step(answer)
-        except EmbodiedError:
-            raise
-        except Exception as err:
-            raise violation("step", f"step({answer!r:.60}) raised after {spec}", err) from err
         if not isinstance(turn, Turn):
             fail("turn", f"step returned {type(turn).__name__}, it must be a Turn")
         if turn.dropped:
@@ -205,9 +184,8 @@ class TextEnvChecker:
         number = isinstance(turn.reward, int | float) or hasattr(turn.reward, "item")
         if not number or not math.isfinite(turn.reward):
             fail("reward", f"{turn.reward!r} after the answer {answer!r:.60}; a reward is a finite number")
-        for name in ("success", "done"):
-            if not isinstance(getattr(turn, name), bool):
-                found = getattr(turn, name)
+        for name, found in (("success", turn.success), ("done", turn.done)):
+            if not isinstance(found, bool):
                 fail(name, f"{name}={found!r} is {type(found).__name__}, it must be a bool: {name}=bool(...)")
         if not turn.done:
             self.checked(turn.said, "step")
@@ -238,11 +216,13 @@ def in_words(said: Said) -> str:
     return repr(said) if isinstance(said, str) else "; ".join(f"{one['role']}: {one['content']!r}" for one in said)
 
 
-def fail(rule: str, what: str) -> None:
-    raise ContractViolation(rule, what)
-
-
-def violation(rule: str, what: str, err: Exception) -> ContractViolation:
-    """Describes an exception of an env's own code, with the line."""
-    last = " ".join(traceback.format_exception_only(err)[-1].split())
-    return ContractViolation(rule, f"{what}: {last}{where(err)}")
+@contextmanager
+def calling(rule: str, what: str, clear: tuple[type[Exception], ...] = (EmbodiedError,)) -> Iterator[None]:
+    """An exception in the env's code breaks `rule`; the violation says `what`, and the line. `clear` ones pass."""
+    try:
+        yield
+    except clear:
+        raise
+    except Exception as err:
+        last = " ".join(traceback.format_exception_only(err)[-1].split())
+        raise ContractViolation(rule, f"{what}: {last}{where(err)}") from err

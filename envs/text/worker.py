@@ -43,10 +43,7 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.envs.text.base import TextEnv, Turn
 from embodied.envs.whole_episodes import EpisodeKeeper
-from embodied.reporting.transcripts import TranscriptWriter
 from embodied.runtime import Channel, Needs, Timers, served_while_busy
-
-TRANSCRIPTS = "transcripts"  # beside the folder of videos
 
 
 class TextWorker(EpisodeKeeper):
@@ -166,14 +163,12 @@ class TextWorker(EpisodeKeeper):
         """Gives a function that writes ended conversations of an evaluation down, and notes and returns their
         results."""
         with ExitStack() as stack:
-            writer = None
-            if recording.videos is not None:
-                folder = recording.videos.parent / TRANSCRIPTS
-                writer = stack.enter_context(TranscriptWriter(folder, f"sim-{self.rank}"))
+            name = f"sim-{self.rank}"
+            writers = [stack.enter_context(record(recording, name)) for record in recording.recorders]
 
             def note(ended: list[Conversation]) -> list[EpisodeResult]:
                 over = [one.result() for one in ended]
-                if writer is not None:
+                for writer in writers:
                     for one, result in zip(ended, over, strict=True):
                         writer.add(result, one.turns)
                 notes.put(Note(route.sources[0], finished=tuple(over)))

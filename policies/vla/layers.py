@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ADAPTER = "default"  # what peft calls the adapters that we let it put in
+ADAPTER = "default"  # peft's name for a layer's adapter, where it has one
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
 
 

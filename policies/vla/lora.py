@@ -224,8 +224,8 @@ def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> di
         where = "the policy has no such adapter" if odd[0] in found else "the folder lacks it"
         raise CheckpointError(f"{folder} does not fit this policy: {odd[0].replace(f'.{ADAPTER}.', '.')}: {where}")
     for name, blob in more.items():  # peft saves words' weights beside their adapters, as they were
-        there = stored.get(own_layer(name))
-        if there is None or not alike(blob, there):
+        there, tensor = stored.get(own_layer(name)), tensor_of(blob)
+        if there is None or not torch.equal(tensor, tensor_of(there).to(tensor.dtype)):
             raise CheckpointError(f"{folder} changes {own_layer(name)}, which is not an adapter; merge it with peft")
     return found
 
@@ -242,8 +242,3 @@ def split(name: str) -> tuple[str, str]:
     """The layer that an adapter's tensor is of, and what of it; no layer where it is not an adapter's."""
     layer, found, part = name.removeprefix(WRAPPED).partition(".lora_")
     return (layer, f"lora_{part}") if found and part in ("A.weight", "B.weight") else ("", "")
-
-
-def alike(blob: Blob, other: Blob) -> bool:
-    one, two = tensor_of(blob), tensor_of(other)
-    return one.shape == two.shape and torch.equal(one, two.to(one.dtype))

@@ -61,14 +61,13 @@ def allowed(name, prefixes):
 
 DOORS = ("algorithms", "config", "core", "learners", "profiling", "run", "system", "workflows")
 SHARED = ("embodied.core", "embodied.runtime")
-RECORDING = ("embodied.datasets", "embodied.reporting.transcripts", "embodied.reporting.videos")
 
 
 @pytest.mark.parametrize(
     ("folder", "may_import"),
     [
         ("placement", ("embodied.placement",)),
-        ("envs", ("embodied.envs", "embodied.system.vulkan_driver", *RECORDING, *SHARED)),
+        ("envs", ("embodied.envs", "embodied.system.vulkan_driver", *SHARED)),
         ("policies", ("embodied.policies", *SHARED)),
         ("embodied/core", ("embodied.core",)),
         ("embodied/algorithms", ("embodied.algorithms", "embodied.core")),

@@ -1,0 +1,139 @@
+"""Videos of the episodes that env rows play, one mp4 each, written frame by frame so that memory stays flat; below each
+frame stands how its episode goes.
+
+It works in the sim worker's process, so that no frame leaves it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.core.arrays import Observation
+from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Recording
+from embodied.envs.own_modules import file_name
+from embodied.reporting.videos import Caption, VideoWriter, beside, captioned, encoder_problem, video_name
+
+if TYPE_CHECKING:
+    from embodied.envs.vector_env import VectorEnv
+
+
+class VideoRecorder:
+    """Open videos by env row: episodes whose index is in `recording.video_episodes`, from reset to end."""
+
+    def __init__(self, env: VectorEnv, recording: Recording) -> None:
+        self.env, self.recording = env, recording
+        problem = env.video_problem() or encoder_problem() if recording.video_episodes else ""
+        self.episodes = frozenset() if problem else recording.video_episodes
+        if problem:
+            print(f"no videos: {problem}", file=sys.stderr)
+        self.open: dict[int, VideoWriter] = {}
+        self.statuses: dict[int, EpisodeStatus] = {}
+        self.newest: dict[int, np.ndarray] = {}  # the last frame, which waits for the outcome to be written below it
+
+    def __enter__(self) -> VideoRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self.open.values():
+            writer.discard()
+
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
+        wanted = [(int(row), spec) for row, spec in zip(rows, specs, strict=True) if spec.index in self.episodes]
+        for row, spec in wanted:
+            self.open[row] = VideoWriter(self.recording.videos, fps=self.env.env_spec.control_hz)
+            words = spec.task if instructions is None else instructions[row]
+            self.statuses[row] = EpisodeStatus(words, self.env.env_spec.has_success)
+        self._add_frames([row for row, _ in wanted])
+
+    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+        for row, value in zip(at, values, strict=False):  # an expert gives none
+            if int(row) in self.statuses:
+                self.statuses[int(row)].value = float(value)
+
+    def on_frame(self, active: np.ndarray) -> None:
+        rewards, success = self.env.last_step()
+        rows = [row for row in self.open if active[row]]
+        self._write(rows)
+        for row in rows:
+            self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
+        self._add_frames(rows)
+
+    def played(self, result: ChunkResult) -> None:
+        """The frames were drawn step by step."""
+
+    def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
+        for row, outcome in zip(rows, outcomes, strict=True):
+            writer = self.open.pop(int(row), None)
+            if not writer:
+                continue
+            frame = self.newest.pop(int(row))
+            if self.recording.failures_only and outcome.success_once is not False:
+                writer.discard()
+            else:
+                self.statuses[int(row)].over = True
+                writer.add(self._captioned(int(row), frame))
+                writer.finish(name_of_video(outcome))
+
+    def _write(self, rows: list[int]) -> None:
+        """Write the newest frame of these rows: another comes."""
+        for row in rows:
+            self.open[row].add(self._captioned(row, self.newest[row]))
+
+    def _captioned(self, row: int, frame: np.ndarray) -> np.ndarray:
+        if not self.recording.overlay:
+            return frame
+        return captioned(frame, self.statuses[row].caption())
+
+    def _add_frames(self, rows: list[int]) -> None:
+        """Draw a frame of each of these rows, with the cameras that were asked for."""
+        if not rows:
+            return
+        frames = self.env.render_rows(np.array(rows))
+        images = self.env.observe(np.array(rows)).get("images", {}) if self.recording.cameras else {}
+        for row, frame in zip(rows, frames, strict=True):
+            self.newest[row] = beside(frame, [camera[row] for camera in images.values()]) if images else frame.copy()
+
+
+class EpisodeStatus:
+    """The progress of an episode, for what is written under its frames."""
+
+    def __init__(self, words: str, has_success: bool) -> None:
+        self.words, self.has_success = words, has_success
+        self.step, self.reward, self.total = 0, 0.0, 0.0
+        self.value: float | None = None
+        self.first_success: int | None = None  # the env step
+        self.success = False
+        self.over = False
+
+    def stepped(self, reward: float, success: bool) -> None:
+        self.step += 1
+        self.reward, self.success = reward, success
+        self.total += reward
+        if success and self.first_success is None:
+            self.first_success = self.step
+
+    def caption(self) -> Caption:
+        known = {"step": self.step, "reward": self.reward, "return": self.total, "value": self.value}
+        numbers = ["" if number is None else f"{name} {short(number)}" for name, number in known.items()]
+        return Caption(self.outcome() if self.has_success else "", tuple(numbers), self.words)
+
+    def outcome(self) -> str:
+        if self.first_success is None:
+            return "FAILURE" if self.over else "no success yet"
+        lost = "" if self.success else ", lost"
+        return f"SUCCESS at step {self.first_success}{lost}"
+
+
+def short(number: float) -> str:
+    """12, 0.25, -3.10, 1234"""
+    return f"{number:.2f}" if isinstance(number, float) and abs(number) < 100 else f"{number:.0f}"
+
+
+def name_of_video(outcome: EpisodeResult) -> str:
+    """episode-000_success_PushCube-v1_seed7.mp4"""
+    called = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
+    return video_name(outcome.index, outcome.success_once, file_name(called), outcome.seed)
