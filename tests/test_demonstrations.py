@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from embodied.collect import main as collect
+from embodied.config.yaml_values import read_yaml
 from embodied.datasets import read_dataset
 from embodied.evaluate import main as evaluate
 from embodied.sft import main as sft
@@ -126,17 +127,43 @@ def test_a_fixed_deviation_stays(demos, tmp_path):
     assert (safetensors.numpy.load_file(model)["log_std"] == -1.25).all()
 
 
+def test_without_data_the_expert_demonstrates_first(tmp_path, capsys):
+    told = [*LEARN, f"run.dir={tmp_path}", "collect.episodes=6", "sft.epochs=1"]
+    assert sft([*told, "--dry-run"]) == 0
+    assert "none yet: 6 episodes of the expert" in capsys.readouterr().out and not list(tmp_path.glob("*"))
+    assert sft(told) == sft(told) == 0
+    (demos,) = tmp_path.glob("sft-pointmass_ppo-demonstrations-*")
+    assert f"{demos}, collected before" in capsys.readouterr().out
+    assert len(read_dataset(demos)) <= 6
+    runs = sorted(tmp_path.glob("sft-pointmass_ppo-2*"))
+    assert [read_yaml((run / "config.yaml").read_text())["sft"]["data"] for run in runs] == [str(demos)] * 2
+    assert sft([*told, "collect.noise=0.1"]) == 0
+    assert len(list(tmp_path.glob("*-demonstrations-*"))) == 2
+
+
+def test_rl_starts_from_an_imitation_that_starts_from_nothing(tmp_path):
+    (tmp_path / "imitate.yaml").write_text(
+        "extends: pointmass_ppo\npolicy: {hidden: [8]}\ncollect: {episodes: 4}\nsft: {epochs: 1, minibatch_size: 16}\n"
+    )
+    told = ["recipe=pointmass_ppo", "policy.hidden=[8]", "run.iterations=1", "eval.episodes=2", "eval.videos=0"]
+    told += [f"run.start_from={tmp_path / 'imitate.yaml'}", f"run.dir={tmp_path}", "cluster.backend=inline"]
+    assert train([*told, "--dry-run"]) == train(told) == 0
+    assert {path.name.partition("-2")[0] for path in tmp_path.glob("*-2*")} >= {"sft-imitate", "pointmass_ppo"}
+
+
 def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
     assert collect([*TOY, f"out={demos}"]) == 2
     assert collect(TOY) == 2
     planner = ["collect.expert=planner", f"out={demos.parent / 'none'}"]
     assert collect([*TOY, *planner, "checkpoint=random"]) == 2
     assert collect([*TOY, *planner]) == 2
-    assert sft([*LEARN, f"run.dir={tmp_path}"]) == 2
+    assert sft(["recipe=gym_ppo", f"run.dir={tmp_path}"]) == 2
     assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "run.iterations=3"]) == 2
+    assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "collect.noise=0.1"]) == 2
     told = capsys.readouterr().err
     assert "checkpoint=random plays, not collect.expert=planner" in told and "does not play env.name=pointmass" in told
     assert "out=demos/NAME" in told and "which demonstrations?" in told and "run.iterations has no effect" in told
+    assert "collect.noise has no effect beside sft.data=" in told
     assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "sft.epochs=1", "sft.warmup_steps=5000"]) == 2
     assert "sft.warmup_steps=5000 is not less than the" in capsys.readouterr().err
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]

@@ -63,10 +63,10 @@ def main() -> None:
 
 
 def measure_seed(name: str, seed: int, env: dict) -> dict:
-    """Train, then evaluate the final checkpoint in a process of its own."""
-    folder, costs = f"{name}-seed-{seed}", []
-    command = train_command(name, f"seed={seed}", f"run.dir={RUNS}", f"run.name={folder}", *UNJUDGED)
-    run = new_folder(RUNS, folder, lambda: costs.append(measure(command, env, TIMEOUT_S)))
+    """Train, from demonstrations where the recipe does, then evaluate the final checkpoint in a process of its own."""
+    runs, costs = RUNS / f"seed-{seed}", []  # apart, so that each seed makes what its recipe starts from
+    command = train_command(name, f"seed={seed}", f"run.dir={runs}", f"run.name={name}", *UNJUDGED)
+    run = new_folder(runs, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
     results, rows, (trained,) = evaluate(run, env), read_metrics(run), costs
     return {
         "task": resolved(name)["env"]["task"],
