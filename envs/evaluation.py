@@ -1,7 +1,8 @@
 """Plays a fixed list of episodes to the end, with a policy worker or an expert that chooses the actions.
 
-What is kept of them is the caller's choice: a `Recording` names its recorders, which work here, in the sim worker's
-process (`reporting/video_recorder.py`, `datasets/episode_recorder.py`).
+What counts as a success, once or at the end, is noted by `EpisodeTracker` in `episode_player.py`. What is kept of them
+is the caller's choice: a `Recording` names its recorders, which work here, in the sim worker's process
+(`reporting/video_recorder.py`, `datasets/episode_recorder.py`).
 """
 
 from __future__ import annotations

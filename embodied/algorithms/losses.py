@@ -6,7 +6,8 @@ decision (summed over C and A). An item counts as the mean over its units, so it
 the level. Steps that were not played (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it adds
 nothing, but must hold finite numbers.
 
-Items may be stale: taken with older weights than those that an update starts from. The options against that are in
+Items may be stale, taken with older weights than those that an update starts from, or sampled by an engine whose
+log-probs differ for the same weights. The options against either, which `learners/update.py` feeds, are in
 `policy_loss_sum` and `out_of_bounds`; they concern the policy's loss alone, since values are regressed on returns.
 """
 

@@ -1,7 +1,8 @@
 """The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
 Each section's model lives beside the code that reads it; here are those of the run as a whole and the checks that span
-sections. Nothing imported from here needs torch, Ray or a simulator.
+sections, such as whether groups fit into the envs and stages into the workers. Nothing imported from here needs torch,
+Ray or a simulator.
 """
 
 from __future__ import annotations

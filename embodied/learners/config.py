@@ -1,4 +1,8 @@
-"""Options of the learner that change how fast and in how much memory it learns, not what. Free of torch."""
+"""Options of the learner that change how fast and in how much memory it learns, not what. Free of torch.
+
+Minibatches, epochs and learning rates are in `algorithms/config.py`, with the checks of what must divide what; those
+that concern several sections in `config/recipe.py`, shares of workers in `placement/placement_plan.py`.
+"""
 
 from __future__ import annotations
 

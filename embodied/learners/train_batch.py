@@ -59,8 +59,8 @@ class RankBatch:
         return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
 
     def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> RankBatch:
-        """The same batch with the log-probs of stale items under the weights that the update starts from, computed in
-        at least so many passes."""
+        """The same batch with all log-probs under the weights that the update starts from, computed in at least so many
+        passes: for items that are stale, or sampled by an engine that reckons otherwise."""
         batch = self.batch
         proximal = logprobs_of(model, batch, step_items(config, len(batch)), passes)
         masked = None

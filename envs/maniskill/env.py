@@ -1,9 +1,10 @@
 """ManiSkill tasks from states and images, on the CPU or on ManiSkill's own GPU physics.
 
-Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain
-ManiSkill envs one after the other) and `cuda`. Whatever the backend, an episode's initial state follows from its own
-seed, never from which other rows are reset with it: ManiSkill draws from torch's global generator, so each row's draw
-gets a generator of its own.
+Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain ManiSkill
+envs one after the other) and `cuda`. No row is reset here by itself: `vector_env.py` lets a finished one stand still,
+`episode_player.py` keeps its final observation and begins the next episode. Whatever the backend, an episode's initial
+state follows from its own seed, never from which other rows are reset with it: ManiSkill draws from torch's global
+generator, so each row's draw gets a generator of its own.
 """
 
 from __future__ import annotations
