@@ -32,7 +32,7 @@ def configured(arguments, folder: Path):
     from embodied.config.recipe import load
     from embodied.run import launch
     from embodied.run.policy_source import find_all
-    from embodied.workflows.embodied import PLAYERS
+    from embodied.workflows.rl_loop import PLAYERS
     from embodied.workflows.workers import Workers
 
     told = [f"checkpoint={arguments.checkpoint}", "recipe=maniskill_ppo", f"env.task={arguments.task}"]

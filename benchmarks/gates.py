@@ -19,7 +19,7 @@ from typing import Any
 from embodied import train
 from embodied.config.recipe import load
 from embodied.run import launch
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 FOLDER = "STRIKE_GATES"
 HOLD = "hold"

@@ -25,8 +25,8 @@ from embodied.config.recipe import load
 from embodied.core.types import Merging, Recording
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
-from embodied.workflows.embodied import POLICY, SIM
 from embodied.workflows.evaluator import Evaluator
+from embodied.workflows.rl_loop import POLICY, SIM
 from embodied.workflows.workers import Workers
 
 STEPS = 12  # decisions of an episode

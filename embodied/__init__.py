@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from embodied.workflows.contract import BatchSource as BatchSource
     from embodied.workflows.contract import Role as Role
     from embodied.workflows.contract import Workflow as Workflow
-    from embodied.workflows.embodied import EmbodiedLoop as EmbodiedLoop
-    from embodied.workflows.embodied import HorizonCollector as HorizonCollector
+    from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
+    from embodied.workflows.rl_loop import HorizonCollector as HorizonCollector
 
 _COMMANDS = ("train", "sweep", "evaluate", "benchmark")  # modules that can be called
 _HOMES = {
@@ -59,10 +59,10 @@ _HOMES = {
     "Cluster": "runtime",
     "ConfigError": "core.errors",
     "EmbodiedError": "core.errors",
-    "EmbodiedLoop": "workflows.embodied",
+    "EmbodiedLoop": "workflows.rl_loop",
     "EnvSpec": "core.types",
     "EpisodeSpec": "core.types",
-    "HorizonCollector": "workflows.embodied",
+    "HorizonCollector": "workflows.rl_loop",
     "Policy": "policies.base",
     "PolicyOutput": "core.types",
     "Role": "workflows.contract",

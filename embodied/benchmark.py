@@ -48,7 +48,7 @@ from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
 from embodied.system.cpu_load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 MODES = ("collocated", "disaggregated", "hybrid")
 OTHER = "custom"  # the fastest of all ways that have no name

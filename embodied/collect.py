@@ -158,8 +158,8 @@ def play(
     """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
     folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
     from embodied.datasets.episode_recorder import EpisodeRecorder
-    from embodied.workflows.embodied import PLAYERS
     from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.rl_loop import PLAYERS
     from embodied.workflows.workers import Workers
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:

@@ -204,8 +204,8 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
 
 def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
-    from embodied.workflows.embodied import PLAYERS
     from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.rl_loop import PLAYERS
     from embodied.workflows.workers import Workers
 
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))

@@ -36,8 +36,8 @@ from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
 from embodied.run.run_folder import RunFolder
 from embodied.workflows.contract import WARNING, Workflow
-from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.imitation import imitation_of
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 
 def main(argv: list[str] | None = None) -> int:

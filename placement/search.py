@@ -1,7 +1,8 @@
 """Searches one layer: its nodes on all devices while the other layers wait.
 
 `LayerSearch` prices every split of every arrangement of zones, thousands at a time, and gives the planner the fastest
-split, or the front of splits of which none is both slower and fuller than another.
+split, or the front of splits of which none is both slower and fuller than another. `profile_planner.py` puts layers
+together, compares modes and refuses what does not fit; without a profile `mode_rules.py` chooses.
 """
 
 from __future__ import annotations

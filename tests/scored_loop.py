@@ -6,7 +6,7 @@ import numpy as np
 
 from embodied.runtime import Worker
 from embodied.workflows.contract import Role
-from embodied.workflows.embodied import EmbodiedLoop, HorizonCollector
+from embodied.workflows.rl_loop import EmbodiedLoop, HorizonCollector
 
 WORK = np.full((400, 400), 1e-3)  # a network's, so that scoring takes time
 

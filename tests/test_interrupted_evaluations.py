@@ -130,7 +130,7 @@ def test_an_evaluation_in_the_middle_is_finished_first_when_the_run_goes_on(tmp_
 
 def test_an_evaluation_that_had_not_begun_when_the_run_was_stopped_is_made_up(tmp_path, monkeypatch):
     """SIGTERM in the iteration after which one was due."""
-    from embodied.workflows.embodied import EmbodiedLoop
+    from embodied.workflows.rl_loop import EmbodiedLoop
 
     iterate = EmbodiedLoop.iterate
 

@@ -15,7 +15,7 @@ from embodied.placement.profile import read_profile
 from embodied.placement.topology import one_machine, read_topology
 from embodied.profiling import measure
 from embodied.run import launch
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 from .scored_loop import ScoredLoop
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from embodied import evaluate
 from embodied.config.recipe import load
 from embodied.train import follow, main
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 SHORT = ["eval.episodes=4", "eval.videos=0", "env.num_envs=8", "algo.minibatch_size=128"]
 PPO, GRPO = ["recipe=pointmass_ppo", *SHORT], ["recipe=pointmass_grpo", *SHORT[:3], "algo.groups=2"]

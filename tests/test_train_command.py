@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from embodied.reporting.timeline import read_trace
 from embodied.run.ending import Interruption
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TINY = {

@@ -44,7 +44,7 @@ from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
 from embodied.run.run_folder import commit
 from embodied.system.cpu_load import LoadMeter, load_before, under_load
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 if TYPE_CHECKING:
     from embodied.profiling.role_probe import Moves

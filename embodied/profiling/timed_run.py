@@ -32,7 +32,7 @@ from embodied.run import launch
 from embodied.run.devices import draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.timers import Total
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
 PHASES = ("rollout", "update", "publish")

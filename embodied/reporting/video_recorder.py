@@ -1,7 +1,8 @@
 """Videos of the episodes that env rows play, one mp4 each, written frame by frame so that memory stays flat; below each
 frame stands how its episode goes.
 
-It works in the sim worker's process, so that no frame leaves it.
+It works in the sim worker's process, so that no frame leaves it. Which episodes are recorded is chosen in
+`workflows/evaluator.py`; frames become mp4 files in `videos.py`.
 """
 
 from __future__ import annotations

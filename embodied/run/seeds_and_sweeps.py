@@ -29,7 +29,7 @@ from embodied.run.first_run import first_run
 from embodied.run.launch import program_of
 from embodied.run.memory_check import needs
 from embodied.run.run_group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 OWN = ("seeds", "at_once", "group")
 NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that say where a run is, not what it does

@@ -1,7 +1,7 @@
 """The server: which clients are admitted, how requests are batched, and what the policy answers.
 
 An error goes to the client as text, the sign of one in openpi's protocol, and never says more than the client needs;
-what went wrong inside is printed here.
+what went wrong inside is printed here. What a request may hold, and why one is refused, is in `robot_protocol.py`.
 """
 
 from __future__ import annotations

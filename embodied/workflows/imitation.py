@@ -19,7 +19,7 @@ from embodied.envs import env_class
 from embodied.envs.text.base import TextEnv
 from embodied.learners.examples import no_solution, read_examples
 from embodied.runtime import Handle
-from embodied.workflows.embodied import LEARNER, PLAYERS, EmbodiedLoop, learner_arguments
+from embodied.workflows.rl_loop import LEARNER, PLAYERS, EmbodiedLoop, learner_arguments
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig

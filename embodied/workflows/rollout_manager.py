@@ -13,6 +13,8 @@ engines write: `prompt_routing.py`). Where learners hold that worker's devices i
 these are free.
 
 Noticing a death and deciding what follows is the runtime's business (`Cluster.settle`, `supervision.py`).
+
+How far a rollout's weights may lag behind the learners' is decided in `rl_loop.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
 from embodied.placement import make_plan
 from embodied.run import launch
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 ARGUMENTS = [
     "recipe=pointmass_ppo",

@@ -16,7 +16,7 @@ from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.worker import LearnerWorker
 from embodied.run.memory_check import copies
 from embodied.train import follow
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 
 class OneAfterTheOther(EmbodiedLoop):

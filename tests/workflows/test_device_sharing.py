@@ -11,7 +11,7 @@ from embodied.policies.folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
 from embodied.run import launch
 from embodied.runtime import device_memory
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 ARGUMENTS = [
     "recipe=pointmass_ppo",

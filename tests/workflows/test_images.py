@@ -12,7 +12,7 @@ from embodied.learners import worker as learner
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.run import launch
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS, ENVS, DECISIONS = 2, 6, 8
 ARGUMENTS = [

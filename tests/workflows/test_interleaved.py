@@ -13,8 +13,8 @@ from embodied import evaluate, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.policies.folder import read_weights
-from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.evaluator import Evaluator
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 BESIDE = "eval.interleave=true"
 PATIENT = "faults.timeout_s=600"

@@ -10,7 +10,7 @@ from talking_runs import APART, ONE_OF_EACH, TALK, Talk, far, told
 
 from embodied import evaluate, train
 from embodied.policies.folder import read_weights
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 PPO = ["algo.name=ppo", "policy.value_head=true", "algo.groups=10", "algo.group_size=2", "algo.epochs=2"]
 PPO += ["algo.minibatch_size=8", "algo.gamma=1", "algo.gae_lambda=0.9", "algo.value_lr=0.1"]

@@ -18,7 +18,7 @@ from embodied import evaluate, train
 from embodied.policies.folder import read_weights
 from embodied.policies.language.worker import LanguageWorker
 from embodied.workflows import prompt_routing
-from embodied.workflows.embodied import EmbodiedLoop
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 THREE_ENGINES = {"sim": "cpu:0", "policy": "cpu:1-3*3", "learner": "cpu:0"}
 

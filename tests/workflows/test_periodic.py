@@ -18,8 +18,8 @@ from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.run import launch
-from embodied.workflows.embodied import EmbodiedLoop
 from embodied.workflows.group_collector import GroupStream
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 4
 GROUPS, SIZE = 6, 3

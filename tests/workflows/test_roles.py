@@ -15,9 +15,9 @@ from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
 from embodied.runtime import Worker
 from embodied.workflows.contract import BatchSource, Role, check_roles
-from embodied.workflows.embodied import LEARNER, POLICY, SIM, EmbodiedLoop, HorizonCollector
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.imitation import ImitationLoop, RecordedEpisodes
+from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop, HorizonCollector
 
 ARGUMENTS = [
     "recipe=pointmass_ppo",

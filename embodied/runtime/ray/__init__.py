@@ -1,1 +1,5 @@
-"""The Ray backend: hosts as actors on one or many nodes."""
+"""The Ray backend: hosts as actors on one or many nodes.
+
+`actors` are the hosts, `nodes` the connection and what is there, `private_cluster` a Ray of one's own, `object_store`
+how large arrays travel, `guard` the parent of a host's process there.
+"""

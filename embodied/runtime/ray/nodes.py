@@ -1,4 +1,7 @@
-"""The driver's connection to a Ray cluster, and the nodes there."""
+"""The driver's connection to a Ray cluster, and the nodes there.
+
+Hosts are put on their nodes in `actors.py`; which GPUs a process sees is in `run/devices.py`.
+"""
 
 from __future__ import annotations
 
