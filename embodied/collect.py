@@ -55,15 +55,12 @@ def demonstrated(loaded: Loaded) -> Loaded:
     """A recipe of imitation with demonstrations to imitate: where it names none, those of the env's own expert, which
     are in `run.dir` from before or collected now. A dry run says which command would do that."""
     config, kind = loaded.config, env_class(loaded.config.env)
-    if issubclass(kind, TextEnv) or config.resume:
-        return loaded
-    if config.sft.data:
-        if idle := [
-            key for key, where in loaded.sources.items() if where == COMMAND_LINE and key.startswith("collect.")
-        ]:
-            raise ConfigError(
-                f"{', '.join(idle)} has no effect beside sft.data={config.sft.data}; leave out one of them"
-            )
+    collects = not (config.sft.data or config.resume or issubclass(kind, TextEnv))
+    idle = [key for key, where in loaded.sources.items() if where == COMMAND_LINE and key.startswith("collect.")]
+    if idle and not collects:
+        there = f"there is sft.data={config.sft.data}" if config.sft.data else "nothing is collected"
+        raise ConfigError(f"{', '.join(idle)} has no effect, since {there}; leave it out")
+    if not collects:
         return loaded
     if kind.expert is EnvCapabilities.expert:
         raise ConfigError(
@@ -75,11 +72,25 @@ def demonstrated(loaded: Loaded) -> Loaded:
         launch.say(f"demonstrations  none yet: {config.collect.episodes} episodes of the expert, collected into {out}")
         return loaded
     if out.exists():
+        check_whole(out)
         launch.say(f"demonstrations  {out}, collected before")
     else:
         launch.say(f"demonstrations  sft.data names none: {config.collect.episodes} episodes of the expert first")
         collect(loaded, out, None)
     return replace(loaded, config=config.model_copy(update={"sft": config.sft.model_copy(update={"data": out})}))
+
+
+def check_whole(out: Path) -> None:
+    """Refuse demonstrations collected before of which files are missing."""
+    from embodied.datasets import read_dataset
+
+    try:
+        read_dataset(out, images=False)
+        problem = "" if (out / SOURCE).is_file() else f"{out / SOURCE} is missing"
+    except EmbodiedError as err:
+        problem = str(err)
+    if problem:
+        raise ConfigError(f"{problem}; remove {out}, and the same command collects these demonstrations again")
 
 
 def digest_of(config: RunConfig) -> str:

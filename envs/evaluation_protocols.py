@@ -27,7 +27,9 @@ class Protocol:
         return config.model_copy(update=self.options)
 
 
-AS_TRAINED = Protocol("as-trained-v1", "episodes end as in training: on_success and the step limit of the recipe")
+AS_TRAINED = Protocol(
+    "as-trained-v1", "episodes are played as in training: on_success, the step limit and the physics of the recipe"
+)
 
 
 def choose_protocol(kind: type[VectorEnv], config: Any, name: str | None) -> Protocol:

@@ -139,6 +139,12 @@ def test_without_data_the_expert_demonstrates_first(tmp_path, capsys):
     assert [read_yaml((run / "config.yaml").read_text())["sft"]["data"] for run in runs] == [str(demos)] * 2
     assert sft([*told, "collect.noise=0.1"]) == 0
     assert len(list(tmp_path.glob("*-demonstrations-*"))) == 2
+    (demos / "meta/source.json").unlink()
+    assert sft(told) == 2
+    assert f"remove {demos}, and the same command collects" in capsys.readouterr().err
+    assert sft([f"resume={runs[0]}", "collect.episodes=9"]) == 2
+    assert sft(["recipe=sums_sft", "collect.episodes=9", f"run.dir={tmp_path}"]) == 2
+    assert capsys.readouterr().err.count("collect.episodes has no effect") == 2
 
 
 def test_rl_starts_from_an_imitation_that_starts_from_nothing(tmp_path):
@@ -163,7 +169,7 @@ def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "checkpoint=random plays, not collect.expert=planner" in told and "does not play env.name=pointmass" in told
     assert "out=demos/NAME" in told and "which demonstrations?" in told and "run.iterations has no effect" in told
-    assert "collect.noise has no effect beside sft.data=" in told
+    assert "collect.noise has no effect, since there is sft.data=" in told
     assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "sft.epochs=1", "sft.warmup_steps=5000"]) == 2
     assert "sft.warmup_steps=5000 is not less than the" in capsys.readouterr().err
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]

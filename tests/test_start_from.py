@@ -135,7 +135,7 @@ def test_a_recipe_that_makes_the_start_is_trained_first(recipes, capsys):
 
 
 def test_a_finished_run_of_the_recipe_is_taken(recipes, capsys):
-    assert second(recipes) == second(recipes, "seed=1") == 0
+    assert second(recipes) == second(recipes, "algo.lr=1e-4") == 0
     (made,) = runs(recipes, "first")
     assert [about(run)["started_from"]["folder"] for run in runs(recipes, "second")] == [
         str(made / "checkpoints/v000001/policy")
@@ -146,10 +146,22 @@ def test_a_finished_run_of_the_recipe_is_taken(recipes, capsys):
     assert len(runs(recipes, "first")) == 2, "one that was stopped is none"
     assert second(recipes, "policy.hidden=[9]") == 0
     assert len(runs(recipes, "first")) == 3, "nor one of another policy"
+    assert second(recipes, "seed=1") == 0
+    assert len(runs(recipes, "first")) == 4, "nor one of another seed"
+    (recipes / "first.yaml").write_text("extends: pointmass_ppo" + SMALL + LEARN.replace("1%s", "2"))
+    assert second(recipes, "seed=1") == 0
+    assert len(runs(recipes, "first")) == 5, "nor one that was trained otherwise"
 
 
 def test_a_recipe_of_ours_is_named_and_a_folder_of_its_name_wins(first, recipes, monkeypatch):
     given = ["run.start_from=pointmass_ppo", f"run.dir={first.parent}", "run.name=named"]
+    as_said = load(["recipe=pointmass_ppo"]).config.model_dump(mode="json")
+    made = read_yaml((first / "config.yaml").read_text())
+    made |= {
+        "algo": as_said["algo"],
+        "run": made["run"] | {"iterations": None, "env_steps": as_said["run"]["env_steps"]},
+    }
+    (first / "config.yaml").write_text(json.dumps(made))  # JSON is YAML
     assert train([f"recipe={recipes / 'second.yaml'}", *given]) == 0
     (run,) = first.parent.glob("named-*")
     assert read_yaml((run / "config.yaml").read_text())["run"]["start_from"] == str(first)

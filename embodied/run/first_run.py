@@ -20,6 +20,9 @@ from embodied.run.policy_source import find_start
 
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
 """What the command line says of these holds for the first run, too."""
+DECIDES = ("seed", "algo", "sft", "collect", "run.env_steps", "run.iterations")
+"""What makes a run of a recipe the one that it asks for, besides task and policy."""
+WHERE = ("data", "cache")  # of sft: places on disk
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,17 @@ def start_of_resumed(loaded: Loaded) -> Path | None:
 
 
 def newest_finished(first: Loaded, policy: Any) -> Path | None:
-    """The newest run of this recipe in run.dir that went to its end, in the same env and with this policy."""
+    """The newest run of this recipe in run.dir that went to its end, in the same env, with this policy and seed, and
+    trained as the recipe says."""
     runs = first.config.run.dir.glob(f"{escape(first.name)}-[0-9]*/run.json")
     for file in sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True):
         run = file.parent
         try:
-            if read_json(file).get("state") == "finished" and same_task(run, first.config):
+            if (
+                read_json(file).get("state") == "finished"
+                and same_task(run, first.config)
+                and same_training(run, first)
+            ):
                 find_start(run, policy)
                 return run
         except (CheckpointError, ConfigError):
@@ -126,6 +134,24 @@ def same_task(run: Path, config: RunConfig) -> bool:
     """True if a run was made for this recipe's task."""
     env, wanted = stored(run).get("env", {}), config.env.model_dump(mode="json")
     return all(env.get(key) == wanted[key] for key in ("name", "task"))
+
+
+def same_training(run: Path, first: Loaded) -> bool:
+    """True if a run was trained as the recipe asks now; options that it did not know do not count."""
+    then, now = flat(stored(run)), flat(first.config.model_dump(mode="json"))
+    return all(
+        then.get(key, value) == value
+        for key, value in now.items()
+        if key.startswith(DECIDES) and key.partition(".")[2] not in WHERE
+    )
+
+
+def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """{"sft": {"lr": 1}} -> {"sft.lr": 1}"""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
 
 
 def stored(run: Path) -> dict[str, Any]:

@@ -111,6 +111,11 @@ class ManiSkillEnv(VectorEnv):
         if config.max_episode_steps not in (None, own):
             its = f"the task's own limit is {own}" if own else "the task has no limit of its own"
             lines.append(f"episodes end after {config.max_episode_steps} env steps, by env.max_episode_steps; {its}")
+        if config.solver_iterations:
+            lines.append(
+                f"contacts are solved in {config.solver_iterations} iterations while training (env.solver_iterations); "
+                "evaluations play the task's own physics"
+            )
         if config.backend == "cpu":
             from embodied.envs.maniskill.equality_proof import cost_of_single
 

@@ -18,7 +18,11 @@ def chosen(config, name=None):
 @pytest.mark.parametrize(
     ("config", "name", "fixes"),
     [
-        (ManiSkillConfig(), "maniskill-v1", {"on_success": "continue", "on_failure": "continue"}),
+        (
+            ManiSkillConfig(solver_iterations=4),
+            "maniskill-v1",
+            {"on_success": "continue", "on_failure": "continue", "solver_iterations": None},
+        ),
         (PointMassConfig(name="pointmass"), "pointmass-v1", {"on_success": "truncate", "after_success": 0}),
         (GymConfig(name="gym:CartPole-v1"), "gym-v1", {"on_success": "terminate"}),
         (ExternalEnvConfig(name="gymnasium.envs.classic_control:CartPoleEnv"), "gym-v1", {"on_success": "terminate"}),
