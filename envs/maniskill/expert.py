@@ -56,7 +56,8 @@ class ManiSkillExpert:
         if env.config.task not in RULES or env.config.control_mode != "pd_joint_delta_pos":
             raise ConfigError(
                 f"there is no expert for env.task={env.config.task} with env.control_mode={env.config.control_mode}; "
-                f"ManiSkill's experts play {', '.join(RULES)} with pd_joint_delta_pos"
+                f"ManiSkill's experts play {', '.join(RULES)} with pd_joint_delta_pos. A policy can demonstrate, too: "
+                "python -m embodied.collect checkpoint=RUN out=DEMOS, then sft.data=DEMOS"
             )
         self._env = env
         self._rule = RULES[env.config.task]
