@@ -119,7 +119,7 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     solver_iterations: Annotated[int, Field(gt=0, lt=256)] | None = Field(
         None,
-        description="Contact solver's iterations in rollouts, never in evaluations; unset: the task's own, often 15.",
+        description="Contact solver's iterations in rollouts; unset: the task's own, often 15, as in evaluations.",
     )
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."
