@@ -1,8 +1,8 @@
-"""Experts for three ManiSkill tasks: rules from where things are to where the hand should go, for all rows at once.
+"""Experts for ManiSkill tasks: rules from where things are to where the hand should go, for all rows at once.
 
 They remember nothing: what to do next follows from the state alone, so an expert recovers from whatever happened before
 and a policy can imitate it. ManiSkill's own planners take longer than these tasks' step limits allow. Positions are in
-metres, in the frame of the table.
+metres, from the base of the arm that a rule moves, x pointing ahead.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from embodied.envs.maniskill import panda
 if TYPE_CHECKING:
     from embodied.envs.maniskill.env import ManiSkillEnv
 
-BASE = np.array([-0.615, 0.0, 0.0])  # of the arm
 MOST = 0.1  # radians of a joint that an action of 1 asks for
 GAIN, TURN_GAIN = 2.0, 1.5  # the controller covers only part of what is asked within an env step
 FASTEST = 0.12  # metres asked for at most in an env step
 OPEN, CLOSE = 1.0, -1.0
 HALF = 0.02  # of a cube's side
+MIDDLE = 0.75  # of the table, from the base of each of two arms
 HELD = 0.024, 0.013  # a finger's opening while it holds a cube: at most, at least
+HANDLE, TOOL_HALF = (0.029, 0.02), 0.025  # the same while it holds the L; half of what that is high
 ABOVE = 0.07  # the height over a cube from which the hand comes down
 
 
@@ -60,37 +61,53 @@ class ManiSkillExpert:
                 "python -m embodied.collect checkpoint=RUN out=DEMOS, then sft.data=DEMOS"
             )
         self._env = env
-        self._rule = RULES[env.config.task]
+        self._rules = RULES[env.config.task]
 
     def begin(self, rows: np.ndarray) -> None:
         """Nothing to remember."""
 
     def act(self) -> np.ndarray:
-        world = look(self._env)
-        wish = self._rule(world)
-        far = GAIN * (wish.hand - world.hand)
-        far *= np.minimum(1.0, FASTEST / np.maximum(np.linalg.norm(far, axis=1, keepdims=True), 1e-9))
-        twist = np.concatenate([far, TURN_GAIN * turn_to(world.turned, wish.closing)], axis=1)
-        joints = panda.joint_step(world.jacobian, twist) / MOST
-        joints[:, :-1] /= np.maximum(1.0, np.abs(joints[:, :-1]).max(axis=1, keepdims=True))  # the last only turns
-        joints = np.clip(joints, -1.0, 1.0)
-        return np.concatenate([joints, wish.grip[:, None]], axis=1).astype(np.float32)
+        """[N, A]: the actions of all arms, one after the other."""
+        return np.concatenate([move(look(self._env, arm), rule) for arm, rule in enumerate(self._rules)], axis=1)
 
 
-def look(env: ManiSkillEnv) -> World:
+def move(world: World, rule: Callable[[World], HandTarget]) -> np.ndarray:
+    """[N, 8]: the action that brings one arm nearer to what the rule wishes."""
+    wish = rule(world)
+    far = GAIN * (wish.hand - world.hand)
+    far *= np.minimum(1.0, FASTEST / np.maximum(np.linalg.norm(far, axis=1, keepdims=True), 1e-9))
+    twist = np.concatenate([far, TURN_GAIN * turn_to(world.turned, wish.closing)], axis=1)
+    joints = panda.joint_step(world.jacobian, twist) / MOST
+    joints[:, :-1] /= np.maximum(1.0, np.abs(joints[:, :-1]).max(axis=1, keepdims=True))  # the last only turns
+    joints = np.clip(joints, -1.0, 1.0)
+    return np.concatenate([joints, wish.grip[:, None]], axis=1).astype(np.float32)
+
+
+def look(env: ManiSkillEnv, arm: int) -> World:
     def gather(read: Callable[[Any], Any]) -> np.ndarray:
         return np.concatenate([host(read(one)) for one in env.envs]).astype(np.float64)
 
-    qpos = gather(lambda one: one.agent.robot.get_qpos())
+    def robot(one: Any) -> Any:
+        return getattr(one.agent, "agents", [one.agent])[arm].robot
+
+    qpos, base = gather(lambda one: robot(one).get_qpos()), gather(lambda one: robot(one).pose.p)
     hand, turned, jacobian = panda.hand(qpos[:, : panda.JOINTS])
+    ahead = horizontal_axis(gather(lambda one: robot(one).pose.q))
     return World(
-        hand=hand + BASE,
+        hand=hand,
         turned=turned,
         jacobian=jacobian,
         finger=qpos[:, panda.JOINTS :].mean(axis=1),
-        place=lambda name: gather(lambda one: getattr(one, name).pose.p),
-        axis=lambda name: horizontal_axis(gather(lambda one: getattr(one, name).pose.q)),
+        place=lambda name: seen(gather(lambda one: getattr(one, name).pose.p) - base, ahead),
+        axis=lambda name: seen(horizontal_axis(gather(lambda one: getattr(one, name).pose.q)), ahead),
     )
+
+
+def seen(vectors: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+    """Vectors [N, 2 or 3] of the table, as an arm sees them that looks `ahead` [N, 2]."""
+    x = (vectors[:, :2] * ahead).sum(1)
+    y = vectors[:, 1] * ahead[:, 0] - vectors[:, 0] * ahead[:, 1]
+    return np.column_stack([x, y, vectors[:, 2:]])
 
 
 def horizontal_axis(quaternion: np.ndarray) -> np.ndarray:
@@ -123,16 +140,18 @@ def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None
     return np.where((cost[0] <= cost[1])[:, None], axis, other)
 
 
-def pick(world: World, cube: np.ndarray, side: np.ndarray) -> tuple[np.ndarray, HandTarget]:
+def pick(
+    world: World, cube: np.ndarray, side: np.ndarray, width: tuple[float, float] = HELD
+) -> tuple[np.ndarray, HandTarget]:
     """-> whether each row holds the cube, and how to come to hold it: over it, down, close."""
     away = cube - world.hand
     beside = np.linalg.norm(away[:, :2], axis=1)
     reached = (beside < 0.012) & (np.abs(away[:, 2]) < 0.012)
-    held = reached & (world.finger < HELD[0]) & (world.finger > HELD[1])
+    held = reached & (world.finger < width[0]) & (world.finger > width[1])
     skew = np.abs(side[:, 0] * world.turned[:, 1, 1] - side[:, 1] * world.turned[:, 0, 1])
     astray = np.maximum(np.maximum(beside - 0.008, 0) / 0.02, np.maximum(skew - 0.1, 0) / 0.2)
     height = cube[:, 2] + ABOVE * np.minimum(astray, 1)
-    grip = np.where(reached & (world.finger > HELD[1]), CLOSE, OPEN)
+    grip = np.where(reached & (world.finger > width[1]), CLOSE, OPEN)
     return held, HandTarget(np.concatenate([cube[:, :2], height[:, None]], axis=1), side, grip)
 
 
@@ -149,21 +168,23 @@ def pick_cube(world: World) -> HandTarget:
     return carry(world, held, cube, goal, wish)
 
 
-def push_cube(world: World) -> HandTarget:
-    """Push from behind the cube (its side towards the arm) straight on, until it lies in the middle of the goal."""
-    cube, goal = world.place("obj"), world.place("goal_region")
+def push(world: World, cube: np.ndarray, onward: np.ndarray | float) -> HandTarget:
+    """Push from behind the cube (its side towards the arm) straight on, the hand so far ahead of where it is."""
     offset = world.hand - cube
     start = cube - np.array([0.05, 0.0, 0.0])
     behind = (offset[:, 0] < -HALF - 0.005) & (np.abs(offset[:, 1]) < 0.02)
-    low = world.hand[:, 2] < 0.045
-    ready = behind & low
+    ready = behind & (world.hand[:, 2] < 0.045)
     astray = np.linalg.norm((world.hand - start)[:, :2], axis=1)
     height = np.where(behind, HALF, HALF + ABOVE * np.clip((astray - 0.015) / 0.02, 0, 1))
-    left = goal[:, 0] - cube[:, 0]
-    onward = np.stack([world.hand[:, 0] + np.clip(left - 0.02, 0, 0.05), cube[:, 1], np.full(len(cube), HALF)], axis=1)
-    hand = np.where(ready[:, None], onward, np.stack([start[:, 0], start[:, 1], height], axis=1))
-    side = np.broadcast_to([0.0, 1.0], (len(cube), 2))
-    return HandTarget(hand, side, np.full(len(cube), CLOSE))
+    ahead = np.column_stack([world.hand[:, 0] + onward, cube[:, 1], np.full(len(cube), HALF)])
+    hand = np.where(ready[:, None], ahead, np.column_stack([start[:, :2], height]))
+    return HandTarget(hand, np.broadcast_to([0.0, 1.0], (len(cube), 2)), np.full(len(cube), CLOSE))
+
+
+def push_cube(world: World) -> HandTarget:
+    """Until it lies in the middle of the goal."""
+    cube, goal = world.place("obj"), world.place("goal_region")
+    return push(world, cube, np.clip(goal[:, 0] - cube[:, 0] - 0.02, 0, 0.05))
 
 
 def stack_cube(world: World) -> HandTarget:
@@ -183,8 +204,62 @@ def stack_cube(world: World) -> HandTarget:
     return HandTarget(hand, closing, np.where(placed, OPEN, wish.grip))
 
 
-RULES: dict[str, Callable[[World], HandTarget]] = {
-    "PushCube-v1": push_cube,
-    "PickCube-v1": pick_cube,
-    "StackCube-v1": stack_cube,
+def place_sphere(world: World) -> HandTarget:
+    """The ball is grasped as the hand is turned, and let go on the bottom of the bin."""
+    ball = world.place("obj")
+    held, wish = pick(world, ball, world.turned[:, :2, 1])
+    resting = world.place("bin") + np.array([0, 0, HALF + 0.005])
+    apart = np.linalg.norm((resting - ball)[:, :2], axis=1)
+    target = resting + 0.07 * np.minimum(np.maximum(apart - 0.004, 0) / 0.02, 1)[:, None] * np.array([0, 0, 1])
+    wish = carry(world, held, ball, target, wish)
+    placed = (apart < 0.005) & (np.abs(ball[:, 2] - resting[:, 2]) < 0.005)
+    leave = world.hand + np.array([0, 0, 0.05]) * (world.finger > 0.032)[:, None]
+    hand = np.where(placed[:, None], leave, wish.hand)
+    return HandTarget(hand, wish.closing, np.where(placed, OPEN, wish.grip))
+
+
+def pull_cube_tool(world: World) -> HandTarget:
+    """Grasp the L by its handle, lift it over the cube, put it down with the cube in its hook, pull. The hook hangs
+    lower than the hand, so the tool is carried high."""
+    cube, tool = world.place("cube"), world.place("l_shape_tool")
+    side = np.broadcast_to([0.0, 1.0], (len(cube), 2))
+    held, wish = pick(world, tool + np.array([0.05, 0, 0]), side, HANDLE)
+    inside = cube - tool
+    hooked = (np.abs(inside[:, 0] - 0.08) < 0.06) & (np.abs(inside[:, 1] - 0.067) < 0.03) & (tool[:, 2] < 0.04)
+    over = (cube - tool)[:, :2] - np.array([0.1, 0.067])  # from the tool to where the cube lies in its hook
+    away = np.linalg.norm(over, axis=1)
+    lifted = np.where(away > 0.02, np.clip((tool[:, 2] - 0.03) / 0.1, 0, 1), 1.0)  # first up, then across
+    height = TOOL_HALF + 0.14 * np.clip((away - 0.01) / 0.03, 0, 1)
+    carried = np.column_stack([tool[:, :2] + lifted[:, None] * over, height])
+    home = np.column_stack([tool[:, 0] - 0.15 * (cube[:, 0] > 0.5), tool[:, 1], np.full(len(tool), TOOL_HALF)])
+    wish = carry(world, held, tool, np.where(hooked[:, None], home, carried), wish)
+    return HandTarget(wish.hand, side, wish.grip)
+
+
+def push_over(world: World) -> HandTarget:
+    """The first arm of two pushes the cube to the other one, and goes back."""
+    cube = world.place("cube")
+    wish = push(world, cube, 0.08)
+    over = cube[:, 0] > MIDDLE + 0.05
+    hand = np.where(over[:, None], np.array([0.55, 0.0, 0.15]), wish.hand)
+    return HandTarget(hand, wish.closing, wish.grip)
+
+
+def take_over(world: World) -> HandTarget:
+    """The second arm of two waits until the cube is on its side, and brings it to the goal."""
+    cube, goal = world.place("cube"), world.place("goal_site")
+    held, wish = pick(world, cube, nearest_side(world, world.axis("cube")))
+    waits = cube[:, 0] > MIDDLE - 0.045
+    hand = np.where(waits[:, None], np.array([0.55, 0, 0.2]), wish.hand)
+    wish = HandTarget(hand, wish.closing, np.where(waits, OPEN, wish.grip))
+    return carry(world, held, cube, goal, wish)
+
+
+RULES: dict[str, tuple[Callable[[World], HandTarget], ...]] = {
+    "PushCube-v1": (push_cube,),
+    "PickCube-v1": (pick_cube,),
+    "StackCube-v1": (stack_cube,),
+    "PlaceSphere-v1": (place_sphere,),
+    "PullCubeTool-v1": (pull_cube_tool,),
+    "TwoRobotPickCube-v1": (push_over, take_over),  # one for each arm
 }

@@ -57,9 +57,27 @@ def test_maniskills_expert_picks_the_cube_and_the_arm_is_where_its_kinematics_sa
 
     env = ManiSkillEnv(ManiSkillConfig(task="PickCube-v1"), 6)
     assert sum(result.success_once for result in play(env, 6)) >= 5
-    world, tcp = look(env), env.envs[0].agent.tcp.pose
-    assert np.allclose(world.hand, tcp.p.numpy(), atol=1e-5)
+    world, agent = look(env, 0), env.envs[0].agent
+    assert np.allclose(world.hand, (agent.tcp.pose.p - agent.robot.pose.p).numpy(), atol=1e-5)
     env.close()
+
+
+@pytest.mark.parametrize("task", ["PlaceSphere-v1", "PullCubeTool-v1", "TwoRobotPickCube-v1"])
+def test_maniskills_expert_places_uses_a_tool_and_hands_over(task):
+    pytest.importorskip("mani_skill")
+    from embodied.envs.maniskill.env import ManiSkillEnv
+
+    env = ManiSkillEnv(ManiSkillConfig(task=task), 4)
+    assert sum(result.success_once for result in play(env, 4)) >= 3
+    env.close()
+
+
+def test_an_arm_sees_things_ahead_of_it_wherever_it_looks():
+    from embodied.envs.maniskill.expert import seen
+
+    ahead = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    things = np.array([[0.2, 0.1, 0.3], [-0.1, 0.2, 0.3], [0.1, -0.2, 0.3]])
+    assert np.allclose(seen(things, ahead), [0.2, 0.1, 0.3])
 
 
 def test_a_leaning_bowl_is_held_where_its_rim_is_and_the_higher_side_is_known():
