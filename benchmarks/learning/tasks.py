@@ -2,7 +2,8 @@
 
     python -m benchmarks.learning.tasks [--tasks pullcube_ppo ...] [--seeds 0 1 2] [--resume]
 
-The cheapest tasks come first, seed 0 of all of them before the next seed. Writes results/tasks/RECIPE-seed-S.json as
+The cheapest tasks come first, seed 0 of all of them before the next seed. Where a recipe begins with imitation, that
+policy is evaluated as well. Writes results/tasks/RECIPE-seed-S.json as
 each is done; --resume leaves out what was measured with the same recipe and prints what came of it. A result names its
 commit.
 """
@@ -10,6 +11,7 @@ commit.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import median
 
 from benchmarks.common import (
@@ -29,6 +31,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.learning.seeds import EVAL_SEED, TIMEOUT_S, evaluate, new_folder, parser, rate, read_done
+from embodied.config.yaml_values import read_yaml
 
 SEEDS = (0, 1, 2)
 PLACE, RUNS = RESULTS / "tasks", ROOT / "runs" / "tasks"
@@ -52,14 +55,30 @@ def main() -> None:
             about = {"recipe": name, "seed": seed, "eval_seed": EVAL_SEED}
             path = PLACE / f"{name}-seed-{seed}.json"
             result = read_done(path, about) if options.resume else None
-            if result is None or not still_says(name, result.get("settings", {})):
+            if result is None or not of_today(result):
                 made_here = {"commit": code_commit(), "machine": machine(), "packages": packages()}
                 made_here["settings"] = settings(resolved(name))
+                if first := start_of(name):
+                    made_here["start_settings"] = settings(resolved(first))
                 result = about | made_here | measure_seed(name, seed, env)
                 write_json(path, result)
             done.append(result)
             print(f"{name} seed {seed}: {outcome(result)}, {result['train_s']:.0f} s", flush=True)
     print(report(done))
+
+
+def start_of(name: str) -> str | None:
+    """The recipe that this one begins with."""
+    return resolved(name)["run"]["start_from"]
+
+
+def of_today(result: dict) -> bool:
+    """Whether recipe and start say what they said when this was measured."""
+    name = result["recipe"]
+    first = start_of(name)
+    return still_says(name, result.get("settings", {})) and (
+        first is None or still_says(first, result.get("start_settings", {}))
+    )
 
 
 def measure_seed(name: str, seed: int, env: dict) -> dict:
@@ -68,7 +87,11 @@ def measure_seed(name: str, seed: int, env: dict) -> dict:
     command = train_command(name, f"seed={seed}", f"run.dir={runs}", f"run.name={name}", *UNJUDGED)
     run = new_folder(runs, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
     results, rows, (trained,) = evaluate(run, env), read_metrics(run), costs
-    return {
+    start = {}
+    if start_of(name):
+        begun = evaluate(Path(read_yaml((run / "config.yaml").read_text())["run"]["start_from"]), env)["overall"]
+        start = {"start": {what: begun[what] for what in ("success_once", "success_at_end")}}
+    return start | {
         "task": resolved(name)["env"]["task"],
         "env_steps": rows[-1]["env_steps"],
         "train_s": rows[-1]["train_s"],
@@ -88,7 +111,8 @@ def outcome(result: dict) -> str:
 
 def report(done: list[dict]) -> str:
     """One row a task: every seed's outcome, and what a seed took in the median, on a machine with this load."""
-    header = ["task", "recipe", "success_once", "success_at_end", "env steps", "training s", "CPU minutes", "load"]
+    header = ["task", "recipe", "imitation alone", "success_once", "success_at_end", "env steps", "training s"]
+    header += ["CPU minutes", "load"]
     rows = []
     for name in dict.fromkeys(result["recipe"] for result in done):
         mine = [result for result in done if result["recipe"] == name]
@@ -96,6 +120,7 @@ def report(done: list[dict]) -> str:
             [
                 mine[0]["task"],
                 f"`{name}`",
+                ", ".join(f"{result['start']['success_once']['rate']:.0%}" for result in mine if "start" in result),
                 ", ".join(of_seed(result, "success_once") for result in mine),
                 ", ".join(of_seed(result, "success_at_end") for result in mine),
                 f"{median(result['env_steps'] for result in mine):,.0f}",
@@ -118,8 +143,8 @@ def kept() -> list[dict]:
     """The results that lie there and are of recipes as they are now, tasks in the order in which they are measured."""
     found = [json.loads(path.read_text()) for path in sorted(PLACE.glob("*-seed-*.json"))]
     order = recipes()
-    of_today = [one for one in found if one["recipe"] in order and still_says(one["recipe"], one.get("settings", {}))]
-    return sorted(of_today, key=lambda one: order.index(one["recipe"]))
+    kept = [one for one in found if one["recipe"] in order and of_today(one)]
+    return sorted(kept, key=lambda one: order.index(one["recipe"]))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ NONE = {"count": 0, "of": 200, "rate": 0.0, "interval": [0.0, 0.02]}
 def result(name, seed, once=RATE):
     measured = {"env_steps": 80_000, "train_s": 40.0 + seed, "cpu_s": 120.0, "return": 12.3, "curve": []}
     measured["machine"] = {"load_before": 0.5}
+    if name == "begun":
+        measured["start"] = {"success_once": once, "success_at_end": once}
     about = {"recipe": name, "seed": seed, "eval_seed": tasks.EVAL_SEED, "task": "Push-v1"}
     return about | measured | {"success_once": once, "success_at_end": once}
 
@@ -57,6 +59,14 @@ def test_resume_measures_what_is_missing_or_comes_from_another_recipe(measured, 
     assert "pullcube_ppo seed 0: success_once 95%" in capsys.readouterr().out
 
 
+def test_another_start_measures_again():
+    first = tasks.start_of("stackcube_ppo")
+    now = {"recipe": "stackcube_ppo", "settings": settings(resolved("stackcube_ppo"))}
+    assert first == "stackcube_sft" and not tasks.of_today(now)
+    assert tasks.of_today(now | {"start_settings": settings(resolved(first))})
+    assert not tasks.of_today(now | {"start_settings": settings(resolved("placesphere_sft"))})
+
+
 def test_an_option_that_came_since_changes_nothing_unless_a_recipe_chooses_it():
     kept = settings(resolved("pullcube_ppo"))
     assert still_says("pullcube_ppo", kept)
@@ -68,10 +78,12 @@ def test_an_option_that_came_since_changes_nothing_unless_a_recipe_chooses_it():
 
 
 def test_a_row_tells_every_seed_zeros_too():
-    row = tasks.report([result("a", 0), result("a", 1, NONE), result("b", 0, None)]).splitlines()[2:]
+    row = tasks.report([result("a", 0), result("a", 1, NONE), result("b", 0, None), result("begun", 0)]).splitlines()[
+        2:
+    ]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in row]
-    assert cells[0][2] == "95% [91%, 97%], 0% [0%, 2%]" and cells[0][4:] == ["80,000", "40", "2", "0.5"]
-    assert cells[1][2:4] == ["return 12", "-"]
+    assert cells[0][2:4] == ["", "95% [91%, 97%], 0% [0%, 2%]"] and cells[0][5:] == ["80,000", "40", "2", "0.5"]
+    assert cells[1][3:5] == ["return 12", "-"] and cells[2][2] == "95%"
 
 
 @pytest.mark.parametrize("name", recipe_names(BY_TASK))
