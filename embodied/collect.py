@@ -112,7 +112,11 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     buffers = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    spec, episodes = play(config, plan, target, buffers, expert)
+    try:
+        spec, episodes = play(config, plan, target, buffers, expert)
+    except KeyboardInterrupt:
+        shutil.rmtree(buffers)
+        raise
     results = summarize(episodes)
     if expert == "planner":
         warn_of_time(episodes, spec.max_episode_steps)

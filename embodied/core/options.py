@@ -25,11 +25,16 @@ class Strict(BaseModel):
     @classmethod
     def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool):
-            wanted = cls.model_fields[str(info.field_name)].annotation
-            kinds = {wanted, *get_args(wanted)}
+            kinds = set(types_of(cls.model_fields[str(info.field_name)].annotation))
             if kinds & {int, float} and bool not in kinds:
                 raise ValueError("should be a number")
         return value
+
+
+def types_of(annotation: Any) -> list[Any]:
+    """What an annotation is made of, `X | None` and `Annotated[X, ...]` taken apart."""
+    parts = [part for part in get_args(annotation) if isinstance(part, type) or get_args(part)]
+    return [annotation, *(kind for part in parts for kind in types_of(part))]
 
 
 def one_or_several(value: Any) -> Any:

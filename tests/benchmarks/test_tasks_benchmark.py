@@ -9,6 +9,7 @@ from benchmarks.learning import tasks
 from embodied.config.merge import recipe_of_task
 from embodied.config.recipe import load
 from embodied.config.recipe_files import BY_TASK, recipe_names
+from embodied.core.errors import ConfigError
 
 RATE = {"count": 190, "of": 200, "rate": 0.95, "interval": [0.91, 0.97]}
 NONE = {"count": 0, "of": 200, "rate": 0.0, "interval": [0.0, 0.02]}
@@ -102,6 +103,8 @@ def test_the_solver_iterations_of_a_recipe_are_for_its_task_alone():
         load(["recipe=maniskill_ppo", "env.task=PickCube-v1", "env.solver_iterations=8"]).config.env.solver_iterations
         == 8
     )
+    with pytest.raises(ConfigError, match=r"solver_iterations=true: should be a number"):
+        load(["recipe=maniskill_ppo", "env.solver_iterations=true"])
 
 
 def test_the_first_screen_names_the_recipe_of_a_task(capsys):
