@@ -12,7 +12,7 @@ import pytest
 from embodied.algorithms.groups import GroupPool
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, WorkerFailed
-from embodied.envs.worker import SimWorker
+from embodied.envs.sim_worker import SimWorker
 from embodied.learners.optimizer import PolicyOptimizer
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan

@@ -7,7 +7,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.envs.worker import SimWorker
+from embodied.envs.sim_worker import SimWorker
 from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
