@@ -1,4 +1,4 @@
-"""Where each role runs: grammar, modes, plans. Pure planning; imports nothing else of the toolkit."""
+"""Where each role runs: grammar, modes, cores, plans. Pure planning; imports nothing else of the toolkit."""
 
 from embodied.placement.errors import PlacementError
 from embodied.placement.grammar import PlacedRole, roles_of
