@@ -9,8 +9,8 @@ from faulty_env import commit
 
 from benchmarks.gates import arrive
 from embodied.core.types import EnvSpec
+from embodied.envs.sim_worker import SimWorker
 from embodied.envs.vector_env import VectorEnv
-from embodied.envs.worker import SimWorker
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.worker import PolicyWorker
 

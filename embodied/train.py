@@ -22,7 +22,6 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.core.files import reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
-from embodied.learners.rendezvous import rendezvous_point
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.progress import Console
 from embodied.reporting.results import RESULTS, read_results
@@ -35,6 +34,7 @@ from embodied.run.first_run import FirstRun, first_run, starting_from
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
 from embodied.run.run_folder import RunFolder
+from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.imitation import imitation_of
 from embodied.workflows.rl_loop import EmbodiedLoop

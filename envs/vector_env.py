@@ -47,7 +47,7 @@ class StepResult:
 class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
     """Base of every env plug-in, constructed as `MyEnv(config, num_envs)`."""
 
-    worker = "embodied.envs.worker:SimWorker"  # by name: the driver never imports a simulator's worker
+    worker = "embodied.envs.sim_worker:SimWorker"  # by name: the driver never imports a simulator's worker
     mixes_tasks = False  # whether rows of one env may play different tasks at the same time
     metadata = {"autoreset_mode": AutoresetMode.DISABLED, "render_modes": ["rgb_array"]}  # noqa: RUF012
     render_mode = "rgb_array"

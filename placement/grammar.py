@@ -17,6 +17,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from embodied.placement.cores import split_cores
+from embodied.placement.errors import PlacementError
+from embodied.placement.topology import MOST
+
 MODES = ("auto", "collocated", "disaggregated", "hybrid")
 DEVICES = re.compile(
     r"(?:(?P<node>[\w.-]+)/)?(?P<kind>[a-z]\w*):(?P<first>\d+)(?:-(?P<last>\d+))?(?:\*(?P<workers>\d+))?"
@@ -25,12 +29,7 @@ EXAMPLES = (
     "examples: cpu:0-1 (one worker, two cores), cpu:0-1*2 (two workers, one core each), gpu:0-3, gpu:0*2, node1/gpu:0"
 )
 MAP_EXAMPLE = '{"sim,policy": "cpu:0", learner: "cpu:0"}'  # holds everywhere
-MOST = 9999  # devices of a kind on a node
 PLACE_KEYS = ("devices", "render")
-
-
-class PlacementError(ValueError):
-    """This placement cannot be; the text holds the arithmetic and one that can."""
 
 
 @dataclass(frozen=True)
@@ -108,20 +107,6 @@ def _parse_part(part: str, whole: str) -> list[Slot]:
     return [Slot(kind, share, node) for share in split_cores(devices, workers or 1, part)]
 
 
-def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[int, ...]]:
-    """Disjoint equal parts."""
-    each, rest = divmod(len(cores), workers)
-    if rest or not each:
-        first = cores[0]
-        if not each:
-            works = f"cpu:{first}-{first + workers - 1}*{workers}, or fewer workers: cpu:{span(cores)}*{len(cores)}"
-        else:
-            works = f"cpu:{span(cores[: each * workers])}*{workers}"
-        uneven = f"{part!r} splits {number(len(cores), 'core')} among {workers} workers"
-        raise PlacementError(f"{uneven}, which leaves no equal parts; try {works}")
-    return [cores[i * each : (i + 1) * each] for i in range(workers)]
-
-
 def parse_map(
     placement: Mapping[str, Any], roles: Sequence[PlacedRole] = EMBODIED, more: bool = False
 ) -> dict[tuple[str, ...], list[Slot]]:
@@ -192,21 +177,6 @@ def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], p
     shared = [cards[at * len(cards) // len(own)] for own in beside.values() for at in range(len(own))]
     ordered = [slot for own in beside.values() for slot in own]
     return [replace(slot, render=f"gpu:{card.devices[0]}") for slot, card in zip(ordered, shared)]
-
-
-def number(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def span(numbers: tuple[int, ...]) -> str:
-    """0-3,6 for (0, 1, 2, 3, 6)."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def text_of(devices: Sequence[tuple[str, str, int]]) -> str:

@@ -12,9 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 from embodied.placement import mode_rules
-from embodied.placement.grammar import EMBODIED, PlacedRole, PlacementError, Slot, number, parse_map, roles_of, span
+from embodied.placement.cores import cores_beside, cores_of
+from embodied.placement.errors import PlacementError, number, span
+from embodied.placement.grammar import EMBODIED, PlacedRole, Slot, parse_map, roles_of
 from embodied.placement.mode_rules import ENVS_PER_SIM
-from embodied.placement.topology import Gpu, Node, Topology, one_machine
+from embodied.placement.topology import Gpu, Node, Topology, gpu_of, not_there, one_machine
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) 
         if slot.render and slot.render not in node.named:
             raise PlacementError(f"{not_there(slot.render, node)}, so nothing can be drawn on it")
         if slot.kind == "cpu":
-            cores = cores_of(slot, node)
+            cores = cores_of(slot.devices, node)
             hosts.append(PlannedHost(name, roles, cores, len(cores), **where, gpu=gpu_of(slot.render, node)))
         else:
             device = f"{slot.kind}:{slot.devices[0]}"
@@ -198,47 +200,6 @@ def node_of(name: str, machines: Topology) -> Node:
     known = ", ".join(f"{node.name} ({number(node.cores, 'core')})" for node in machines.nodes if node.name)
     alone = f"this run uses one machine; leave out {name}/, or join a Ray cluster: cluster.address=host:port"
     raise PlacementError(f"placement names the node {name!r}, but {f'the cluster has {known}' if known else alone}")
-
-
-def cores_of(slot: Slot, node: Node) -> tuple[int, ...]:
-    """The core numbers behind a slot, if its machine has them."""
-    cores = node.core_numbers
-    if slot.devices[-1] >= len(cores):
-        have = f"{len(cores)} cores, cpu:0-{len(cores) - 1}" if len(cores) > 1 else "one core, cpu:0"
-        raise PlacementError(f"cpu:{span(slot.devices)} is not there: this run may use {have}")
-    return tuple(cores[device] for device in slot.devices)
-
-
-def cores_beside(device: str, node: Node) -> tuple[int, ...]:
-    """The cores that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
-    kind = device.partition(":")[0]
-    if kind != "fake" and device not in node.named:
-        raise PlacementError(not_there(device, node))
-    gpu = gpu_of(device, node)
-    if gpu is None:
-        return node.core_numbers
-    near, cores = node.gpus, node.core_numbers
-    if gpu.numa is not None and gpu.numa < len(node.numa) and node.numa[gpu.numa]:
-        near, cores = tuple(other for other in node.gpus if other.numa == gpu.numa), node.numa[gpu.numa]
-    each, place = len(cores) // len(near), near.index(gpu)
-    return cores[place * each : (place + 1) * each] if each else cores
-
-
-def gpu_of(device: str, node: Node) -> Gpu | None:
-    return next((gpu for gpu in node.gpus if device == f"gpu:{gpu.index}"), None)
-
-
-def not_there(device: str, node: Node) -> str:
-    kind = device.partition(":")[0]
-    if mine := [name for name in node.named if name.startswith(f"{kind}:")]:
-        return f"{device} is not there: this run may use {', '.join(mine)}"
-    if kind == "gpu":
-        return f"{device} is not there: no NVIDIA GPU is seen here"
-    known = sorted({"cpu", "gpu", "fake", *(name.partition(":")[0] for name in node.devices)})
-    return (
-        f"{device} is not there: devices are {', '.join(known)}, and hardware that the recipe declares: "
-        f"cluster.devices=[{device}]"
-    )
 
 
 def check_alike(roles: tuple[str, ...], slots: list[Slot]) -> None:

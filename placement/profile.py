@@ -15,7 +15,7 @@ from typing import Any
 
 from embodied.placement.cost_curves import Curve, constant, curve_from_json
 from embodied.placement.dataflow import Dataflow, dataflow_from_json
-from embodied.placement.grammar import PlacementError
+from embodied.placement.errors import PlacementError
 from embodied.placement.layout import DeviceClass
 
 FORMAT = "embodied-profile/1"

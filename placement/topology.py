@@ -19,11 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.placement.grammar import MOST, PlacementError, number
+from embodied.placement.errors import PlacementError, number
 from embodied.placement.layout import DeviceClass
 
 GB = 1e9
 GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, "A10": 24.0, "L4": 24.0, "T4": 16.0}
+MOST = 9999  # devices of a kind on a node
 CORES_PER_GPU = 16
 CORE_GB = 8.0  # of the machine's memory, for each of its cores
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
@@ -118,6 +119,25 @@ def describe_node(node: Node) -> str:
 def one_machine(cores: tuple[int, ...]) -> Topology:
     """A machine with these cores, and nothing else."""
     return Topology((Node("", len(cores), core_ids=cores),))
+
+
+def gpu_of(device: str, node: Node) -> Gpu | None:
+    """The GPU that a placement calls gpu:N on this machine."""
+    return next((gpu for gpu in node.gpus if device == f"gpu:{gpu.index}"), None)
+
+
+def not_there(device: str, node: Node) -> str:
+    """The refusal of a device that a machine lacks, with those of its kind that it has."""
+    kind = device.partition(":")[0]
+    if mine := [name for name in node.named if name.startswith(f"{kind}:")]:
+        return f"{device} is not there: this run may use {', '.join(mine)}"
+    if kind == "gpu":
+        return f"{device} is not there: no NVIDIA GPU is seen here"
+    known = sorted({"cpu", "gpu", "fake", *(name.partition(":")[0] for name in node.devices)})
+    return (
+        f"{device} is not there: devices are {', '.join(known)}, and hardware that the recipe declares: "
+        f"cluster.devices=[{device}]"
+    )
 
 
 def read_topology(text: str) -> Topology:

@@ -81,7 +81,7 @@ def keep_renderer(request):
         request.getfixturevalue("kept_renderer")
 
 
-WORKERS = ("embodied.envs.worker", "embodied.policies.worker", "embodied.policies.mlp", "embodied.learners.worker")
+WORKERS = ("embodied.envs.sim_worker", "embodied.policies.worker", "embodied.policies.mlp", "embodied.learners.worker")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from embodied.config.recipe import load
 from embodied.envs.pointmass import env as pointmass
 from embodied.learners import train_batch
-from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.run import launch
+from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 5
@@ -153,7 +153,7 @@ def test_four_learners_that_each_act_with_their_own_weights_give_the_same(refere
 )
 def test_how_learners_compute_and_send_changes_nothing(reference, tmp_path, placement, backend, options, route):
     check_same(trained(tmp_path, placement, backend, options=options, route=route)[0], reference)
-    assert not list(tmp_path.glob("learners-*"))
+    assert not list(tmp_path.glob("ranks-*"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 `worker` is the role, `update` an iteration of RL, `bc` and `text_imitation` imitation (of `examples`), `model` the
 policy as it is trained, `optimizer` Adam and learning rates, `rollout_buffer` and its neighbours the batches,
-`rendezvous`, `collective` and `sharding` several ranks.
+`sharding` weights split over several ranks, who agree by `embodied/runtime/collective.py`.
 """
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "examples",
     "memory_estimate",
     "model",
-    "rendezvous",
     "rollout_buffer",
     "text_imitation",
     "update",

@@ -14,7 +14,6 @@ import torch
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import BatchEnd, BatchPart, GroupPart, Trajectory, join
-from embodied.learners.collective import Alone, Collective
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer, lr_factor
 from embodied.learners.rollout_buffer import flatten
@@ -22,6 +21,7 @@ from embodied.learners.token_batch import Packing, build_token_batch
 from embodied.learners.train_batch import GRPOBatch, PPOBatch, logprobs_of, moments_of
 from embodied.learners.update import check_finite, check_weights, gradient, mismatch_numbers
 from embodied.runtime import Channel
+from embodied.runtime.collective import Alone, Collective
 
 NO_DEADLINE = float("inf")  # episodes take their time; a channel closes where the run fails
 

@@ -16,8 +16,8 @@ from torch.optim.adam import adam
 from embodied.algorithms.config import AlgoConfig, GRPOConfig
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import CheckpointError
-from embodied.learners.collective import Collective
 from embodied.learners.sharding import HALVES, is_sharded, local, part_of
+from embodied.runtime.collective import Collective
 from embodied.runtime.tensor_bytes import (
     Blob,
     Spec,

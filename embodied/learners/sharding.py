@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
-from embodied.learners.rendezvous import RendezvousAddress, RendezvousFile
+from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -23,7 +23,6 @@ from embodied.algorithms.advantages import normalize, token_gae
 from embodied.algorithms.config import AlgoConfig, GRPOConfig, PPOConfig
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.types import BatchPart, Trajectory
-from embodied.learners.collective import Collective
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.rollout_buffer import ItemBatch, own, permutation, take
@@ -39,6 +38,7 @@ from embodied.learners.train_batch import (
     staleness,
 )
 from embodied.policies.base import Policy
+from embodied.runtime.collective import Collective
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, out_of_bounds, ppo_loss_sum
 from embodied.core.arrays import Observation, host, is_tensor, map_obs
 from embodied.core.types import Array, BatchPart, Trajectory
-from embodied.learners.collective import Collective
 from embodied.learners.model import Model
 from embodied.learners.rollout_buffer import ItemBatch, flatten, own, permutation, step_items, take
 from embodied.policies.base import Scores
+from embodied.runtime.collective import Collective
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,9 @@ from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
-from embodied.learners.collective import Alone, Collective, done_together, join
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
-from embodied.learners.rendezvous import RendezvousAddress, listen
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.token_batch import build_token_batch, packing_of
@@ -32,7 +30,9 @@ from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
+from embodied.runtime.collective import Alone, Collective, done_together, join
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
+from embodied.runtime.rendezvous import RendezvousAddress, listen
 from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import Publication, WeightStore
 

@@ -33,9 +33,9 @@ from embodied.core.types import (
     Trajectory,
     join,
 )
+from embodied.envs.sim_worker import SimWorker
 from embodied.envs.vector_env import VectorEnv
 from embodied.envs.whole_episodes import arrays_of
-from embodied.envs.worker import SimWorker
 from embodied.learners.memory_estimate import Memory, size_of
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy

@@ -20,7 +20,8 @@ from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.grammar import EMBODIED, number, others
+from embodied.placement.errors import number
+from embodied.placement.grammar import EMBODIED, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.profile_planner import Choice, Planner

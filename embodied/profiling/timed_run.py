@@ -17,7 +17,6 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
-from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Edge, traced_edges
@@ -31,6 +30,7 @@ from embodied.reporting.timeline import Timeline
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
+from embodied.runtime.rendezvous import rendezvous_point
 from embodied.runtime.timers import Total
 from embodied.workflows.rl_loop import EmbodiedLoop
 

@@ -3,7 +3,7 @@
 Counted are large policies where they act and where they learn, a language model's engine, the images of an
 iteration, and simulators that load large scenes; not what simulators take of a GPU, and not small policies. What
 a worker holds of a GPU can leave it for the host's memory while others are at work there, as in the run
-(`runtime/leases.py`).
+(`runtime/device_leases.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@
     served_while_busy      marks a method that answers while the worker is at work
     choose_backend, describe_backend, nodes_of    inline, local or ray, and the nodes of a Ray cluster
 
-Imports neither torch nor ray, so that a host starts in a blink. Weights and device memory have modules of their own.
+Imports neither torch nor ray, so that a host starts in a blink. Weights, device memory and sums over
+ranks have modules of their own.
 """
 
 from embodied.runtime.backend import choose_backend, describe_backend, nodes_of

@@ -5,6 +5,8 @@ view) need not know. Until it is back, it must not be used. Storage that belongs
 
 What a worker takes besides its tensors is measured. A simulator allocates by itself, so what it takes is what the GPU
 has less of afterwards, provided that only simulators are built meanwhile. On cores nothing is limited or counted.
+
+Whose memory has to move is decided in `device_leases.py`, and asked of the worker by `device_sharing.py`.
 """
 
 from __future__ import annotations

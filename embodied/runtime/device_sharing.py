@@ -10,8 +10,9 @@ A phase waits for devices that another thread's phase holds, or that come back w
 not wait for workers that give way: they join it when another phase gives their devices back, and leave it when another
 wants them, as soon as the thread that is in it sees to that.
 
-Memory moves only where a limit is known and what two phases need does not fit beside each other. `leases.py` decides
-which workers get which devices when; what a worker has on its device is counted and moved in `device_memory.py`.
+Memory moves only where a limit is known and what two phases need does not fit beside each other. `device_leases.py`
+decides which workers get which devices when; what a worker has on its device is counted and moved in
+`device_memory.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from functools import partial
 
 from embodied.core.errors import DeadlineExceeded
 from embodied.runtime.cluster import Cluster
+from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.group import Handle, WorkerGroup
-from embodied.runtime.leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.timers import Timers
 
 

@@ -1,4 +1,7 @@
-"""Shared by the backends whose hosts are processes: how one is started, watched from outside, and ended."""
+"""Shared by the backends whose hosts are processes: how one is started, watched from outside, and ended.
+
+Which cores a host gets is decided in `placement/cores.py`; that this machine has them is checked here.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +115,7 @@ def progress_memory(more_bytes: int = 0) -> tuple[int, mmap.mmap]:
 
 
 def check_cores(plan: HostPlan, usable: Iterable[int], who: str = "this process") -> None:
+    """Refuses a host that is to run on cores which `who` may not use."""
     if not set(usable).issuperset(plan.cores):
         raise ValueError(
             f"host {plan.name} is to run on cores {ranges(plan.cores)}, but {who} may use only {ranges(tuple(usable))}"

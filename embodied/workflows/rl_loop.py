@@ -5,7 +5,8 @@ how a batch is collected below (`HorizonCollector`, PPO) and in `group_collector
 which sim, and what happens when one dies, in `rollout_manager.py`, which weights act in `runtime/weights.py`,
 evaluation in `evaluator.py`. Where each worker runs is the plan's business.
 
-`pipeline.schedule` changes when the three steps of an iteration happen, never what they compute:
+`pipeline.schedule` (`PipelineSection` in `config/sections.py`, as is `pipeline.async_level`) changes when the three
+steps of an iteration happen, never what they compute:
 
     sync      collect a batch with version n, update on it, publish version n + 1
     periodic  the same, but learners take groups of episodes as they finish (`GroupStream`) and make one step at the end

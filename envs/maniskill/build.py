@@ -21,7 +21,8 @@ def draws_on_gpu() -> bool:
 
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
-    from embodied.envs.maniskill.choices import check_reward, check_robot, refused
+    from embodied.envs.maniskill.choices import check_robot, refused
+    from embodied.envs.maniskill.rewards import check_reward
 
     ensure_vulkan()
     height, width = config.image_size

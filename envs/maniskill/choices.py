@@ -1,4 +1,4 @@
-"""Rewards, control modes, cameras and robots that a ManiSkill task offers, and errors that list them."""
+"""Control modes, cameras and robots that a ManiSkill task offers, and errors that list them. Rewards: `rewards.py`."""
 
 from __future__ import annotations
 
@@ -8,46 +8,10 @@ from typing import Any
 
 from embodied.core.errors import ConfigError, nearest
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill.bridge.tasks import TWINS
+from embodied.envs.maniskill.rewards import reward_modes
 from embodied.envs.maniskill.state_numbers import groups, widths
 from embodied.envs.maniskill.tasks import find_task
 from embodied.envs.own_modules import where
-
-SHAPED = ("dense", "normalized_dense")
-
-
-def reward_modes(cls: type) -> list[str]:
-    """The reward modes of a task's class, without shaped ones that it does not implement."""
-    from mani_skill.envs.sapien_env import BaseEnv
-
-    own_way = cls.get_reward is not BaseEnv.get_reward
-    missing = [mode for mode in SHAPED if not own_way and not has_reward(cls, mode, BaseEnv)]
-    return [mode for mode in cls.SUPPORTED_REWARD_MODES if mode not in missing]
-
-
-def has_reward(cls: type, mode: str, base: type) -> bool:
-    name = f"compute_{mode}_reward"
-    return getattr(cls, name) is not getattr(base, name)
-
-
-def class_of(task: str) -> type:
-    """The class that plays a task: of ManiSkill's bridge tasks one of ours, with rewards."""
-    if task in TWINS:
-        from embodied.envs.maniskill.bridge.twins import KINDS
-
-        return KINDS[task]
-    return find_task(task).cls
-
-
-def check_reward(config: ManiSkillConfig) -> None:
-    cls = class_of(config.task)
-    known = reward_modes(cls)
-    if config.reward_mode in known:
-        return
-    text = f"env.reward_mode={config.reward_mode}: {config.task} has {', '.join(known)}"
-    if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
-        text += f"; its class does not write compute_{config.reward_mode}_reward"
-    raise ConfigError(text + nearest(config.reward_mode, known))
 
 
 def check_robot(config: ManiSkillConfig) -> None:

@@ -181,7 +181,8 @@ class ManiSkillEnv(VectorEnv):
         ensure_vulkan()
         for task in cls.tasks(config):
             if task not in BATCHED_TASKS or config.robot or config.modules:
-                from embodied.envs.maniskill.choices import check_reward, check_robot
+                from embodied.envs.maniskill.choices import check_robot
+                from embodied.envs.maniskill.rewards import check_reward
 
                 one = config.model_copy(update={"task": task})
                 check_task(task)

@@ -5,15 +5,16 @@ import sys
 
 import pytest
 
-from embodied.learners.rendezvous import listen
+from embodied.runtime.rendezvous import listen
 
 PROGRAM = """
 import sys, numpy as np, torch
-from embodied.learners import collective
-from embodied.learners.rendezvous import RendezvousAddress, RendezvousFile
+from embodied.runtime import collective
+from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
 kind, where, rank, size = getattr(collective, sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+named = {"role": "learner"} if kind is collective.SharedMemory else {}
 host, _, port = where.rpartition(":")
-ranks = kind(RendezvousAddress(host, int(port), 30.0) if host else RendezvousFile(where, 30.0), rank, size)
+ranks = kind(RendezvousAddress(host, int(port), 30.0) if host else RendezvousFile(where, 30.0), rank, size, **named)
 for round in range(50):
     for dtype in (torch.float32, torch.float64):
         total = ranks.sum(torch.full((1000 + 100 * (round % 3),), float(rank + round), dtype=dtype))

@@ -13,10 +13,10 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
 from embodied.learners.bc import DemoImages, Demonstrations, next_keyframes
-from embodied.learners.collective import Alone
 from embodied.learners.optimizer import PolicyOptimizer, sft_factor
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
+from embodied.runtime.collective import Alone
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"a": (16, 16, 3), "b": (8, 4, 3)}, instruction=True)
 

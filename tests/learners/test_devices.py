@@ -10,9 +10,9 @@ from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets import RecordedEpisode
 from embodied.learners.bc import Demonstrations, ImitationLearner
-from embodied.learners.collective import Alone
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import mismatch_of
+from embodied.runtime.collective import Alone
 
 PLAYED = Trajectory(
     ids=np.array([3, 5]),

@@ -12,7 +12,6 @@ import torch
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import ConfigError
-from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
@@ -22,6 +21,7 @@ from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
 from embodied.policies.folder import read_blobs, read_weights
 from embodied.runtime import Timers
+from embodied.runtime.collective import Alone
 from embodied.runtime.device_memory import Offloader, num_bytes
 from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
@@ -184,7 +184,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.types import EnvSpec
 from embodied.core.types import env_blocks
 from embodied.learners.config import LearnerConfig
-from embodied.learners.rendezvous import RendezvousFile
+from embodied.runtime.rendezvous import RendezvousFile
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
@@ -197,7 +197,7 @@ def learner(seed):
         LearnerConfig(shard=True, micro_batch_size=2, checkpoint_activations=True), seed,
         RendezvousFile(str(out / "meet"), 60.0),
     )
-    worker.rank, worker.world_size, worker.timers = rank, size, Timers()
+    worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, size, Timers()
     return worker
 
 worker, actor = learner(0), toy.make()
@@ -279,7 +279,7 @@ import toy
 from embodied.algorithms.config import PPOConfig
 from embodied.core.types import env_blocks
 from embodied.learners.config import LearnerConfig
-from embodied.learners.rendezvous import RendezvousFile
+from embodied.runtime.rendezvous import RendezvousFile
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
@@ -291,7 +291,7 @@ actor.save_pretrained(out / f"start-{rank}")
 algo = PPOConfig(rollout_decisions=toy.T, epochs=1, minibatch_size=toy.T * toy.N, lr=1e-2)
 config = LearnerConfig(shard=True, micro_batch_size=1)
 worker = LearnerWorker(toy.make(dtype="bfloat16").config, algo, config, 0, RendezvousFile(str(out / "meet"), 60.0))
-worker.rank, worker.world_size, worker.timers = rank, 2, Timers()
+worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, 2, Timers()
 worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
 block = env_blocks(toy.N, 2)[rank]
 data = toy.columns(toy.rollout(actor, 0), slice(block.start, block.stop))

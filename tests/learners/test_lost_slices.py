@@ -11,14 +11,14 @@ import torch
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core.types import join, map_decisions
-from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
-from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
+from embodied.runtime.collective import Alone, Threads
+from embodied.runtime.rendezvous import InProcessRendezvous
 
 _spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
 toy = importlib.util.module_from_spec(_spec)

@@ -7,13 +7,13 @@ import torch
 from embodied.algorithms.config import PPOConfig
 from embodied.config.recipe import load
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.memory_estimate import count, estimate, made_up
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
+from embodied.runtime.collective import Alone
 
 SPEC = EnvSpec(ActionSpec(7), state_dim=8, images={"top": (64, 64, 3)}, instruction=True)
 

@@ -12,12 +12,12 @@ from embodied.algorithms.advantages import gae
 from embodied.algorithms.config import PPOConfig
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
+from embodied.runtime.collective import Alone
 from embodied.train import main
 
 _spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")

@@ -16,10 +16,10 @@ from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.base import TextEnv, Turn
 from embodied.learners.config import LearnerConfig
 from embodied.learners.examples import read_examples, solved
-from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, packs, written
 from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
+from embodied.runtime.rendezvous import InProcessRendezvous
 from embodied.runtime.timers import Timers
 from tests.imitating_policy import Characters
 

@@ -14,15 +14,15 @@ from embodied.algorithms.advantages import token_gae
 from embodied.algorithms.config import PPOConfig
 from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_blocks
 from embodied.learners.accumulation import Accumulation
-from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
-from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
+from embodied.runtime.collective import Alone, Threads
+from embodied.runtime.rendezvous import InProcessRendezvous
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from speaking_policy import MAX_TOKENS, Judging, talks

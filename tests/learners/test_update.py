@@ -12,14 +12,14 @@ import torch
 from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
 from embodied.core.types import env_blocks, join
-from embodied.learners.collective import Alone, Threads
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
-from embodied.learners.rendezvous import InProcessRendezvous
 from embodied.learners.rollout_buffer import permutation
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
+from embodied.runtime.collective import Alone, Threads
+from embodied.runtime.rendezvous import InProcessRendezvous
 
 
 def beside(path):

@@ -14,7 +14,6 @@ from embodied.core.arrays import map_obs, text_arrays
 from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.bc import Demonstrations, ImitationLearner
-from embodied.learners.collective import Alone
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
 from embodied.learners.optimizer import PolicyOptimizer
@@ -22,6 +21,7 @@ from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.runtime.collective import Alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 

@@ -5,12 +5,12 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import EmbodiedError
-from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
 from embodied.run import launch
 from embodied.runtime import device_memory
+from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ARGUMENTS = [

@@ -12,12 +12,12 @@ import pytest
 from embodied.algorithms.groups import GroupPool
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError, WorkerFailed
-from embodied.envs.worker import SimWorker
+from embodied.envs.sim_worker import SimWorker
 from embodied.learners.optimizer import PolicyOptimizer
-from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.run import launch
+from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.group_collector import GroupStream
 from embodied.workflows.rl_loop import EmbodiedLoop
 

@@ -12,10 +12,10 @@ from stepped import strike
 
 from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
-from embodied.learners.rendezvous import rendezvous_point
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.run import launch
+from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 3

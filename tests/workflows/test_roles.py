@@ -7,13 +7,13 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.envs.worker import SimWorker
-from embodied.learners.rendezvous import rendezvous_point
+from embodied.envs.sim_worker import SimWorker
 from embodied.placement import make_plan
 from embodied.policies.folder import read_weights
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
 from embodied.runtime import Worker
+from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.contract import BatchSource, Role, check_roles
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.imitation import ImitationLoop, RecordedEpisodes

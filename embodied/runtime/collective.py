@@ -1,4 +1,5 @@
-"""Agreement among learner ranks: sums and gathers in rank order, so that every rank holds the same bits."""
+"""Agreement among the workers of a role that compute together, its ranks: sums and gathers in rank order, so that every
+rank holds the same bits. Ranks find each other by `rendezvous.py`."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
-from embodied.learners.rendezvous import InProcessRendezvous, Rendezvous, RendezvousAddress, RendezvousFile
-from embodied.runtime import Worker
+from embodied.runtime.rendezvous import InProcessRendezvous, Rendezvous, RendezvousAddress, RendezvousFile
+from embodied.runtime.worker import Worker
 
 SPINS = 20_000  # times that a waiting rank reads the counters before it begins to sleep in between
 
 
 class Alone:
-    """A single learner rank."""
+    """A single rank."""
 
     def sum(self, values: Tensor) -> Tensor:
         return values
@@ -96,9 +97,9 @@ class SharedMemory(Gloo):
     other machines use Gloo.
     """
 
-    def __init__(self, file: RendezvousFile, rank: int, world_size: int) -> None:
+    def __init__(self, file: RendezvousFile, rank: int, world_size: int, *, role: str) -> None:
         super().__init__(file, rank, world_size)
-        self.rank, self.timeout_s = rank, file.timeout_s
+        self.rank, self.role, self.timeout_s = rank, role, file.timeout_s
         self.path = file.path + "-sums"
         self.round = 0
         self.slots: np.ndarray | None = None
@@ -126,7 +127,7 @@ class SharedMemory(Gloo):
                 time.sleep(0.0001)
                 if time.monotonic() > until:
                     late = np.flatnonzero(counters < self.round).tolist()
-                    raise DeadlineExceeded(f"learner ranks {late} did not join a sum within {self.timeout_s:g} s")
+                    raise DeadlineExceeded(f"{self.role} ranks {late} did not join a sum within {self.timeout_s:g} s")
 
     def _map(self, size: int) -> None:
         """Rank 0 makes the file, all map it, and its name is gone again before anybody uses it."""
@@ -175,13 +176,18 @@ def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collecti
     if isinstance(rendezvous, InProcessRendezvous):
         return Measured(Threads(rendezvous, rank), worker)
     if device == "cpu" and isinstance(rendezvous, RendezvousFile) and platform.machine() == "x86_64":
-        ranks = SharedMemory(rendezvous, rank, world_size)
+        ranks = SharedMemory(rendezvous, rank, world_size, role=role_of(worker))
     else:
         ranks = Gloo(rendezvous, rank, world_size, device)
     ranks.gather(np.zeros(1))
     if rank == 0:
         rendezvous.remove()
     return Measured(ranks, worker)
+
+
+def role_of(worker: Worker) -> str:
+    """The role in a worker's name: trainer of trainer-1."""
+    return worker.name.rpartition("-")[0]
 
 
 def done_together(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +202,7 @@ def done_together(method: Callable[..., Any]) -> Callable[..., Any]:
 
             if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
                 raise
-            role, told = worker.name.rpartition("-")[0], str(error).strip().splitlines()[-1]
+            role, told = role_of(worker), str(error).strip().splitlines()[-1]
             raise ChannelClosed(f"between the {role}s", role, f"the connection to another one ended: {told}") from error
 
     return call

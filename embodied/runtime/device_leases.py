@@ -6,7 +6,8 @@ that has been idle longest first. Gangs that share no device never wait for each
 
 Waiting gangs take over by tier, and within a tier in the order of the workflow, producers before their consumers. A
 preemptible gang that holds what one of a tier before its own waits for should give way: stop, release, and ask again.
-Acting on what the coordinator asks for is the caller's business (`device_sharing.py`).
+Acting on what the coordinator asks for is the business of `device_sharing.py`, moving memory that of
+`device_memory.py`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from embodied.core.errors import DeadlineExceeded
 from embodied.runtime import Cluster, HostPlan, Needs, Timers, Worker, share_devices
+from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.device_sharing import DeviceSharing
-from embodied.runtime.leases import GB, Action, Claim, Coordinator, LeaseError
 
 
 def finish(coordinator, actions):

@@ -1,4 +1,5 @@
-"""The rendezvous of the learner ranks. Imports torch only once ranks connect, since the driver creates it."""
+"""Where the ranks of a role find each other, for `collective.py`. Imports torch only once ranks connect, since the
+driver makes the rendezvous."""
 
 from __future__ import annotations
 
@@ -72,13 +73,13 @@ Rendezvous = RendezvousFile | RendezvousAddress | InProcessRendezvous
 def rendezvous_point(
     ranks: int, backend: str, folder: Path, timeout_s: float
 ) -> RendezvousFile | InProcessRendezvous | None:
-    """Returns where the learner ranks of a run on one machine meet, None for a single rank. A file lies in a folder
+    """Returns where the ranks of a role meet on one machine, None for a single rank. A file lies in a folder
     that only this run uses."""
     if ranks == 1:
         return None
     if backend == "inline":
         return InProcessRendezvous(ranks, timeout_s)
-    return RendezvousFile(str(folder / f"learners-{secrets.token_hex(4)}"), timeout_s)
+    return RendezvousFile(str(folder / f"ranks-{secrets.token_hex(4)}"), timeout_s)
 
 
 def listen(timeout_s: float) -> tuple[Any, RendezvousAddress]:

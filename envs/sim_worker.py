@@ -1,7 +1,8 @@
 """The sim worker: owns a slice of the run's envs, plays rollouts for training and episodes for evaluation.
 
 It never sees the policy, only the channels of its `Route`. Finished rows are reset here, at the decision border, to the
-next episode of the driver's list; the arrays it records go to the learner ranks that own the env rows.
+next episode of the driver's list; the arrays it records go to the learner ranks that own the env rows. A chunk of
+actions is played in `step_chunk` of `vector_env.py`, called by the `EpisodePlayer` of `episode_player.py`.
 """
 
 from __future__ import annotations

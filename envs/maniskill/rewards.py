@@ -1,0 +1,50 @@
+"""The reward modes that a ManiSkill task has, and the refusal of one that it lacks.
+
+The option is `env.reward_mode` in `envs/config.py`. ManiSkill lists shaped modes for tasks that do not write them, and
+playing those fails: they are left out here.
+"""
+
+from __future__ import annotations
+
+from embodied.core.errors import ConfigError, nearest
+from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.bridge.tasks import TWINS
+from embodied.envs.maniskill.tasks import find_task
+
+SHAPED = ("dense", "normalized_dense")
+
+
+def reward_modes(cls: type) -> list[str]:
+    """The reward modes of a task's class, without shaped ones that it does not implement."""
+    from mani_skill.envs.sapien_env import BaseEnv
+
+    own_way = cls.get_reward is not BaseEnv.get_reward
+    missing = [mode for mode in SHAPED if not own_way and not has_reward(cls, mode, BaseEnv)]
+    return [mode for mode in cls.SUPPORTED_REWARD_MODES if mode not in missing]
+
+
+def has_reward(cls: type, mode: str, base: type) -> bool:
+    """True if a task's class writes this reward itself."""
+    name = f"compute_{mode}_reward"
+    return getattr(cls, name) is not getattr(base, name)
+
+
+def check_reward(config: ManiSkillConfig) -> None:
+    """Refuses a reward mode that the task does not have."""
+    cls = class_of(config.task)
+    known = reward_modes(cls)
+    if config.reward_mode in known:
+        return
+    text = f"env.reward_mode={config.reward_mode}: {config.task} has {', '.join(known)}"
+    if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
+        text += f"; its class does not write compute_{config.reward_mode}_reward"
+    raise ConfigError(text + nearest(config.reward_mode, known))
+
+
+def class_of(task: str) -> type:
+    """The class that plays a task: of ManiSkill's bridge tasks one of ours, with rewards."""
+    if task in TWINS:
+        from embodied.envs.maniskill.bridge.twins import KINDS
+
+        return KINDS[task]
+    return find_task(task).cls
