@@ -58,7 +58,6 @@ def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, ran
     register_fsdp_forward_method(policy, "imitate")
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo can do nothing else, and nothing else is wanted
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo can only add, and FSDP would scale float32 on the way
 
