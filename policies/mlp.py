@@ -52,6 +52,14 @@ class ObservationNormalizer(nn.Module):
             return torch.ones_like(self.mean[first:])
         return (self._deviation(least) / self._deviation(self.floor))[first:]
 
+    def within(self, states: np.ndarray) -> np.ndarray:
+        """Numbers [..., D] to count, cut off where `forward` cuts them off: one cube that flies off the table would
+        make the table look like a point ever after."""
+        if self.count < 2:
+            return states
+        mean, reach = self.mean.cpu().numpy(), CLIP * self._deviation(self.floor).cpu().numpy()
+        return np.clip(states.astype(np.float64), mean - reach, mean + reach)
+
     def _deviation(self, floor: float) -> Tensor:
         return (self.m2 / self.count + floor**2).sqrt()
 
@@ -168,7 +176,8 @@ class ActorCritic(Policy):
     def observation_moments(self, obs: Observation) -> np.ndarray | None:
         if self.normalizer is None:
             return None
-        return state_moments(np.concatenate([host(obs[name]) for name in ("state", "privileged") if name in obs], -1))
+        known = np.concatenate([host(obs[name]) for name in ("state", "privileged") if name in obs], -1)
+        return state_moments(self.normalizer.within(known))
 
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         self.normalizer.merge(rows)

@@ -35,6 +35,7 @@ from embodied.config.yaml_values import read_yaml
 
 SEEDS = (0, 1, 2)
 PLACE, RUNS = RESULTS / "tasks", ROOT / "runs" / "tasks"
+IMITATION = ("env", "policy", "collect", "sft")  # the sections that a recipe of imitation reads
 UNJUDGED = ("run.eval_every=null", "eval.episodes=8", "eval.videos=0", "eval.failure_videos=0")
 
 
@@ -75,10 +76,12 @@ def start_of(name: str) -> str | None:
 def of_today(result: dict) -> bool:
     """Whether recipe and start say what they said when this was measured."""
     name = result["recipe"]
-    first = start_of(name)
-    return still_says(name, result.get("settings", {})) and (
-        first is None or still_says(first, result.get("start_settings", {}))
-    )
+    if not still_says(name, result.get("settings", {})):
+        return False
+    if (first := start_of(name)) is None:
+        return True
+    aside = {key: value for key, value in settings(resolved(first)).items() if key not in IMITATION}
+    return "start_settings" in result and still_says(first, result["start_settings"] | aside)
 
 
 def measure_seed(name: str, seed: int, env: dict) -> dict:

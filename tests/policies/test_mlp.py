@@ -141,3 +141,13 @@ def test_an_unknown_family_or_a_missing_module_is_named():
         policy_class("json:JSONDecoder")
     with pytest.raises(ConfigError, match="state observations"):
         make_policy(MLPConfig(), EnvSpec(ActionSpec(2), images={"front": (8, 8, 3)}), 0)
+
+
+def test_one_thing_flung_away_does_not_change_what_everything_else_looks_like():
+    policy = build("gaussian", normalize_observations=True)
+    states = np.random.default_rng(0).normal(size=(50, 4, 5))
+    policy.merge_observation_moments(policy.observation_moments({"state": states}))
+    before = policy.state({"state": states[0]})
+    states[7, 2] = 1e6
+    policy.merge_observation_moments(policy.observation_moments({"state": states}))
+    assert torch.allclose(policy.state({"state": states[0]}), before, atol=0.5)
