@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
 from embodied.envs.config import EXTERNAL, SIMULATORS, kind_of, unknown_env
-from embodied.envs.libero.simulator import simulator
+from embodied.envs.libero.load_simulator import simulator
 from embodied.system.vulkan_driver import ensure_vulkan
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """The learner: one replica of the policy, its optimizer, and its part of what an iteration learns from.
 
 Ranks see different items and take the same steps: gradients are sums over items divided by a count known before the
-step, and everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks.
+step, and everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks. Of its
+weights it publishes what training changes.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Where a reader is decides how it gets at a version:
     same machine      "snapshot": one copy in shared memory, mapped and used in place by all readers
     another machine   "buckets": pieces through a channel into memory of its own
 
-How far behind a rollout's version may be is the loop's business (`workflows/rl_loop.py`); here an actor has the
+Which tensors a version holds (all of them first and after a load, then those that training may change: a LoRA, nothing
+frozen) the learner says, `learners/worker.py: publish`. How far behind a rollout's version may be is the loop's business (`workflows/rl_loop.py`); here an actor has the
 version it was told to have, or an error. Besides the live tensors there is at most one snapshot and what is in flight.
 The snapshot is memory without a name (memfd): readers open it through the process that owns it, and the kernel frees it
 with its last user.

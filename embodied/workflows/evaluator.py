@@ -3,8 +3,8 @@
 What a dead worker has finished counts; the rest its successor plays. Those that were open when it died may be what
 killed it: they come last, each with no other beside it, and one that kills twice is an error episode. Results are
 passed on as they come, and a request to stop takes effect when the decisions in progress are played.
-Which episodes fail is known only afterwards, so failures are played once more for their videos: recording costs no more
-than the episodes that are recorded.
+Which episodes are filmed is decided here: the first `eval.videos`, and `eval.failure_videos` of those that fail. These
+are known only afterwards and played once more: recording costs no more than the episodes that are recorded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""LIBERO's five suites: how many tasks each has, how long an episode may last, and what `env.task` may say.
+"""LIBERO's five suites: how many tasks each has, how long an episode may last and how long things settle before it, and
+what `env.task` may say.
 
 A task is called `libero_spatial/3`: suite and number, in the order of the benchmark. Free of heavy imports, so that a
 recipe is checked before anything starts.
