@@ -2,8 +2,9 @@
 
 A token is an item, as losses see it, but conversations are the units that minibatches deal, in whole groups: a group's
 conversations are neighbours, so that those that share a prompt pass through the network together. Only tokens that the
-policy chose (`envs/text/worker.py` marks them) count in anything; what the env said is there to be read. `trained_tokens` leaves out answers that were cut
-off, where algo.truncated asks for it; what a long answer pays is decided with its score (`algorithms/groups.py`).
+policy chose (`envs/text/worker.py` marks them) count in anything; what the env said is there to be read.
+`trained_tokens` leaves out answers that were cut off, where algo.truncated asks for it; what a long answer pays is
+decided with its score (`algorithms/groups.py`).
 
 With PPO nobody predicts values while a conversation is held: engines know no value head. The learner asks the weights
 that the update starts from, once, before any step.

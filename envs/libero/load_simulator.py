@@ -1,8 +1,8 @@
 """Loads LIBERO's simulator into a process, once and quietly.
 
 robosuite and MuJoCo change what belongs to the process when they are imported, so this is done before anything else
-imports them: a module of the user's too (`own_modules.py`). What it then plays, from the reset and its settling steps on,
-is in `scene.py`.
+imports them: a module of the user's too (`own_modules.py`). What it then plays, from the reset and its settling steps
+on, is in `scene.py`.
 """
 
 from __future__ import annotations

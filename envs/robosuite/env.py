@@ -23,8 +23,8 @@ from embodied.envs import own_modules
 from embodied.envs.config import RobosuiteConfig
 from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
 from embodied.envs.libero import images
-from embodied.envs.libero.scene import Draws
 from embodied.envs.libero.load_simulator import quiet, simulator
+from embodied.envs.libero.scene import Draws
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 OURS = {  # how every task is built: it neither renders images nor keeps anything of the episode before
