@@ -68,6 +68,8 @@ def demonstrated(loaded: Loaded) -> Loaded:
             "python -m embodied.collect checkpoint=RUN out=demos/NAME makes from a policy"
         )
     out = config.run.dir / f"{loaded.name}-demonstrations-{digest_of(config)}"
+    if not out.exists():
+        kind.check_expert(config.env, config.collect.expert)
     if loaded.dry_run and not out.exists():
         launch.say(f"demonstrations  none yet: {config.collect.episodes} episodes of the expert, collected into {out}")
         return loaded
@@ -104,6 +106,8 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     target = find(checkpoint, loaded) if checkpoint else find("random")  # of which an expert asks nothing
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
+    if expert:
+        env_class(loaded.config.env).check_expert(loaded.config.env, expert)
     config = as_played(loaded.config, target)
     config, plan = launch.planned(config, learn=False)
     print(launch.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)

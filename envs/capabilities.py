@@ -100,6 +100,10 @@ class EnvCapabilities:
             f"there is no expert for env.name={self.config.name}; name a policy that solves it: checkpoint=runs/..."
         )
 
+    @classmethod
+    def check_expert(cls, config: Any, kind: str) -> None:
+        """Refuse what no expert of this kind plays, before anything is built."""
+
     def facts(self) -> dict[str, str]:
         """The choices that this env has, and what is chosen, by topic."""
         return {}

@@ -171,6 +171,16 @@ class ManiSkillEnv(VectorEnv):
 
         return ManiSkillExpert(self)
 
+    @classmethod
+    def check_expert(cls, config: ManiSkillConfig, kind: str) -> None:
+        from embodied.envs.maniskill.expert import ManiSkillExpert
+        from embodied.envs.maniskill.motion_planner import PlannerExpert
+
+        if kind == "planner":
+            PlannerExpert.check(config)
+        elif not all(is_bridge(task) for task in cls.tasks(config)):
+            ManiSkillExpert.check(config)
+
     def facts(self) -> dict[str, str]:
         from embodied.envs.maniskill.choices import facts
 

@@ -18,6 +18,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs.maniskill import panda
 
 if TYPE_CHECKING:
+    from embodied.envs.config import ManiSkillConfig
     from embodied.envs.maniskill.env import ManiSkillEnv
 
 MOST = 0.1  # radians of a joint that an action of 1 asks for
@@ -54,14 +55,18 @@ class HandTarget:
 
 class ManiSkillExpert:
     def __init__(self, env: ManiSkillEnv) -> None:
-        if env.config.task not in RULES or env.config.control_mode != "pd_joint_delta_pos":
+        self.check(env.config)
+        self._env = env
+        self._rules = RULES[env.config.task]
+
+    @staticmethod
+    def check(config: ManiSkillConfig) -> None:
+        if config.task not in RULES or config.control_mode != "pd_joint_delta_pos":
             raise ConfigError(
-                f"there is no expert for env.task={env.config.task} with env.control_mode={env.config.control_mode}; "
+                f"there is no expert for env.task={config.task} with env.control_mode={config.control_mode}; "
                 f"ManiSkill's experts play {', '.join(RULES)} with pd_joint_delta_pos. A policy can demonstrate, too: "
                 "python -m embodied.collect checkpoint=RUN out=DEMOS, then sft.data=DEMOS"
             )
-        self._env = env
-        self._rules = RULES[env.config.task]
 
     def begin(self, rows: np.ndarray) -> None:
         """Nothing to remember."""

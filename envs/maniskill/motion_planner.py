@@ -24,6 +24,7 @@ from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.tasks import DRAWING, quiet
 
 if TYPE_CHECKING:
+    from embodied.envs.config import ManiSkillConfig
     from embodied.envs.maniskill.env import ManiSkillEnv
 
 SOLUTIONS = "mani_skill.examples.motionplanning.panda.solutions"
@@ -94,16 +95,21 @@ class PlanReplay:
 
 class PlannerExpert:
     def __init__(self, env: ManiSkillEnv, tick: Callable[[], None] = lambda: None) -> None:
-        task, mode = env.config.task, env.config.control_mode
+        self.check(env.config)
+        mode = env.config.control_mode
+        self._env, self._control = env, CONTROLS[mode]
+        self._turns = mode != "pd_ee_delta_pos"
+        self.planner, self._tick = MotionPlanner(env), tick
+        self.replays: dict[int, PlanReplay] = {}  # by row
+
+    @staticmethod
+    def check(config: ManiSkillConfig) -> None:
+        task, mode = config.task, config.control_mode
         if task not in SOLVERS or mode not in CONTROLS:
             raise ConfigError(
                 f"collect.expert=planner does not play env.task={task} with env.control_mode={mode}; it plays "
                 f"{', '.join(SOLVERS)} with {', '.join(CONTROLS)}"
             )
-        self._env, self._control = env, CONTROLS[mode]
-        self._turns = mode != "pd_ee_delta_pos"
-        self.planner, self._tick = MotionPlanner(env), tick
-        self.replays: dict[int, PlanReplay] = {}  # by row
 
     def begin(self, rows: np.ndarray) -> None:
         seeds = np.concatenate([one._episode_seed for one in self._env.envs])

@@ -111,5 +111,9 @@ def test_tasks_without_an_expert_are_refused():
     config = ManiSkillConfig(task="PullCube-v1")
     with pytest.raises(ConfigError, match=r"no expert for env\.task=PullCube-v1.*PickCube-v1"):
         ManiSkillEnv.expert(SimpleNamespace(config=config))
+    with pytest.raises(ConfigError, match=r"no expert for env\.task=PullCube-v1"):
+        ManiSkillEnv.check_expert(config, "scripted")
+    with pytest.raises(ConfigError, match=r"planner does not play env\.task=PullCube-v1"):
+        ManiSkillEnv.check_expert(config, "planner")
     with pytest.raises(ConfigError, match=r"no expert for env\.name=gym:CartPole-v1"):
         GymEnv.expert(SimpleNamespace(config=GymConfig(name="gym:CartPole-v1")))
