@@ -89,7 +89,7 @@ def test_a_third_of_a_run_without_success_is_advised_once():
 @pytest.mark.parametrize(
     ("arguments", "says", "leaves_out"),
     [
-        (["recipe=maniskill_ppo", "env.task=RollBall-v1"], ["recipe=rollball_ppo", "run.env_steps=400000"], "reward"),
+        (["recipe=maniskill_ppo", "env.task=RollBall-v1"], ["recipe=rollball_ppo", "run.env_steps=320000"], "reward"),
         (["recipe=rollball_ppo", "env.reward_mode=sparse"], ["env.reward_mode=normalized_dense"], "recipe="),
         (["recipe=robosuite_ppo", "env.reward_mode=sparse"], ["env.reward_mode=dense"], "normalized"),
         (["recipe=maniskill_grpo"], ["env.reward=own", "run.iterations=120", "demonstrations"], "recipe="),
