@@ -68,9 +68,8 @@ def demonstrated(loaded: Loaded) -> Loaded:
             "python -m embodied.collect checkpoint=RUN out=demos/NAME makes from a policy"
         )
     out = config.run.dir / f"{loaded.name}-demonstrations-{digest_of(config)}"
-    if not out.exists():
-        kind.check_expert(config.env, config.collect.expert)
     if loaded.dry_run and not out.exists():
+        kind.check_expert(config.env, config.collect.expert)
         launch.say(f"demonstrations  none yet: {config.collect.episodes} episodes of the expert, collected into {out}")
         return loaded
     if out.exists():

@@ -82,7 +82,7 @@ class ObservationNormalizer(nn.Module):
 
 def state_moments(state: np.ndarray) -> np.ndarray:
     """(count, mean, M2) per env of states [T, N, D], as float64 [N, 1 + 2D]."""
-    x = state.astype(np.float64)
+    x = state.astype(np.float64, copy=False)
     mean = x.mean(axis=0)
     m2 = ((x - mean) ** 2).sum(axis=0)
     return np.concatenate([np.full((x.shape[1], 1), float(len(x))), mean, m2], axis=1)

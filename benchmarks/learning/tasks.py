@@ -3,9 +3,8 @@
     python -m benchmarks.learning.tasks [--tasks pullcube_ppo ...] [--seeds 0 1 2] [--resume]
 
 The cheapest tasks come first, seed 0 of all of them before the next seed. Where a recipe begins with imitation, that
-policy is evaluated as well. Writes results/tasks/RECIPE-seed-S.json as
-each is done; --resume leaves out what was measured with the same recipe and prints what came of it. A result names its
-commit.
+policy is evaluated as well. Writes results/tasks/RECIPE-seed-S.json as each is done; --resume leaves out what was
+measured with the same recipe and prints what came of it. A result names its commit.
 """
 
 from __future__ import annotations

@@ -79,10 +79,9 @@ def test_an_option_that_came_since_changes_nothing_unless_a_recipe_chooses_it():
 
 
 def test_a_row_tells_every_seed_zeros_too():
-    row = tasks.report([result("a", 0), result("a", 1, NONE), result("b", 0, None), result("begun", 0)]).splitlines()[
-        2:
-    ]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in row]
+    done = [result("a", 0), result("a", 1, NONE), result("b", 0, None), result("begun", 0)]
+    rows = tasks.report(done).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rows]
     assert cells[0][2:4] == ["", "95% [91%, 97%], 0% [0%, 2%]"] and cells[0][5:] == ["80,000", "40", "2", "0.5"]
     assert cells[1][3:5] == ["return 12", "-"] and cells[2][2] == "95%"
 
