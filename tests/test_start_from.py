@@ -49,8 +49,8 @@ def test_a_run_that_learns_nothing_ends_with_the_weights_it_began_with(first, tm
     assert train([*TINY, f"run.dir={tmp_path}", f"run.start_from={first}", "algo.lr=0", "seed=9"]) == 0
     (run,) = tmp_path.glob("pointmass*")
     before, after = weights(first), weights(run)
-    assert all((before[name] == after[name]).all() for name in before if not name.startswith("normalizer"))
-    assert after["normalizer.count"] == 2 * before["normalizer.count"], "its statistics go on"
+    assert before["normalizer.count"] > 0
+    assert all((before[name] == after[name]).all() for name in before), "the normaliser's statistics among them"
     assert json.loads((run / "run.json").read_text())["started_from"]["sha256"]
 
 

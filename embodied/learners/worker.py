@@ -114,7 +114,7 @@ class LearnerWorker(Worker):
             with self.timers.measure("look"):
                 share = share.with_replay(self._encoded(buffer, whole, share.batch))
         moments = None
-        if whole.values is not None or not self.started:  # else what the policy was trained with stays
+        if not self.started:  # else the statistics that the weights were trained with stay
             moments = moments_of(whole, part.last - part.first, self.policy.observation_moments)
         with self.store.updating(), self.computing.counted():
             numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
@@ -159,7 +159,7 @@ class LearnerWorker(Worker):
             part, group = found
             with self.computing.counted():
                 sums.add(group, part.advantages, part.scores)
-            if not self.started:  # else what the policy was trained with stays
+            if not self.started:  # as in `update`
                 sums.observe(group)
         with self.store.updating(), self.computing.counted():
             numbers = sums.step(self.optimizer, groups.end)
