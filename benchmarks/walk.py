@@ -1,5 +1,6 @@
 """How much of the house does one iteration take to follow? python -m benchmarks.walk [recipe=maniskill_ppo]
-And which modules does only one other import? python -m benchmarks.walk --importers
+Which modules does only one other import? python -m benchmarks.walk --importers
+And how large is each folder? python -m benchmarks.walk --lines
 
 The first trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs
 during the second, and how many of these lines are in functions that ran. Not counted, as a reader may take them on
@@ -9,14 +10,18 @@ drawing of a simulator (its folder but `env.py`), and the packages' `__init__.py
 The second reads imports wherever they stand, those for types too, and names such as "embodied.envs.text.sums:Sums" in
 tables. A name that a package's `__init__.py` hands on is imported from the file behind it, by the file that asks for
 it; the `__init__.py` itself counts only where its table loads plug-ins. Programs (`python -m`) count like any other.
+
+The third counts lines that hold code: none that is blank, a comment or part of a docstring.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import sys
 import tempfile
 import threading
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from inspect import CO_OPTIMIZED
@@ -34,6 +39,8 @@ OVERRIDES = ("cluster.backend=inline", "run.iterations=2", "run.eval_every=null"
 def main(argv: list[str]) -> None:
     if argv == ["--importers"]:
         return print_lone_modules()
+    if argv == ["--lines"]:
+        return print_lines()
     walked = modules_of(argv or ["recipe=maniskill_ppo"])
     followed = {path: lines for path, lines in walked.items() if is_followed(path)}
     print("lines    ran  module")
@@ -110,6 +117,36 @@ def print_lone_modules() -> None:
         print(f"{lines[name]:5d}  {shown(files[name])}  <-  {lines[by]:3d}  {shown(files[by])}{note}")
     by_name = sum(any(found.values()) for _, found in lone)
     print(f"{len(lone)} of {len(files)} modules have one importer, {by_name} of them named in its table")
+
+
+def print_lines() -> None:
+    """Every folder with its files, all of their lines, and those that hold code."""
+    sizes: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for path in product_files().values():
+        folder = "/".join(path.relative_to(ROOT).parent.parts[:2])
+        text = path.read_text()
+        sizes[folder].append((len(text.splitlines()), len(code_lines(text))))
+    print("files   lines    code  folder")
+    for folder, of_files in sorted(sizes.items()):
+        lines, code = (sum(column) for column in zip(*of_files, strict=True))
+        print(f"{len(of_files):5d}  {lines:6d}  {code:6d}  {folder}")
+    every = [size for of_files in sizes.values() for size in of_files]
+    print(f"{len(every):5d}  {sum(lines for lines, _ in every):6d}  {sum(code for _, code in every):6d}  in all")
+
+
+def code_lines(text: str) -> set[int]:
+    """Numbers of the lines that hold a token of the language which is no docstring."""
+    empty = (tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in empty:
+            held.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            held.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return held
 
 
 def product_files() -> dict[str, Path]:
