@@ -19,7 +19,7 @@ from statistics import median
 from benchmarks.common import RESULTS, code_commit, config_hash, machine, resolved
 from embodied.config.recipe import load
 from embodied.placement import make_plan
-from embodied.profiling.timed_run import Round, Trial
+from embodied.profiling.timed_run import Round, TimedRun
 from embodied.run import launch
 from embodied.system.discovery import cores
 
@@ -29,10 +29,10 @@ ROUNDS = 7
 WARM_UP = 1
 
 
-def trial(recipe: str, stages: int, more: list[str], logs: Path) -> Trial:
+def timed_run(recipe: str, stages: int, more: list[str], logs: Path) -> TimedRun:
     config, _ = launch.planned(load([f"recipe={recipe}", f"pipeline.stages={stages}", *more]).config)
     config = config.model_copy(update={"placement": PLACEMENT})
-    return Trial(config, make_plan(PLACEMENT, cores(), config.env.num_envs, stages), logs)
+    return TimedRun(config, make_plan(PLACEMENT, cores(), config.env.num_envs, stages), logs)
 
 
 def row_of(rounds: list[Round]) -> dict[str, float]:
@@ -55,9 +55,11 @@ def main() -> None:
     about |= {"commit": code_commit(), "config": config_hash(resolved(asked.recipe, *asked.more))}
     rounds: dict[int, list[Round]] = {stages: [] for stages in STAGES}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
-        trials = {n: stack.enter_context(trial(asked.recipe, n, asked.more, Path(logs) / str(n))) for n in STAGES}
+        timed_runs = {
+            n: stack.enter_context(timed_run(asked.recipe, n, asked.more, Path(logs) / str(n))) for n in STAGES
+        }
         for turn in range(WARM_UP + asked.rounds):
-            for stages, one in trials.items():
+            for stages, one in timed_runs.items():
                 done = one.iterate()
                 rounds[stages] += [done] if turn >= WARM_UP else []
             print(f"round {turn + 1} of {WARM_UP + asked.rounds}", flush=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, code_commit, machine
 from embodied.config.recipe import load
-from embodied.profiling.timed_run import Round, Trial
+from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import paired_ratio
 from embodied.run import launch
 
@@ -32,13 +32,13 @@ def in_turns(recipe: str, arms: dict[str, str], more: list[str], turns: int) -> 
     """So many iterations of the recipe with each arm's key=value, one after the other and over again."""
     rounds: dict[str, list[Round]] = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
-        trials = {}
+        timed_runs = {}
         for name, option in arms.items():
             config = load([f"recipe={recipe}", f"placement={PLACEMENT}", option, *more]).config
-            trials[name] = stack.enter_context(Trial(*launch.planned(config), Path(logs) / name))
+            timed_runs[name] = stack.enter_context(TimedRun(*launch.planned(config), Path(logs) / name))
         for turn in range(WARM_UP + turns):
-            for name, trial in trials.items():
-                done = trial.iterate()
+            for name, timed_run in timed_runs.items():
+                done = timed_run.iterate()
                 rounds[name] += [done] if turn >= WARM_UP else []
             print(f"round {turn + 1} of {WARM_UP + turns}", flush=True)
     return rounds

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from embodied.core.types import PolicyOutput as PolicyOutput
     from embodied.core.types import Trajectory as Trajectory
     from embodied.envs import make_env as make_env
-    from embodied.envs.text.base import TextEnv as TextEnv
-    from embodied.envs.text.base import Turn as Turn
+    from embodied.envs.text.text_env import TextEnv as TextEnv
+    from embodied.envs.text.text_env import Turn as Turn
     from embodied.envs.vector_env import VectorEnv as VectorEnv
     from embodied.placement import make_plan as make_plan
     from embodied.policies import load_policy as load_policy
@@ -66,9 +66,9 @@ _HOMES = {
     "Policy": "policies.base",
     "PolicyOutput": "core.types",
     "Role": "workflows.contract",
-    "TextEnv": "envs.text.base",
+    "TextEnv": "envs.text.text_env",
     "Trajectory": "core.types",
-    "Turn": "envs.text.base",
+    "Turn": "envs.text.text_env",
     "VectorEnv": "envs.vector_env",
     "Worker": "runtime",
     "WorkerGroup": "runtime",

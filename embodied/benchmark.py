@@ -39,7 +39,7 @@ from embodied.profiling.stored_profiles import (
     profile_path,
     repeated,
 )
-from embodied.profiling.timed_run import Round, Trial, check_program
+from embodied.profiling.timed_run import Round, TimedRun, check_program
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.reporting.progress import now
 from embodied.run import launch
@@ -220,21 +220,21 @@ def run_all(
 ) -> None:
     """All modes are started, then take turns, so that a slow minute of the machine meets them all."""
     with ExitStack() as stack:
-        trials = {}
+        timed_runs = {}
         for mode in chosen:
             mode_config, mode_plan = runnable(config, result.expected[mode], planned.topology, roles_of(program.roles))
-            trials[mode] = stack.enter_context(Trial(mode_config, mode_plan, folder / "logs" / mode, program))
-        order = list(trials)
+            timed_runs[mode] = stack.enter_context(TimedRun(mode_config, mode_plan, folder / "logs" / mode, program))
+        order = list(timed_runs)
         for turn in range(rounds + WARM_UP):
             for mode in order[turn % len(order) :] + order[: turn % len(order)]:
-                one = trials[mode].iterate()
+                one = timed_runs[mode].iterate()
                 if turn >= WARM_UP:
                     result.rounds.setdefault(mode, []).append(one)
             print(f"round {turn + 1} of {rounds + WARM_UP}{' (warm-up)' if turn < WARM_UP else ''}", flush=True)
-        for mode, trial in trials.items():
-            result.peak_bytes[mode] = trial.peak_bytes()
-            result.idle[mode] = trial.idle(result.rounds[mode], sum(result.devices.values()))
-            result.traces[mode] = str(trial.traced(new_trace(folder, mode)))
+        for mode, timed_run in timed_runs.items():
+            result.peak_bytes[mode] = timed_run.peak_bytes()
+            result.idle[mode] = timed_run.idle(result.rounds[mode], sum(result.devices.values()))
+            result.traces[mode] = str(timed_run.traced(new_trace(folder, mode)))
 
 
 def new_trace(folder: Path, mode: str) -> Path:

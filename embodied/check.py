@@ -57,7 +57,7 @@ def check(config: RunConfig) -> None:
 
 def converse(kind: Any, env: Any) -> None:
     """Print what a text env says, and whether it keeps the contract of those."""
-    from embodied.envs.text.check import check_text_env
+    from embodied.envs.text.text_env_checker import check_text_env
 
     seen = check_text_env(kind, env)
     turns, held_out = kind.longest_episode(env), kind.held_out(env)
@@ -72,7 +72,7 @@ def converse(kind: Any, env: Any) -> None:
 
 
 def judge(env: Any) -> None:
-    from embodied.envs.check import check_vector_env
+    from embodied.envs.env_checker import check_vector_env
 
     check_vector_env(env, ATOL)
     show("contract", f"kept, with {ROWS} envs: resets, ends, chunks, frames and saved states are as they have to be")

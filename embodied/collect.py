@@ -21,11 +21,11 @@ from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.evaluation_protocols import AS_TRAINED
-from embodied.envs.text.base import TextEnv
+from embodied.envs.text.text_env import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
-from embodied.run.policy_source import Target, check_fits, find
+from embodied.run.policy_source import PolicySource, check_fits, find
 from embodied.run.run_folder import provenance
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
@@ -102,21 +102,21 @@ def digest_of(config: RunConfig) -> str:
 
 def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     """Play and keep; `checkpoint` plays, or an expert."""
-    target = find(checkpoint, loaded) if checkpoint else find("random")  # of which an expert asks nothing
+    source = find(checkpoint, loaded) if checkpoint else find("random")  # of which an expert asks nothing
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
     if expert:
         env_class(loaded.config.env).check_expert(loaded.config.env, expert)
-    config = as_played(loaded.config, target)
+    config = as_played(loaded.config, source)
     config, plan = launch.planned(config, learn=False)
-    print(launch.describe(config, plan, weights=target.folder).replace(target.config.name, name), flush=True)
+    print(launch.describe(config, plan, weights=source.folder).replace(source.config.name, name), flush=True)
     if loaded.dry_run:
         launch.rehearse(config)
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     buffers = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        spec, episodes = play(config, plan, target, buffers, expert)
+        spec, episodes = play(config, plan, source, buffers, expert)
     except KeyboardInterrupt:
         shutil.rmtree(buffers)
         raise
@@ -124,8 +124,8 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     if expert == "planner":
         warn_of_time(episodes, spec.max_episode_steps)
     kept = write(out, spec, config, episodes, buffers)
-    source = {"by": name, "policy": target.described() if checkpoint else None, "played": results["overall"]}
-    about = {**source, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
+    by = {"by": name, "policy": source.described() if checkpoint else None, "played": results["overall"]}
+    about = {**by, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
     (out / SOURCE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(buffers)  # after a failure it stays, with the workers' logs
     print(f"{name}: {describe_results(results)}{describe_tasks(results)}")
@@ -161,17 +161,17 @@ def warn_of_time(episodes: list[EpisodeResult], limit: int) -> None:
         print(f"  not solved  {late} episodes {advice}")
 
 
-def as_played(config: RunConfig, target: Target) -> RunConfig:
+def as_played(config: RunConfig, source: PolicySource) -> RunConfig:
     """Episodes end as in training; as many env rows play as there are envs in it."""
     kind = env_class(config.env)
     if len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} plays one task at a time; name one")
     rules = {"protocol": AS_TRAINED.name, "episodes": config.collect.episodes}
-    return config.model_copy(update={"policy": target.config, "eval": config.eval.model_copy(update=rules)})
+    return config.model_copy(update={"policy": source.config, "eval": config.eval.model_copy(update=rules)})
 
 
 def play(
-    config: RunConfig, plan, target: Target, buffers: Path, expert: str | None
+    config: RunConfig, plan, source: PolicySource, buffers: Path, expert: str | None
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
     """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
     folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
@@ -182,8 +182,8 @@ def play(
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
         workers = Workers(PLAYERS, config, cluster, notify=launch.say)
-        check_fits(target, config.env, workers.spec)
-        workers.adopt(target.weights_for(workers.spec))
+        check_fits(source, config.env, workers.spec)
+        workers.adopt(source.weights_for(workers.spec))
         evaluator, noise = Evaluator(workers), config.collect.noise
         spec = evaluator.read_spec()
         if noise and spec.action.discrete:

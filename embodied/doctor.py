@@ -19,7 +19,7 @@ from pathlib import Path
 
 from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS
-from embodied.envs.maniskill.bridge.tasks import source_of
+from embodied.envs.maniskill.bridge.bridge_tasks import source_of
 from embodied.run import launch
 from embodied.system.machine import (
     ENVS,

@@ -47,7 +47,7 @@ from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
 from embodied.run.ending import Interruption
-from embodied.run.policy_source import Target, check_fits, describe_published, find_all, other_training
+from embodied.run.policy_source import PolicySource, check_fits, describe_published, find_all, other_training
 from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
@@ -82,47 +82,47 @@ def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str,
 
 def play(loaded: Loaded) -> Path | None:
     """Returns the folder of the results; None for a dry run."""
-    targets = find_all(loaded)
-    parts = [planned(part, targets, loaded.dry_run) for part in one_env_each(loaded.config)]
-    announce(loaded, parts, targets)
+    sources = find_all(loaded)
+    parts = [planned(part, sources, loaded.dry_run) for part in one_env_each(loaded.config)]
+    announce(loaded, parts, sources)
     if loaded.dry_run:
         for config, _ in parts:
             launch.rehearse(config)
         return None
-    policies = {target.name: target.described() for target in targets}
-    asked = [asked_for(parts, target.config, policies[target.name]) for target in targets]
+    policies = {source.name: source.described() for source in sources}
+    asked = [asked_for(parts, source.config, policies[source.name]) for source in sources]
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
-    with Interruption(at_once=True), open_folder(results_folder(loaded.config, targets), wanted) as out:
+    with Interruption(at_once=True), open_folder(results_folder(loaded.config, sources), wanted) as out:
         print(f"results     {out}", flush=True)
-        if len(targets) == 1:
-            name = targets[0].name
-            refuse_errors_only({name: evaluate(parts, targets[0], policies[name], out)}, out)
+        if len(sources) == 1:
+            name = sources[0].name
+            refuse_errors_only({name: evaluate(parts, sources[0], policies[name], out)}, out)
         else:
-            compare(parts, targets, policies, wanted, out)
+            compare(parts, sources, policies, wanted, out)
     return out
 
 
-def planned(part: RunConfig, targets: list[Target], dry: bool) -> Part:
+def planned(part: RunConfig, sources: list[PolicySource], dry: bool) -> Part:
     """The config and the plan, made for the largest of the policies that act in turn."""
-    policies = [target.config for target in targets]
+    policies = [source.config for source in sources]
     largest = next((policy for policy in policies if not is_small(policy)), policies[0])
     config, plan = launch.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
     return config.model_copy(update={"policy": part.policy}), plan
 
 
 def compare(
-    parts: list[Part], targets: list[Target], policies: dict[str, dict], wanted: dict[str, Any], out: Path
+    parts: list[Part], sources: list[PolicySource], policies: dict[str, dict], wanted: dict[str, Any], out: Path
 ) -> None:
     """Several policies, one after the other, and what differs between them."""
     mark(out, {"asked": wanted})
     played = {}
-    for target in targets:
-        folder = out / target.name
+    for source in sources:
+        folder = out / source.name
         if (folder / RESULTS).is_file():
-            results, played[target.name] = read_results(folder)
-            print(f"{target.name}, played before: {describe_results(results)}{describe_tasks(results)}")
+            results, played[source.name] = read_results(folder)
+            print(f"{source.name}, played before: {describe_results(results)}{describe_tasks(results)}")
         else:
-            played[target.name] = evaluate(parts, target, policies[target.name], folder)
+            played[source.name] = evaluate(parts, source, policies[source.name], folder)
     print(describe_comparison(write_comparison(out, played)))
     print(f"  comparison  {out / 'comparison.json'}")
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
@@ -148,7 +148,7 @@ def one_env_each(config: RunConfig) -> list[RunConfig]:
     return [config.model_copy(update={"env": env}) for env in envs]
 
 
-def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
+def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> None:
     """The first screen, and what would surprise: options without effect, policies trained in another env."""
     config, plan = parts[0]
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
@@ -160,21 +160,21 @@ def announce(loaded: Loaded, parts: list[Part], targets: list[Target]) -> None:
                 "eval.protocol=as-trained-v1 takes the env's options as they are"
             )
     env = config.env.model_copy(update={"task": loaded.config.env.task})
-    played = config.model_copy(update={"env": env, "policy": targets[0].config})
-    print(launch.describe(played, plan, weights=targets[0].folder))
-    if len(targets) > 1:
-        print(f"policies    {', '.join(target.name for target in targets)}")
-    for target in targets:
-        if target.published:
-            print(f"protocol    {describe_published(target.config, env)}")
-        if note := other_training(target, loaded, protocol.options):
+    played = config.model_copy(update={"env": env, "policy": sources[0].config})
+    print(launch.describe(played, plan, weights=sources[0].folder))
+    if len(sources) > 1:
+        print(f"policies    {', '.join(source.name for source in sources)}")
+    for source in sources:
+        if source.published:
+            print(f"protocol    {describe_published(source.config, env)}")
+        if note := other_training(source, loaded, protocol.options):
             print(f"note        {note}")
 
 
-def results_folder(config: RunConfig, targets: list[Target]) -> Path:
-    if len(targets) > 1:
+def results_folder(config: RunConfig, sources: list[PolicySource]) -> Path:
+    if len(sources) > 1:
         return config.run.dir / "compare"
-    return targets[0].out or config.run.dir / f"evaluate-{targets[0].name}"
+    return sources[0].out or config.run.dir / f"evaluate-{sources[0].name}"
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
         os.close(lock)
 
 
-def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
+def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.rl_loop import PLAYERS
@@ -213,17 +213,17 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
     episodes: list[EpisodeResult] = []
     evaluators = []
     for config, plan in parts:
-        config = config.model_copy(update={"policy": target.config})
+        config = config.model_copy(update={"policy": source.config})
         part = file_name(str(config.env.task)) if len(parts) > 1 else ""
         logs = out / "logs" / part
         with launch.cluster(config, plan, logs) as cluster:
             workers = Workers(PLAYERS, config, cluster, notify=launch.say, eval_tasks=tasks)
-            check_fits(target, config.env, workers.spec)
-            workers.adopt(target.weights_for(workers.spec))
+            check_fits(source, config.env, workers.spec)
+            workers.adopt(source.weights_for(workers.spec))
             evaluator = Evaluator(workers)
             dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind
-                kept = PartialEvaluation(out, asked_for(parts, target.config, policy), policy, notify=launch.say)
+                kept = PartialEvaluation(out, asked_for(parts, source.config, policy), policy, notify=launch.say)
                 if kept.finished:
                     print(f"going on    {kept} were over already", flush=True)
             with going_on_later(kept):
@@ -231,7 +231,7 @@ def evaluate(parts: list[Part], target: Target, policy: dict[str, Any], out: Pat
             evaluators.append(evaluator)
     assert kept is not None, "there is at least one part"
     results = write_evaluation(kept, evaluators, episodes)
-    print(f"{target.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
+    print(f"{source.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
     print(f"  report      {out / 'report.html'}")
     if (out / TRANSCRIPTS).is_file():

@@ -40,13 +40,13 @@ from embodied.placement.reasons import (
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.topology import Topology, read_topology
 from embodied.profiling.stored_profiles import (
-    counted,
     describe_devices,
     fitted_to,
     homes,
     limited,
     newest_profile,
     profile_for,
+    with_cpu_memory,
 )
 from embodied.reporting import gantt
 from embodied.reporting.html import Html, page, section, table, tag
@@ -202,7 +202,7 @@ def plan(
 ) -> Planned:
     """The fastest layout of every mode on the devices that the profile knows, with so much memory on each; and of every
     schedule. `not_periodic`: why learners cannot take groups as they come, where they cannot."""
-    profile = counted(profile, memory_gb)
+    profile = with_cpu_memory(profile, memory_gb)
     classes = limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
         known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))

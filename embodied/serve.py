@@ -23,10 +23,10 @@ from embodied.config.mistakes import config_error, explain
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies.config import LanguageConfig
-from embodied.policies.folder import published_family
+from embodied.policies.policy_folder import published_family
 from embodied.run import launch
 from embodied.run.hub import folder_of, is_hub_id
-from embodied.run.policy_source import SERVER, Target, find
+from embodied.run.policy_source import SERVER, PolicySource, find
 from embodied.runtime.tensor_bytes import array_of
 from embodied.serving.config import TOKEN, ServeConfig
 from embodied.serving.robot_protocol import check_packages
@@ -109,25 +109,25 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
     here = folder_of(config.checkpoint)
     if published_family(here):
         return load_published(here, protocol)
-    target = find(config.checkpoint)
+    source = find(config.checkpoint)
     if protocol:
         raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} says itself how it acts; leave it out")
-    if target.folder is None:
+    if source.folder is None:
         raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
-    return load_policy(target.folder)
+    return load_policy(source.folder)
 
 
-async def serve_language(config: ServeConfig, target: Target, words: list[str]) -> None:
+async def serve_language(config: ServeConfig, source: PolicySource, words: list[str]) -> None:
     """Serve a language model until a signal asks to stop."""
     check_packages("aiohttp")
     from embodied.serving.language_server import LanguageServer, Origin
 
     if given := [key for key in config.of_robots if key in config.model_fields_set]:
         raise ConfigError(f"{given[0]} has no effect on a language model: every request says how; leave it out")
-    options = with_options(target.config, words)
-    policy = load_language(options, target)
-    version = target.weights.version if target.weights else 0
-    name = config.checkpoint if is_hub_id(config.checkpoint) else target.name
+    options = with_options(source.config, words)
+    policy = load_language(options, source)
+    version = source.weights.version if source.weights else 0
+    name = config.checkpoint if is_hub_id(config.checkpoint) else source.name
 
     def ready(port: int) -> None:
         print(f"model       {name}, version {version}: {options.max_running} conversations at a time, of "
@@ -136,7 +136,7 @@ async def serve_language(config: ServeConfig, target: Target, words: list[str]) 
         print(f"clients     {token}")
         print(f"listening   http://{config.host}:{port}/v1", flush=True)
 
-    await until_stopped(LanguageServer(policy, config, Origin(name, target.folder, version)), config, ready)
+    await until_stopped(LanguageServer(policy, config, Origin(name, source.folder, version)), config, ready)
 
 
 def load_published(folder: Path, protocol: list[str]) -> Policy:
@@ -146,9 +146,9 @@ def load_published(folder: Path, protocol: list[str]) -> Policy:
     from embodied.run.policy_source import describe_published, published_spec
 
     loaded = load_recipe([f"checkpoint={folder}", *protocol], entry="evaluate")
-    target = find(str(folder), loaded)
-    print(f"protocol    {describe_published(target.config, loaded.config.env)}")
-    return make_policy(target.config, published_spec(target.config, loaded.config.env), seed=0)
+    source = find(str(folder), loaded)
+    print(f"protocol    {describe_published(source.config, loaded.config.env)}")
+    return make_policy(source.config, published_spec(source.config, loaded.config.env), seed=0)
 
 
 async def serve(policy: Policy, config: ServeConfig) -> None:
@@ -182,14 +182,16 @@ async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int],
     print("stopped", flush=True)
 
 
-def find_language(checkpoint: str) -> Target | None:
+def find_language(checkpoint: str) -> PolicySource | None:
     """The language model that is to be served; None where it is a policy of actions."""
     here = folder_of(checkpoint)
     if (family := published_family(here)) == "language":
-        return Target(here.resolve().name, LanguageConfig(name="language", pretrained=str(here)), folder=here.resolve())
-    if family or not (target := find(checkpoint)).config.speaks:
+        return PolicySource(
+            here.resolve().name, LanguageConfig(name="language", pretrained=str(here)), folder=here.resolve()
+        )
+    if family or not (source := find(checkpoint)).config.speaks:
         return None
-    return target
+    return source
 
 
 def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
@@ -206,17 +208,17 @@ def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
         raise ConfigError("; ".join(f"policy.{one['loc'][0]}: {one['msg']}" for one in err.errors())) from None
 
 
-def load_language(config: LanguageConfig, target: Target) -> LanguagePolicy:
+def load_language(config: LanguageConfig, source: PolicySource) -> LanguagePolicy:
     """The model with the weights of its folder."""
-    from embodied.policies.folder import read_weights
     from embodied.policies.language.policy import LanguagePolicy
+    from embodied.policies.policy_folder import read_weights
 
-    if target.spec is None:
+    if source.spec is None:
         policy = LanguagePolicy(config, ANY_TEXT)
         policy.load_weights({name: array_of(blob) for name, blob in policy.stored_weights().items()})
     else:
-        policy = LanguagePolicy(config, target.spec)
-        policy.load_weights(read_weights(target.folder))
+        policy = LanguagePolicy(config, source.spec)
+        policy.load_weights(read_weights(source.folder))
     return policy
 
 

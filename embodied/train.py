@@ -32,7 +32,7 @@ from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, re
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, starting_from
 from embodied.run.launch import command_of, program_of, without_success
-from embodied.run.policy_source import Target, check_continues, check_fits, check_same_policy, find_start
+from embodied.run.policy_source import PolicySource, check_continues, check_fits, check_same_policy, find_start
 from embodied.run.run_folder import RunFolder
 from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.contract import WARNING, Workflow
@@ -152,7 +152,7 @@ def train(
     program: type[Workflow],
     config: RunConfig,
     plan,
-    origin: Target | None,
+    origin: PolicySource | None,
     folder: RunFolder,
     checkpoint: Path | None,
     console: Console,

@@ -20,13 +20,13 @@ PUBLIC = {  # what an env of one's own needs, by the module that defines it; imp
     "EnvSpec": "embodied.core.types",
     "EpisodeSpec": "embodied.core.types",
     "Observation": "embodied.core.types",
-    "Protocol": "embodied.envs.evaluation_protocols",
+    "EvaluationProtocol": "embodied.envs.evaluation_protocols",
     "StepResult": "embodied.envs.vector_env",
-    "TextEnv": "embodied.envs.text.base",
-    "Turn": "embodied.envs.text.base",
+    "TextEnv": "embodied.envs.text.text_env",
+    "Turn": "embodied.envs.text.text_env",
     "VectorEnv": "embodied.envs.vector_env",
-    "check_text_env": "embodied.envs.text.check",
-    "check_vector_env": "embodied.envs.check",
+    "check_text_env": "embodied.envs.text.text_env_checker",
+    "check_vector_env": "embodied.envs.env_checker",
 }
 __all__ = ["PLUGINS", "env_class", "env_that_knows", "import_class", "make_env", "speaks", *PUBLIC]
 
@@ -69,7 +69,7 @@ def plugin(name: str) -> type[VectorEnv]:
 
 def speaks(kind: type) -> bool:
     """True if this is a class of text envs."""
-    from embodied.envs.text.base import TextEnv
+    from embodied.envs.text.text_env import TextEnv
 
     return issubclass(kind, TextEnv)
 
@@ -86,7 +86,7 @@ def env_class(config: Any) -> type[Any]:
 
     import gymnasium
 
-    from embodied.envs.text.base import TextEnv
+    from embodied.envs.text.text_env import TextEnv
     from embodied.envs.vector_env import VectorEnv
 
     found = import_class(config.name)

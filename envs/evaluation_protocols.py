@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Protocol:
+class EvaluationProtocol:
     name: str
     rules: str  # in words, for results.json and the report
     options: dict[str, Any] = field(default_factory=dict)  # env options it fixes
@@ -27,12 +27,12 @@ class Protocol:
         return config.model_copy(update=self.options)
 
 
-AS_TRAINED = Protocol(
+AS_TRAINED = EvaluationProtocol(
     "as-trained-v1", "episodes are played as in training: on_success, the step limit and the physics of the recipe"
 )
 
 
-def choose_protocol(kind: type[VectorEnv], config: Any, name: str | None) -> Protocol:
+def choose_protocol(kind: type[VectorEnv], config: Any, name: str | None) -> EvaluationProtocol:
     """The protocol of this name, or the env's first. A resolved env config decides which there are."""
     known = {protocol.name: protocol for protocol in kind.protocols(config)}
     if name is None:

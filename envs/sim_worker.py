@@ -59,7 +59,7 @@ class SimWorker(EpisodeKeeper):
             for stage in range(self.num_stages):
                 first = self.rank * per_worker + stage * per_stage
                 ids = np.arange(first, first + per_stage)
-                with self.memory.counted():
+                with self.memory.measured():
                     env = make_env(self.config, per_stage)
                 self.stages.append(
                     Stage(env, f"sim-{self.rank}/{stage}", ids, self.config.num_envs, self.timers, self.journal)
@@ -69,7 +69,7 @@ class SimWorker(EpisodeKeeper):
     def eval_spec(self) -> EnvSpec:
         """The same of the envs for evaluations."""
         if self.eval_env is None:
-            with self.memory.counted():
+            with self.memory.measured():
                 self.eval_env = make_env(self.eval_config, self.eval_rows)
         return self.eval_env.env_spec
 

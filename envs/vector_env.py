@@ -22,7 +22,7 @@ from embodied.core.arrays import Observation, finite_rows, host, is_tensor, map_
 from embodied.core.errors import ConfigError, NotFinite, WrongShape
 from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EnvCapabilities
-from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.own_modules import import_class
 
 Images = dict[str, np.ndarray]  # camera -> uint8 [rows, H, W, 3]
@@ -119,7 +119,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         return (config.task,) if isinstance(config.task, str) else tuple(config.task)
 
     @classmethod
-    def protocols(cls, config: Any) -> tuple[Protocol, ...]:
+    def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:
         """The protocols for evaluation episodes; the first is taken unless `eval.protocol` names another."""
         return (AS_TRAINED,)
 

@@ -1,7 +1,7 @@
 """Where each role runs: grammar, modes, cores, plans. Pure planning; imports nothing else of the toolkit."""
 
-from embodied.placement.errors import PlacementError
 from embodied.placement.grammar import PlacedRole, roles_of
+from embodied.placement.placement_errors import PlacementError
 from embodied.placement.placement_plan import PlacementPlan, PlannedHost, make_plan, named_nodes
 from embodied.placement.topology import Topology
 

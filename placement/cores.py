@@ -7,7 +7,7 @@ cores. How many workers there are is the business of `mode_rules.py`, or of the 
 
 from __future__ import annotations
 
-from embodied.placement.errors import PlacementError, number, span
+from embodied.placement.placement_errors import PlacementError, number, span
 from embodied.placement.topology import Node, gpu_of, not_there
 
 

@@ -30,7 +30,7 @@ class Component:
     splits: bool = False  # in a cycle: its workers split their items into stages, and each stage asks on its own
     merges: int = 1  # in a cycle: a worker answers requests that wait for it in one call, up to so many items
     streams: bool = False  # begins before its input is whole, with what has arrived
-    ahead: int = 0  # items that it looks at in an iteration as they come, before its calls, which need all of them
+    ahead: int = 0  # items that its frozen parts encode in an iteration, as they come and before its calls
 
     def __post_init__(self) -> None:
         if self.calls < 1 or self.items < 1:
@@ -68,7 +68,7 @@ class Dataflow:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule} should be one of {', '.join(SCHEDULES)}")
         if self.groups and (self.passes > 1 or any(c.ahead or c.streams for c in self.components)):
-            raise ValueError("groups come in one pass, and nobody looks at them ahead")
+            raise ValueError("groups come in one pass, and nothing is encoded ahead of them")
         if self.schedule == "periodic" and not self.groups:
             raise ValueError("schedule=periodic needs groups that are learned from one by one")
         for node in self.order:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from embodied.placement.dataflow import Dataflow
-from embodied.placement.errors import PlacementError
 from embodied.placement.grammar import text_of
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.mode_rules import with_drawing
+from embodied.placement.placement_errors import PlacementError
 from embodied.placement.topology import Topology
 
 

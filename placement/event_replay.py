@@ -169,7 +169,7 @@ class LayoutReplay:
             self._show_swap(zones, begin, now)
             there = [[ready[source][chunk] for source in turn.waits if source in ready] for chunk in range(chunks)]
             if self.dataflow[node[0]].ahead:
-                now = self._look(node[0], at, now, there)
+                now = self._encode(node[0], at, now, there)
             ready[turn.node] = []
             for chunk in range(1 if cut else chunks):
                 now = max([now, *there[chunk if turn.streams else -1]])
@@ -184,9 +184,9 @@ class LayoutReplay:
             free.update(dict.fromkeys(zones, gone))
         return max(free.values())
 
-    def _look(self, name: str, at: dict, now: float, ready: list[list[float]]) -> float:
+    def _encode(self, name: str, at: dict, now: float, ready: list[list[float]]) -> float:
         """When frozen parts have computed what has come, chunk by chunk."""
-        each = float(self.pricer.ahead_seconds(name, at)) / len(ready)
+        each = float(self.pricer.encoding_seconds(name, at)) / len(ready)
         for times in ready:
             begin = max([now, *times])
             now = begin + each

@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from embodied.placement.cores import split_cores
-from embodied.placement.errors import PlacementError
+from embodied.placement.placement_errors import PlacementError
 from embodied.placement.topology import MOST
 
 MODES = ("auto", "collocated", "disaggregated", "hybrid")

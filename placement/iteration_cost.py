@@ -154,7 +154,7 @@ class Pricer:
             if swapped:
                 time = time + self.swap_seconds(node, at, swapped, "onload_s")
             if at and self.dataflow[node[0]].ahead:
-                time = self._after_looking(turn, self.ahead_seconds(node[0], at), time, ready, chunks)
+                time = self._after_encoding(turn, self.encoding_seconds(node[0], at), time, ready, chunks)
             ready[turn.node] = []
             if not turn.streams:
                 time = max_of(time, *(ready[source][-1] for source in turn.waits if source in ready))
@@ -169,14 +169,14 @@ class Pricer:
                 free[z] = time
         return max_of(*free)
 
-    def _after_looking(self, turn: NodeTurn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
+    def _after_encoding(self, turn: NodeTurn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
         """When frozen parts have computed all of their input: chunk by chunk, where that is made on other devices."""
         for chunk in range(chunks):
             there = (ready[source][chunk] for source in turn.waits if source in ready)
             time = max_of(time, *there) + seconds / chunks
         return time
 
-    def ahead_seconds(self, name: str, at: Mapping) -> Array:
+    def encoding_seconds(self, name: str, at: Mapping) -> Array:
         items = -(-self.dataflow[name].ahead // np.maximum(self.count(name, at, 1), 1))
         return self.cost(name, at[name][0].device_class).ahead_s * items
 

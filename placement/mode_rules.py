@@ -32,8 +32,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from embodied.placement.errors import PlacementError
 from embodied.placement.grammar import EMBODIED, PlacedRole, others, text_of
+from embodied.placement.placement_errors import PlacementError
 from embodied.placement.topology import Topology
 
 Device = tuple[str, str, int]  # node, kind, number

@@ -13,9 +13,9 @@ from typing import Any
 
 from embodied.placement import mode_rules
 from embodied.placement.cores import cores_beside, cores_of
-from embodied.placement.errors import PlacementError, number, span
 from embodied.placement.grammar import EMBODIED, PlacedRole, Slot, parse_map, roles_of
 from embodied.placement.mode_rules import ENVS_PER_SIM
+from embodied.placement.placement_errors import PlacementError, number, span
 from embodied.placement.topology import Gpu, Node, Topology, gpu_of, not_there, one_machine
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from embodied.placement.cost_curves import Curve, constant, curve_from_json
 from embodied.placement.dataflow import Dataflow, dataflow_from_json
-from embodied.placement.errors import PlacementError
 from embodied.placement.layout import DeviceClass
+from embodied.placement.placement_errors import PlacementError
 
 FORMAT = "embodied-profile/1"
 NOTHING = constant(0)

@@ -205,11 +205,11 @@ def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
     if overlaps(dataflow):
         return (1,)
     if not any(c.streams for c in dataflow.components):
-        looks = any(
+        encodes = any(
             c.ahead and any(cost.ahead_s for cost in profile.costs[c.name].values()) for c in dataflow.components
         )
         most = max((c.calls for c in dataflow.components if c.splits), default=1)
-        return tuple(n for n in (1, 2, 4, 8) if n == 1 or (looks and n <= most))
+        return tuple(n for n in (1, 2, 4, 8) if n == 1 or (encodes and n <= most))
     return tuple(n for n in (1, 2, 4, 8, 16) if dataflow.passes % n == 0)
 
 

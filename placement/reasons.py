@@ -29,7 +29,7 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
                 )
                 found[name] = found.get(name, 0.0) + work
                 if pricer.dataflow[node[0]].ahead:
-                    found["looking"] = found.get("looking", 0.0) + float(pricer.ahead_seconds(node[0], at))
+                    found["encoding"] = found.get("encoding", 0.0) + float(pricer.encoding_seconds(node[0], at))
                 swap = sum(pricer.swap_seconds(node, at, layout.swapped, which) for which in ("onload_s", "offload_s"))
                 found["swap"] = found.get("swap", 0.0) + swap
         found["weights"] = found.get("weights", 0.0) + float(pricer.sync_seconds(at, layout.stages))

@@ -109,7 +109,7 @@ def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
 
 def load_policy(folder: Path | str) -> Policy:
     """The policy stored in a folder by `save_pretrained`."""
-    from embodied.policies.folder import read_description, read_weights
+    from embodied.policies.policy_folder import read_description, read_weights
 
     folder = Path(folder)
     policy = make_policy(*read_description(folder))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
-from embodied.policies.folder import CONFIG, WEIGHTS
+from embodied.policies.policy_folder import CONFIG, WEIGHTS
 from embodied.runtime.tensor_bytes import Spec, blob_of, spec_of, write_safetensors
 
 # Arrays from other processes are read-only, and nobody here writes to an observation.
@@ -139,7 +139,7 @@ class Policy(nn.Module):
         return copy.deepcopy(self, {id(p): p for p in frozen}).requires_grad_(False)
 
     @classmethod
-    def counted(cls, config: Any, spec: EnvSpec) -> Policy | None:
+    def for_memory_estimate(cls, config: Any, spec: EnvSpec) -> Policy | None:
         """A policy of these sizes to count its memory, made without the files it may need; None for small ones."""
         return None
 

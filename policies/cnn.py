@@ -55,16 +55,16 @@ class CNNPolicy(ActorCritic):
         return [*own, *([(self.estimator, 0.01)] if self.estimator else []), *super().nets()]
 
     def features(self, obs: Observation) -> Tensor:
-        return self._with_state(self.look(obs), obs)
+        return self._with_state(self.encode(obs), obs)
 
-    def look(self, obs: Observation) -> Tensor:
+    def encode(self, obs: Observation) -> Tensor:
         """Features of the images, or estimates of the privileged numbers."""
         found = torch.cat([trunk(self._pixels(obs["images"][camera])) for camera, trunk in self.trunks.items()], dim=-1)
         return self.estimator(found) if self.estimator else found
 
     @torch.inference_mode()
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        found = self.look(obs)
+        found = self.encode(obs)
         output = self.decide(obs, self._with_state(found, obs), noise, temperature)
         return replace(output, replay={"estimates": as_asked(found, obs)}) if self.estimator else output
 
@@ -79,7 +79,7 @@ class CNNPolicy(ActorCritic):
 
     def _estimate_loss(self, obs: Observation) -> Tensor:
         """Huber loss of each row: the errors in deviations of each number, squared up to 1, linear beyond."""
-        found, truth = self.look(obs), self.privileged(obs)
+        found, truth = self.encode(obs), self.privileged(obs)
         if self.normalizer is not None:
             unit = self.normalizer.spread(self.spec.state_dim or 0, LEAST).to(truth.dtype)
             found, truth = found / unit, truth / unit

@@ -115,7 +115,7 @@ class PolicyWorker(Worker):
         try:
             with (
                 self.timers.measure("act"),
-                self.computing.counted(),
+                self.computing.measured(),
                 self.weights.acting(version),
                 self._patience(),
             ):

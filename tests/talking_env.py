@@ -9,8 +9,8 @@ import sys
 
 from faulty_env import Fault
 
-from embodied.envs.text.base import TextEnv, Turn
 from embodied.envs.text.scoring_process import Scorer
+from embodied.envs.text.text_env import TextEnv, Turn
 
 
 class Digits(TextEnv):

@@ -22,7 +22,7 @@ from embodied.placement.topology import read_topology
 from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, copied, real
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
-from embodied.profiling.timed_run import Round, Trial
+from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import describe, html, paired_ratio, timeline, warnings
 from embodied.reporting.timeline import TraceWriter
 
@@ -225,9 +225,9 @@ GROUPED = ("recipe=pointmass_grpo", "env.num_envs=4", "algo.groups=2", "algo.gro
 def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_path, arguments):
     config = repeated(load([*arguments, "cluster.backend=inline"]).config)
     plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, (0,), config.env.num_envs)
-    with Trial(config, plan, tmp_path) as trial:
-        trial.iterate()
-        assert traced_edges(trial.flows()) == dataflow_of(config).edges
+    with TimedRun(config, plan, tmp_path) as timed_run:
+        timed_run.iterate()
+        assert traced_edges(timed_run.flows()) == dataflow_of(config).edges
 
 
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])
@@ -377,5 +377,5 @@ def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
 
 def test_the_idle_share_counts_every_core():
     groups = [SimpleNamespace(role="sim", workers=["a", "b"]), SimpleNamespace(role="policy", workers=["p"])]
-    trial = SimpleNamespace(loop=SimpleNamespace(groups=groups))
-    assert Trial.idle(trial, rounds(1.0, 1.0), 4) == pytest.approx(1 - (2 * 0.5 + 0.1) / 4)
+    timed_run = SimpleNamespace(loop=SimpleNamespace(groups=groups))
+    assert TimedRun.idle(timed_run, rounds(1.0, 1.0), 4) == pytest.approx(1 - (2 * 0.5 + 0.1) / 4)

@@ -8,8 +8,8 @@ from bridge_files import needs
 
 from embodied import train
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.bridge.bridge_tasks import PLATES, TWINS
 from embodied.envs.maniskill.bridge.plate_variants import variants
-from embodied.envs.maniskill.bridge.tasks import PLATES, TWINS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "bridge.md").read_text()
 

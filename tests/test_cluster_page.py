@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

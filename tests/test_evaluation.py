@@ -275,9 +275,9 @@ def test_a_comparison_that_was_interrupted_goes_on_with_the_policy_that_played(t
     command = ["checkpoint=[scripted:Fails,scripted:SucceedsOnEvenSeeds]", *SWITCH, "eval.episodes=10"]
     played = evaluate.evaluate
 
-    def second_interrupted(parts, target, *args):
-        with interrupted(4) if target.name != "Fails" else nullcontext():
-            return played(parts, target, *args)
+    def second_interrupted(parts, source, *args):
+        with interrupted(4) if source.name != "Fails" else nullcontext():
+            return played(parts, source, *args)
 
     with monkeypatch.context() as patched:
         patched.setattr(evaluate, "evaluate", second_interrupted)

@@ -10,7 +10,7 @@ from embodied.config.recipe import load
 from embodied.envs.pointmass import env as pointmass
 from embodied.learners import train_batch
 from embodied.placement import make_plan
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from embodied import evaluate, train
-from embodied.policies.folder import read_blobs
+from embodied.policies.policy_folder import read_blobs
 
 ARGUMENTS = [
     "recipe=pointmass_ppo",

@@ -15,7 +15,7 @@ import pytest
 from embodied import train
 from embodied.envs import import_class
 from embodied.learners.rollout_buffer import RolloutBuffer
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 
 PAGE = (Path(__file__).parents[1] / "docs" / "workflows.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)

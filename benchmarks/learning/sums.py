@@ -30,7 +30,7 @@ from benchmarks.common import (
 )
 from benchmarks.learning.grpo_gain import in_order, interval, paired_gain, summary
 from benchmarks.learning.seeds import TIMEOUT_S, held_out, once, outcomes, parser, program, rate
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.run.checkpoints import locate
 
 RECIPES = ("sums_grpo", "sort_grpo", "sums_ppo", "smol_grpo")

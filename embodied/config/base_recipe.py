@@ -88,7 +88,7 @@ def is_class(checkpoint: str) -> bool:
 
 def published(values: dict[str, Any]) -> str | None:
     """The family of a published checkpoint; one on the hub is downloaded if an env is named too."""
-    from embodied.policies.folder import published_family
+    from embodied.policies.policy_folder import published_family
     from embodied.run.hub import folder_of
 
     named = values.get("checkpoint")

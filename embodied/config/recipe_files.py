@@ -9,7 +9,7 @@ from embodied import recipes
 
 RECIPES = Path(recipes.__file__).resolve().parent
 BY_TASK = RECIPES / "maniskill"  # a task of ManiSkill's each
-TINY = RECIPES / "tiny"  # VLAs of a few million parameters, for a laptop
+TINY = RECIPES / "tiny"  # small models where others are large, for a quick look on a laptop
 FOLDERS = (RECIPES, BY_TASK, TINY)
 ENV_NAME = re.compile(r"""^env:[ ]*(?:\{[^}]*?|\n(?:[ ]+.*\n|\n)*?[ ]+)\bname:[ ]*["']?([\w.]+)""", re.M)
 BASE = re.compile(r"^extends:[ ]*(\S+)", re.M)

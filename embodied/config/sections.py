@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
-from embodied.placement.errors import PlacementError
 from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
+from embodied.placement.placement_errors import PlacementError
 
 
 class RunSection(Strict):

@@ -77,7 +77,7 @@ class ImitationLearner(LearnerWorker):
         """One pass over all demonstrations."""
         demos, config, rows = self.demos, self.algo, []
         parts = list(minibatches(permutation(self.seed, iteration, 0, demos.total), config.minibatch_size))
-        with self.store.updating(), self.computing.counted():
+        with self.store.updating(), self.computing.measured():
             for number, minibatch in enumerate(parts, iteration * len(parts)):
                 factor = sft_factor(config, number, len(parts), total * len(parts))
                 mine = torch.from_numpy(owned(minibatch, demos.first, len(demos)))

@@ -65,11 +65,11 @@ class Memory:
 
 def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     """Memory of a recipe's learner, found without its simulator and its model's folder; None for small policies. An
-    iteration has so many items, where nothing says how many are looked at together."""
+    iteration has so many items, where nothing says how many are computed together."""
     from embodied.policies import policy_class
 
     kind = policy_class(config.policy.name)
-    policy = kind.counted(config.policy, SPOKEN_TO if kind.speaks else spec_of_arm(config))
+    policy = kind.for_memory_estimate(config.policy, SPOKEN_TO if kind.speaks else spec_of_arm(config))
     if policy is None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size or items

@@ -141,7 +141,7 @@ class TokenBatch(RankBatch):
         """The divisor of the loss of a minibatch of so many conversations."""
         return (self.loss_count or 1.0) * units / self.num_conversations
 
-    def counted(self, units: int) -> float:
+    def stats_divisor(self, units: int) -> float:
         """The divisor of the statistics of a minibatch of so many conversations."""
         return (self.weight_sum or 1.0) * units / self.num_conversations
 

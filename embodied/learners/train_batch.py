@@ -81,7 +81,7 @@ class RankBatch:
         """The divisor of the loss of a minibatch of so many units."""
         return units
 
-    def counted(self, units: int) -> float:
+    def stats_divisor(self, units: int) -> float:
         """The divisor of the statistics of a minibatch of so many units."""
         return units
 

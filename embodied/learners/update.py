@@ -46,8 +46,8 @@ def update_policy(
             first = largest is None
             stats, found = gradient(model, config, share, mine, share.divisor(len(minibatch)), passes, compare=first)
             totals, norm = optimizer.exchange(stats)
-            counted = share.counted(len(minibatch))
-            numbers = {name: value / counted for name, value in zip(names, totals.tolist(), strict=True)}
+            divisor = share.stats_divisor(len(minibatch))
+            numbers = {name: value / divisor for name, value in zip(names, totals.tolist(), strict=True)}
             numbers["grad_norm"] = norm
             check_finite(numbers, iteration, epoch)
             optimizer.step(norm, factor)

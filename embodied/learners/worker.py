@@ -29,7 +29,7 @@ from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_o
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
-from embodied.policies.folder import read_blobs, read_weights
+from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.collective import Alone, Collective, done_together, join
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
@@ -116,7 +116,7 @@ class LearnerWorker(Worker):
         moments = None
         if not self.started:  # else the statistics that the weights were trained with stay
             moments = moments_of(whole, part.last - part.first, self.policy.observation_moments)
-        with self.store.updating(), self.computing.counted():
+        with self.store.updating(), self.computing.measured():
             numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
             if moments is not None:
                 self.policy.merge_observation_moments(np.concatenate(self.collective.gather(moments)))
@@ -157,11 +157,11 @@ class LearnerWorker(Worker):
             if found is None:
                 break
             part, group = found
-            with self.computing.counted():
+            with self.computing.measured():
                 sums.add(group, part.advantages, part.scores)
             if not self.started:  # as in `update`
                 sums.observe(group)
-        with self.store.updating(), self.computing.counted():
+        with self.store.updating(), self.computing.measured():
             numbers = sums.step(self.optimizer, groups.end)
             sums.merge_moments(self.collective)
         if self.model.first_backward is None:

@@ -152,14 +152,14 @@ class ProbeWorker(Worker):
         of the learner ("bytes") and of an item that waits for it ("item_bytes")."""
         part = self.parts[self._rows(num_envs)]
         first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
-        times, looks = {first: [], first + 1: []}, []
+        times, encoding = {first: [], first + 1: []}, []
         items = self._num_items(part.kept.get())
         steps = -(-items // minibatch)
         with self._away(part):
             for epochs, found in times.items():
                 algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
-                looked, num_bytes = self._updates(algo, part, repeats, found)
-                looks += [seconds / items for seconds in looked]
+                encoded, num_bytes = self._updates(algo, part, repeats, found)
+                encoding += [seconds / items for seconds in encoded]
         less, more = min(times[first]), min(times[first + 1])
         epoch = max(more - less, 0.1 * less)
         each = [seconds / steps * epoch / less for seconds in times[first]]
@@ -167,7 +167,7 @@ class ProbeWorker(Worker):
         return {
             "step": each,
             "fixed": [fixed],
-            "ahead": looks if first > 1 else [0.0],
+            "ahead": encoding if first > 1 else [0.0],
             "whole": [less + more],
             "bytes": [num_bytes],
             "item_bytes": [sum(array.nbytes for array in arrays_of(part.kept.get()).values()) / items],
@@ -178,18 +178,18 @@ class ProbeWorker(Worker):
         return len(played.mask)
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:
-        """Seconds of updates of a new learner, added to `found`; -> those of looking ahead, and the bytes it needs."""
-        learner, looks = self._learner(algo, part), []
+        """Seconds of updates of a new learner, added to `found`; -> those of encoding, and the bytes it needs."""
+        learner, encoding = self._learner(algo, part), []
         for repeat in range(repeats + 1):
-            started, looked_before = perf_counter(), looking_s(learner)
+            started, encoded_before = perf_counter(), encoding_s(learner)
             self._learn(learner, part)
             if repeat:
-                looks.append(0.0 if self.grouped else looking_s(learner) - looked_before)
-                found.append(perf_counter() - started - looks[-1])
+                encoding.append(0.0 if self.grouped else encoding_s(learner) - encoded_before)
+                found.append(perf_counter() - started - encoding[-1])
             self.tick()
         num_bytes = learner.needs().num_bytes
         learner.close()
-        return looks, num_bytes
+        return encoding, num_bytes
 
     @contextmanager
     def _away(self, part: ProbedPart) -> Iterator[None]:
@@ -284,7 +284,7 @@ class ProbeWorker(Worker):
         return policy
 
 
-def looking_s(learner: LearnerWorker) -> float:
+def encoding_s(learner: LearnerWorker) -> float:
     total = learner.timers.totals().get("look")
     return total.seconds if total else 0.0
 
@@ -360,7 +360,7 @@ class Directly:
     def put(self, request: ActRequest) -> None:
         asked = self.policy.completed(request)
         started = perf_counter()
-        with self.policy.computing.counted():
+        with self.policy.computing.measured():
             reply, *_ = self.policy._answer([asked] * self.copies, 1.0, "train")
         (self.value_s if request.value_only else self.act_s).append(perf_counter() - started)
         self.answers.append(reply)

@@ -20,9 +20,9 @@ from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.errors import number
 from embodied.placement.grammar import EMBODIED, others
 from embodied.placement.layout import DeviceClass
+from embodied.placement.placement_errors import number
 from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.reasons import why_not, why_not_apart
@@ -70,8 +70,8 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
         items = max(1, round(episodes * episode_decisions))
     minibatch = min(algo.minibatch_size or items, items)
     steps = items * config.policy.chunk
-    looks_once = not algo.whole_episodes and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
-    ahead = items if looks_once else 0
+    encodes_once = not algo.whole_episodes and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
+    ahead = items if encodes_once else 0
     calls = algo.epochs * -(-items // minibatch)
     more = [role.name for role in others(roles)]
     schedule = config.pipeline.schedule
@@ -81,7 +81,7 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
     return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **about)
 
 
-def counted(profile: Profile, memory_gb: float | None) -> Profile:
+def with_cpu_memory(profile: Profile, memory_gb: float | None) -> Profile:
     """The profile with what a run counts of the memory of cores: what policies and learners say they need where
     `cluster.memory_gb` limits that, else only what simulators take of the machine."""
     costs = {name: dict(on) for name, on in profile.costs.items()}
@@ -233,7 +233,7 @@ def plan_from_profile(
     """The config with the plan's stages, granularity and schedule, and the plan, on all devices that the profile
     knows."""
     memory_gb = config.cluster.memory_gb
-    profile = counted(fitted_to(config, read_profile(path), path, roles), memory_gb)
+    profile = with_cpu_memory(fitted_to(config, read_profile(path), path, roles), memory_gb)
     asked = config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
     classes = limited((c for c in machines.classes() if c.count and profile.knows(c)), memory_gb)

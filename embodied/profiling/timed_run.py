@@ -64,14 +64,14 @@ def check_program(program: type) -> None:
         )
 
 
-class Trial:
+class TimedRun:
     """Use it as a context manager: it starts the processes of the plan and ends them."""
 
     def __init__(self, config: RunConfig, plan: PlacementPlan, logs: Path, program: type = EmbodiedLoop) -> None:
         self.config, self.plan, self.logs, self.program = config, plan, logs, program
         self.iteration = 0
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> TimedRun:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             cluster = stack.enter_context(launch.cluster(self.config, self.plan, self.logs, program=self.program))
@@ -214,7 +214,7 @@ def calibrate(
     classes = [c for c in there.classes() if c.count and profile.knows(c)]
     roles = roles_of(program.roles)
     where, draws = homes(config, there, roles), draws_on_gpus(config.env)
-    layouts = trial_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, others(roles))
+    layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, others(roles))
     config, profile = shortened(config, profile, Pricer(profile.dataflow, profile, classes), layouts[0], clock, roles)
     resets_s = more_resets(config, profile, reset_s)
     profile = with_sim(profile, resets_s)
@@ -234,7 +234,7 @@ def calibrate(
     return with_sim(profile, -resets_s)
 
 
-def trial_layouts(
+def timed_layouts(
     sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[PlacedRole] = ()
 ) -> list[Layout]:
     """The layouts of the real runs: learners take turns with policies; then, where there are enough devices, they share
@@ -314,7 +314,7 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
     """Put what the first run took beyond its parts where it belongs."""
     at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
-    update = float(pricer.node_seconds(("learner",), at, 1) + pricer.ahead_seconds("learner", at))
+    update = float(pricer.node_seconds(("learner",), at, 1) + pricer.encoding_seconds("learner", at))
     besides = max(seen.update_s - update, 0.0)
     exchange = min(seen.sync_s, besides)
     if at["sim"][0] is at["policy"][0]:
@@ -378,11 +378,11 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
 
 def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type) -> RunTimings:
     """Two iterations at least, of which the first warms up."""
-    with Trial(config, plan, logs, program) as trial:
-        rounds = [trial.iterate()]
+    with TimedRun(config, plan, logs, program) as timed_run:
+        rounds = [timed_run.iterate()]
         while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.left(1.0)):
-            rounds.append(trial.iterate())
-        edges = traced_edges(trial.flows())
+            rounds.append(timed_run.iterate())
+        edges = traced_edges(timed_run.flows())
     rounds = rounds[1:]
     rest = [r.seconds - r.rollout_s - r.update_s - r.publish_s for r in rounds]
     return RunTimings(

@@ -20,7 +20,7 @@ from pathlib import Path
 from shlex import join
 
 from embodied.config.yaml_values import write_yaml
-from embodied.placement.errors import number
+from embodied.placement.placement_errors import number
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.seed_sets import sets_of
 from embodied.reporting.seed_sets_page import in_words

@@ -36,7 +36,7 @@ UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's reci
 
 
 @dataclass(frozen=True)
-class Target:
+class PolicySource:
     """One policy to evaluate."""
 
     name: str  # in tables and as a folder
@@ -62,21 +62,21 @@ class Target:
         return {**facts, "sha256": digest(path) if path else None}
 
 
-def find_all(loaded: Loaded) -> list[Target]:
+def find_all(loaded: Loaded) -> list[PolicySource]:
     """All that are to be evaluated, each under a name of its own."""
     checkpoints = loaded.checkpoints
-    targets: list[Target] = []
+    sources: list[PolicySource] = []
     for checkpoint in checkpoints:
         found = find(checkpoint, loaded)
-        taken = {target.name for target in targets}
+        taken = {source.name for source in sources}
         names = [found.name, *(f"{found.name}-{number}" for number in range(2, len(checkpoints) + 1))]
-        targets.append(Target(**{**vars(found), "name": next(name for name in names if name not in taken)}))
-    return targets
+        sources.append(PolicySource(**{**vars(found), "name": next(name for name in names if name not in taken)}))
+    return sources
 
 
-def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
+def find(checkpoint: str, loaded: Loaded | None = None) -> PolicySource:
     """`loaded` says how a model that others published is evaluated, and the options of a class of the user's."""
-    from embodied.policies.folder import published_family, read_blobs, read_description
+    from embodied.policies.policy_folder import published_family, read_blobs, read_description
     from embodied.runtime.weights import Weights
 
     if checkpoint in BUILT_IN or is_class(checkpoint):
@@ -84,20 +84,20 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> Target:
     if is_hub_id(checkpoint):
         policy = fetch(checkpoint)
         if loaded and published_family(policy):
-            return Target(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
+            return PolicySource(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
         config, spec = read_description(policy)
         config = answering(config, loaded)
-        return Target(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
+        return PolicySource(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
     policy, version_folder, run = locate(checkpoint)
     if loaded and published_family(policy):
-        return Target(policy.resolve().name, policy_of(policy, loaded), folder=policy)
+        return PolicySource(policy.resolve().name, policy_of(policy, loaded), folder=policy)
     config, spec = read_description(policy)
     config = answering(config, loaded)
     version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
     parent = (run or policy.parent) / "eval"
     out = parent / (f"{name_of(version)}-evaluate" if version_folder else policy.name)
     label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
-    return Target(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
+    return PolicySource(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
 
 
 def answering(config: Any, loaded: Loaded | None) -> Any:
@@ -112,27 +112,27 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
     return LanguageConfig.model_validate(own | changed)
 
 
-def find_class(checkpoint: str, loaded: Loaded | None) -> Target:
+def find_class(checkpoint: str, loaded: Loaded | None) -> PolicySource:
     """A policy class, ours without weights or the user's, with what the recipe or the command line sets for it."""
     from embodied.policies import check_package
     from embodied.policies.config import ExternalPolicyConfig
 
     if checkpoint in BUILT_IN:
-        return Target(checkpoint, ExternalPolicyConfig(name=BUILT_IN[checkpoint]))
+        return PolicySource(checkpoint, ExternalPolicyConfig(name=BUILT_IN[checkpoint]))
     if not CLASS.fullmatch(checkpoint):
         raise ConfigError(f"checkpoint={checkpoint}: there is no such folder, and a class is my_pkg.my_module:MyPolicy")
     config = loaded.config.policy if loaded else None
     if config is None or config.name != checkpoint:
         config = ExternalPolicyConfig(name=checkpoint)
     check_package(checkpoint, "checkpoint")
-    return Target(checkpoint.rpartition(":")[2], config)
+    return PolicySource(checkpoint.rpartition(":")[2], config)
 
 
-def find_start(start: Path, policy: Any) -> Target:
+def find_start(start: Path, policy: Any) -> PolicySource:
     """The policy that `run.start_from` names, whose options must be those of this run's policy."""
-    target = find(str(start))
-    check_same_policy(f"run.start_from={start}", target.config, policy)
-    return target
+    source = find(str(start))
+    check_same_policy(f"run.start_from={start}", source.config, policy)
+    return source
 
 
 def check_same_policy(start: str, there: Any, here: Any) -> None:
@@ -175,9 +175,9 @@ def differing(section: str, there: Any, here: Any) -> list[str]:
     ]
 
 
-def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
+def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
     """A policy acts in the env it was made for, or in one that looks the same to it."""
-    made = target.spec
+    made = source.spec
     if made is None:
         return
     offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at does not matter
@@ -189,26 +189,26 @@ def check_fits(target: Target, env: Any, spec: EnvSpec) -> None:
         "instruction": (made.instruction, made.instruction and spec.instruction),
     }
     if wrong := [f"{what} {mine} there, {theirs} here" for what, (mine, theirs) in words.items() if mine != theirs]:
-        raise ConfigError(f"{target.name} was made for another env than {env.name} {env.task}: {'; '.join(wrong)}")
+        raise ConfigError(f"{source.name} was made for another env than {env.name} {env.task}: {'; '.join(wrong)}")
 
 
-def other_training(target: Target, loaded: Loaded, fixed: dict[str, Any]) -> str:
+def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) -> str:
     """Says how the env this policy was trained in differs from the one it is evaluated in, unless the command line
     does."""
-    recipe = target.folder and stored_recipe(target.folder)
+    recipe = source.folder and stored_recipe(source.folder)
     if not recipe:
         return ""
     trained = read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}
     asked = {key for key, where in loaded.sources.items() if where == COMMAND_LINE}
     now = loaded.config.env.model_dump(mode="json")
     if trained.get("name") != now["name"]:
-        return f"{target.name} was trained with env.name={trained.get('name')} env.task={trained.get('task')}"
+        return f"{source.name} was trained with env.name={trained.get('name')} env.task={trained.get('task')}"
     odd = [
         f"env.{key}={trained.get(key)!r} (now {now.get(key)!r})"
         for key in sorted(trained.keys() | now.keys())
         if key not in (*UNLIKE, *fixed) and f"env.{key}" not in asked and trained.get(key) != now.get(key)
     ]
-    return f"{target.name} was trained with {', '.join(odd)}" if odd else ""
+    return f"{source.name} was trained with {', '.join(odd)}" if odd else ""
 
 
 # Models as others publish them, evaluated without a run of ours. The recipe `<env>_published_<family>` holds the

@@ -20,7 +20,7 @@ from embodied.config.recipe_files import recipe_names
 from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
 from embodied.core.errors import ConfigError
 from embodied.placement import PlacementPlan, Topology
-from embodied.placement.errors import number
+from embodied.placement.placement_errors import number
 from embodied.run import launch
 from embodied.run.children import Children
 from embodied.run.devices import machines

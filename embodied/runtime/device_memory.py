@@ -129,7 +129,7 @@ class AllocatedMemory:
         self.num_bytes = 0
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def measured(self) -> Iterator[None]:
         before = free_bytes()
         yield
         self.num_bytes += max(0, before - free_bytes())
@@ -142,7 +142,7 @@ class Computing:
         self.num_bytes = 0
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def measured(self) -> Iterator[None]:
         before = begin_peak()
         try:
             yield

@@ -16,7 +16,7 @@ from embodied.core.types import EnvSpec, EpisodeResult
 from embodied.datasets import read_dataset
 from embodied.datasets.lerobot_layout import ACTION, CAMERA, STATE
 from embodied.envs import env_class
-from embodied.envs.text.base import TextEnv
+from embodied.envs.text.text_env import TextEnv
 from embodied.learners.examples import no_solution, read_examples
 from embodied.runtime import Handle
 from embodied.workflows.rl_loop import LEARNER, PLAYERS, EmbodiedLoop, learner_arguments

@@ -18,13 +18,13 @@ from embodied.core.errors import ConfigError, EmbodiedError, nearest
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
 from embodied.envs.config import ExternalEnvConfig, GymConfig
-from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 SUCCESS_KEYS = ("success", "is_success")
 
 
-PROTOCOL = Protocol(
+PROTOCOL = EvaluationProtocol(
     "gym-v1",
     "an episode ends where the env ends it, at its first success where it reports one, or at the step limit",
     {"on_success": "terminate"},
@@ -57,7 +57,7 @@ class GymEnv(VectorEnv):
         cls(config, 1).close()
 
     @classmethod
-    def protocols(cls, config: Any) -> tuple[Protocol, ...]:
+    def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:
         return PROTOCOL, AS_TRAINED
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray:

@@ -28,7 +28,7 @@ from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import Expert
 from embodied.envs.config import LiberoConfig
-from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
 from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, own_files, read_states
 from embodied.envs.libero.scene import Scene, SceneRow
@@ -51,14 +51,14 @@ RULES = (
 )
 
 
-def own_protocol(config: LiberoConfig) -> Protocol:
+def own_protocol(config: LiberoConfig) -> EvaluationProtocol:
     """The protocol of a user's own tasks: the states that are given, or placements drawn by the episodes' seeds."""
     number = 0 if config.states_file is None else len(read_states(config.states_file))
     begin = f"from the {number} stored states of env.states_file in their order" if number else "from drawn placements"
     rules = (
         f"a task of one's own {begin}, after {SETTLING_STEPS} settling steps, to the first success or the step limit"
     )
-    return Protocol("libero-own-v1", rules, {"on_success": "terminate"}, number)
+    return EvaluationProtocol("libero-own-v1", rules, {"on_success": "terminate"}, number)
 
 
 class LiberoEnv(VectorEnv):
@@ -70,7 +70,7 @@ class LiberoEnv(VectorEnv):
         return config.max_episode_steps or max_steps(tasks_of(config.task))
 
     @classmethod
-    def protocols(cls, config: LiberoConfig) -> tuple[Protocol, ...]:
+    def protocols(cls, config: LiberoConfig) -> tuple[EvaluationProtocol, ...]:
         if is_own(tasks_of(config.task)[0]):
             return own_protocol(config), AS_TRAINED
         trained = {
@@ -78,7 +78,9 @@ class LiberoEnv(VectorEnv):
             "stored": "training began in the same states (env.initial_states=stored)",
         }
         rules = f"{RULES}; {trained[config.initial_states]}"
-        return Protocol("libero-v1", rules, {"on_success": "terminate", "max_episode_steps": None}, STORED), AS_TRAINED
+        return EvaluationProtocol(
+            "libero-v1", rules, {"on_success": "terminate", "max_episode_steps": None}, STORED
+        ), AS_TRAINED
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:

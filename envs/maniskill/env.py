@@ -21,8 +21,8 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import Expert
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
-from embodied.envs.maniskill.bridge.tasks import TWINS, absent, asset_folder, is_bridge, source_of
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.robots import action_bounds, for_robots
 from embodied.envs.maniskill.state_numbers import numbers
@@ -43,7 +43,7 @@ from embodied.system.vulkan_driver import ensure_vulkan
 
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
 TO_THE_END = {"on_success": "continue", "on_failure": "continue", "solver_iterations": None}
-PROTOCOL = Protocol("maniskill-v1", RULES, TO_THE_END)
+PROTOCOL = EvaluationProtocol("maniskill-v1", RULES, TO_THE_END)
 BRIDGE_RULES = "the task's own initial states in turn, all of them before any twice; played to the step limit"
 
 
@@ -70,11 +70,15 @@ class ManiSkillEnv(VectorEnv):
         return config.max_episode_steps or max((BATCHED_TASKS.get(task, 0) for task in cls.tasks(config)), default=0)
 
     @classmethod
-    def protocols(cls, config: ManiSkillConfig) -> tuple[Protocol, ...]:
+    def protocols(cls, config: ManiSkillConfig) -> tuple[EvaluationProtocol, ...]:
         states = {TWINS.get(task) for task in cls.tasks(config)}
         if len(states) > 1 or None in states:
             return PROTOCOL, AS_TRAINED
-        return Protocol("bridge-v1", BRIDGE_RULES, TO_THE_END, stored_states=states.pop()), PROTOCOL, AS_TRAINED
+        return (
+            EvaluationProtocol("bridge-v1", BRIDGE_RULES, TO_THE_END, stored_states=states.pop()),
+            PROTOCOL,
+            AS_TRAINED,
+        )
 
     @classmethod
     def resolve(cls, config: ManiSkillConfig) -> ManiSkillConfig:
@@ -164,7 +168,7 @@ class ManiSkillEnv(VectorEnv):
 
             return PlannerExpert(self, tick)
         if is_bridge(self.config.task):
-            from embodied.envs.maniskill.bridge.expert import BridgeExpert
+            from embodied.envs.maniskill.bridge.bridge_expert import BridgeExpert
 
             return BridgeExpert(self)
         from embodied.envs.maniskill.expert import ManiSkillExpert

@@ -25,8 +25,8 @@ import numpy as np
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill.bridge.expert import FASTEST, FASTEST_TURN
-from embodied.envs.maniskill.bridge.tasks import is_bridge
+from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
+from embodied.envs.maniskill.bridge.bridge_tasks import is_bridge
 from embodied.envs.maniskill.tasks import BATCHED_GAIN, find_task, is_listed, to_prove
 from embodied.envs.own_modules import file_name, where
 from embodied.envs.vector_env import VectorEnv
@@ -89,7 +89,7 @@ def larger(worst: float, difference: np.ndarray) -> float:
 
 def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> tuple[Proof, Path]:
     """Compare and time, and keep the answer in this folder."""
-    from embodied.envs.check import check_vector_env
+    from embodied.envs.env_checker import check_vector_env
 
     worst, speedup, problem = {}, None, ""
     try:

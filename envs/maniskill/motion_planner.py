@@ -137,7 +137,7 @@ class MotionPlanner:
         self._solve = solver(env.config.task)
         plain = {"backend": "cpu", "control_mode": "pd_joint_pos"}
         plain |= {"state": "proprio", "cameras": (), "privileged": False}
-        self._env = Recorder(build(env.config.model_copy(update=plain), 1)[0])
+        self._env = ActionRecorder(build(env.config.model_copy(update=plain), 1)[0])
 
     def plan(self, seed: int) -> Plan:
         """The plan of the episode with this seed. Where the planner finds no way, what it did until then."""
@@ -147,7 +147,7 @@ class MotionPlanner:
         return Plan(steps[:, : panda.JOINTS], steps[:, panda.JOINTS], self._env.solved)
 
 
-class Recorder(gymnasium.Wrapper):
+class ActionRecorder(gymnasium.Wrapper):
     """Keeps what the planner does. Its scene is built anew for every episode: in a used one contacts differ in their
     last digits, and with them the plan."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from embodied.core.errors import ConfigError, nearest
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill.bridge.tasks import TWINS
+from embodied.envs.maniskill.bridge.bridge_tasks import TWINS
 from embodied.envs.maniskill.tasks import find_task
 
 SHAPED = ("dense", "normalized_dense")

@@ -14,7 +14,7 @@ from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import Expert
 from embodied.envs.config import PointMassConfig
-from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 STEPS = 50
@@ -27,7 +27,7 @@ NEAR = 0.4  # how far the camera beside the point sees, in world sizes
 WHITE, GREEN, RED = (245, 245, 245), (60, 180, 75), (220, 40, 40)
 
 
-PROTOCOL = Protocol(
+PROTOCOL = EvaluationProtocol(
     "pointmass-v1",
     "an episode ends at its first success or at the step limit",
     {"on_success": "truncate", "after_success": 0},
@@ -40,7 +40,7 @@ class PointMassEnv(VectorEnv):
         return True
 
     @classmethod
-    def protocols(cls, config: PointMassConfig) -> tuple[Protocol, ...]:
+    def protocols(cls, config: PointMassConfig) -> tuple[EvaluationProtocol, ...]:
         return PROTOCOL, AS_TRAINED
 
     def __init__(self, config: PointMassConfig, num_envs: int) -> None:

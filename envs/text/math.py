@@ -18,8 +18,8 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.base import TextEnv, Turn
 from embodied.envs.text.scoring_process import Scorer
+from embodied.envs.text.text_env import TextEnv, Turn
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
 SHARE, MOST = 0.05, 500  # held out of a file that has no other beside it

@@ -17,8 +17,8 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, MissingAsset, nearest
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.base import TRIES, TextEnv, Turn
 from embodied.envs.text.scoring_process import Scorer, dataset_of, entry_of
+from embodied.envs.text.text_env import TRIES, TextEnv, Turn
 
 POOL = 10_000  # questions to train on
 HELD_OUT_SEED = 1 << 30  # question i of seed s is made by a generator of seed s + i: far from those to train on

@@ -19,7 +19,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.files import reading
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 
 TAG = "reversed_text"
 ASKED = f"Write the text of the user backwards, character by character, between <{TAG}> and </{TAG}>."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 
 
 class Sort(TextEnv):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 
 SHOTS = "3 + 5 = 8\n12 + 7 = 19\n24 + 13 = 37\n"
 RANGES = {"add2": (10, 100), "fewshot_sums": (1, 50), "calc2": (10, 100)}  # of both numbers, the end excluded

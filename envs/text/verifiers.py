@@ -15,7 +15,7 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.verifiers_bridge import Bridge, Child, Example, Lost, how_to_install
 
 MOST_TURNS = 10  # answers in a conversation, where the environment knows no limit

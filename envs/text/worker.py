@@ -41,7 +41,7 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import env_class
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.whole_episodes import EpisodeKeeper
 from embodied.runtime import Channel, Needs, Timers, served_while_busy
 

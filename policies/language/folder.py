@@ -24,8 +24,8 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from embodied.core.errors import CheckpointError
-from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.language.tokenizer import ConversationTokenizer
+from embodied.policies.policy_folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.runtime.tensor_bytes import Blob
 
 OURS = ("policy", "env_spec", "base", "base_names")

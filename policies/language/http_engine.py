@@ -73,7 +73,7 @@ class HTTPEngine(Engine):
         self.done: queue.SimpleQueue[tuple[int, Answer | Exception]] = queue.SimpleQueue()
         self.added = 0
         self.away = False  # whether the last call found the server away
-        self.counted = dict.fromkeys(("asked_again", "unusable"), 0)
+        self.totals = dict.fromkeys(("asked_again", "unusable"), 0)
         self.round: tuple[int, str, float] = (0, "", 1.0)
         self.name, self.pairs = "", {}  # of the weights that are to answer, and what they are
         self.patience_s = config.answer_s + config.away_s
@@ -130,7 +130,7 @@ class HTTPEngine(Engine):
                     self.abort()
                     raise answer
                 del self.asked[number]
-                self.counted["unusable"] += bool(answer.dropped)
+                self.totals["unusable"] += bool(answer.dropped)
                 answers.append(answer)
         return answers
 
@@ -150,8 +150,8 @@ class HTTPEngine(Engine):
             shutil.rmtree(self.folder / before, ignore_errors=True)
 
     def metrics(self) -> dict[str, float]:
-        counted, self.counted = self.counted, dict.fromkeys(self.counted, 0)
-        return {name: float(count) for name, count in counted.items()}
+        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
+        return {name: float(count) for name, count in totals.items()}
 
     def close(self) -> None:
         self.abort()
@@ -238,7 +238,7 @@ class HTTPEngine(Engine):
             return Answer(request.key, tokens, logprobs, found.finish != "stop", found.dropped)
 
         while (answer := await self.patiently(attempt, again=True)) is None:
-            self.counted["asked_again"] += 1
+            self.totals["asked_again"] += 1
             changed += 1
             if changed == CHANGES:
                 raise EmbodiedError(
@@ -274,7 +274,7 @@ class HTTPEngine(Engine):
                 if not self.away:
                     print(f"{self.server.name}: {err}; trying again for {left:.3g} s", flush=True)
                 self.away = True
-                self.counted["asked_again"] += again
+                self.totals["asked_again"] += again
             await asyncio.sleep(min(pause, left))
             pause = min(2 * pause, LONGEST_S)
 

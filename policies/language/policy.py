@@ -24,10 +24,10 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
 from embodied.policies.config import LanguageConfig
-from embodied.policies.folder import CONFIG, write_values
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
 from embodied.policies.language.packing import Packed, into_passes, lay_out
+from embodied.policies.policy_folder import CONFIG, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
 from embodied.policies.vla.shards import write_shards
@@ -290,7 +290,7 @@ class LanguagePolicy(PublishedPolicy):
         return {}
 
     @classmethod
-    def counted(cls, config: LanguageConfig, spec: EnvSpec) -> LanguagePolicy | None:
+    def for_memory_estimate(cls, config: LanguageConfig, spec: EnvSpec) -> LanguagePolicy | None:
         if config.pretrained is None or not (Path(config.pretrained).expanduser() / CONFIG).is_file():
             return None
         return CountedLanguage(config, spec)
@@ -417,9 +417,11 @@ class CountedAttention(torch.autograd.Function):
         return out
 
 
-def counted(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def counted_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
     """Attention on the meta device, as transformers calls it: [B, heads, W, D] -> [B, W, heads, D]."""
     return CountedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(COUNTED, counted)
+AttentionInterface.register(COUNTED, counted_attention)

@@ -117,7 +117,7 @@ class SlotEngine(Engine):
         self.temperatures = np.ones(self.slots)
         self.round = Sampling(0, "", 1.0, frozenset())
         self.fast: Step | None = None
-        self.counted = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
+        self.totals = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
 
     @property
     def running(self) -> int:
@@ -175,8 +175,8 @@ class SlotEngine(Engine):
         return [part for layer in self.cache.layers for part in layer]
 
     def metrics(self) -> dict[str, float]:
-        counted, self.counted = self.counted, dict.fromkeys(self.counted, 0)
-        return {name: float(count) for name, count in counted.items()}
+        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
+        return {name: float(count) for name, count in totals.items()}
 
     # Conversations come in
 
@@ -234,14 +234,14 @@ class SlotEngine(Engine):
                 past_key_values=self.cache,
                 use_cache=True,
             )
-            self.counted["prefilled"] += int(self.lengths[batch].sum())
+            self.totals["prefilled"] += int(self.lengths[batch].sum())
 
     def share(self, copies: list[tuple[int, int]]) -> None:
         """Copy prefixes from the rows that have them to others that begin alike."""
         if copies:
             sources, targets = np.array(copies).T
             self.cache.copy(self.on(sources), self.on(targets), int(self.lengths[targets].max()))
-            self.counted["copied"] += int(self.lengths[targets].sum())
+            self.totals["copied"] += int(self.lengths[targets].sum())
 
     # A token is written
 

@@ -90,7 +90,7 @@ class LanguageWorker(PolicyWorker):
         """Begin what waits as far as there is room, and write a token of all that is under way; returns, by source,
         the answers that are over."""
         started, finished = time.perf_counter(), {}
-        with self.timers.measure("act"), self.computing.counted():
+        with self.timers.measure("act"), self.computing.measured():
             for source, completion in [*self._begin(waiting, version), *self._step(version, show)]:
                 finished.setdefault(source, []).append(completion)
         self.busy_s += time.perf_counter() - started

@@ -15,7 +15,7 @@ from torch import nn
 from embodied.core.arrays import host
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec
-from embodied.policies.folder import read_json
+from embodied.policies.policy_folder import read_json
 
 DATA_SET = Path("meta", "stats.json")  # in LeRobot's layout
 FEATURES = {"action": "action", "proprio": "observation.state"}

@@ -17,9 +17,9 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
 from embodied.policies.config import OpenVLAOFTConfig
-from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.llama import LlamaStack
+from embodied.policies.openvla.prismatic import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.tokens import STOP, action_scores, pick
 from embodied.policies.openvla.vision import VisionBlock
 from embodied.policies.vla.compiling import for_acting

@@ -17,8 +17,8 @@ from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
-from embodied.policies.openvla.base import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.llama import Cache, LlamaAttention, LlamaLayer, LlamaStack, RMSNorm, visible
+from embodied.policies.openvla.prismatic import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.tokens import action_scores, pick
 from embodied.policies.vla.compiling import compiled
 from embodied.policies.vla.layers import GatedMLP, turns

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.settings import OpenVLASettings
-from embodied.policies.vla.text import Tokenizer, fast_tokenizer, hashed_words
+from embodied.policies.vla.vla_tokenizer import Tokenizer, fast_tokenizer, hashed_words
 
 BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which every published model has seen in front of the first action token

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError
-from embodied.policies.folder import CONFIG, copy_files, read_blobs, read_json
 from embodied.policies.pi0.inputs import NORM_STATS, Figures, read_figures
 from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.settings import Pi0Settings, settings_of
-from embodied.policies.vla.text import TOKENIZER
+from embodied.policies.policy_folder import CONFIG, copy_files, read_blobs, read_json
+from embodied.policies.vla.vla_tokenizer import TOKENIZER
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of, write_safetensors
 
 MODEL = "model."  # what our names, and lerobot's, begin with

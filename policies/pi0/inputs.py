@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.folder import read_json
 from embodied.policies.pi0.settings import MEAN_STD, Pi0Settings
+from embodied.policies.policy_folder import read_json
 from embodied.policies.vla.image_processor import resize
 from embodied.policies.vla.statistics import choose_key
-from embodied.policies.vla.text import TOKENIZER, Tokenizer, fast_tokenizer, hashed_words
+from embodied.policies.vla.vla_tokenizer import TOKENIZER, Tokenizer, fast_tokenizer, hashed_words
 from embodied.runtime.tensor_bytes import array_of, read_safetensors
 
 BOS = 2

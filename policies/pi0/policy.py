@@ -44,7 +44,7 @@ from embodied.policies.vla.lora import add_lora, is_adapter
 from embodied.policies.vla.policy import VLAPolicy
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
-from embodied.policies.vla.text import Tokenizer
+from embodied.policies.vla.vla_tokenizer import Tokenizer
 from embodied.runtime.tensor_bytes import Blob
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -110,7 +110,7 @@ class Pi0Policy(VLAPolicy):
         return width_of(figures["actions"]), width_of(figures["state"]) if felt or config.relative_actions else None
 
     @classmethod
-    def counted(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
+    def for_memory_estimate(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
         return CountedPi0(config.model_copy(update={"pretrained": None, "statistics": None}), spec)
 
     def choose_tokenizer(self) -> Tokenizer:
@@ -159,7 +159,7 @@ class Pi0Policy(VLAPolicy):
         chain, densities, values = [x], [unit_density(x)] if self._joint else [], None
         for step in range(self.config.steps):
             k = torch.full((len(x),), step, device=x.device)
-            hidden, velocity = self._look(prefix, state, x, k)
+            hidden, velocity = self._velocity_before(prefix, state, x, k)
             values = self._value(prefix, hidden) if values is None else values
             noisy = (k == first) | self._joint
             draws = extra[:, step if self._joint else 0]
@@ -194,7 +194,7 @@ class Pi0Policy(VLAPolicy):
             entropies.append(normal_entropy(torch.ones_like(chain[:, 0])))
         for number in range(chain.shape[1] - 1):
             x, k = chain[:, number], first + number
-            hidden, velocity = self._look(prefix, state, x, k)
+            hidden, velocity = self._velocity_before(prefix, state, x, k)
             values = self._value(prefix, hidden) if values is None else values
             mean, deviation = self._gaussian(x, velocity, hidden, k)
             densities.append(log_density(chain[:, number + 1], mean, deviation))
@@ -319,7 +319,7 @@ class Pi0Policy(VLAPolicy):
             return torch.zeros(rows, 0, dtype=torch.float64, device=self.device)
         return self.state_scale.to_unit(tensor_of(obs["state"], self.device))
 
-    def _look(self, prefix: Prefix, state: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def _velocity_before(self, prefix: Prefix, state: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states and velocities before the steps k [N]."""
         suffix = for_acting(self.config, Pi0Network.suffix, self.device)
         hidden = suffix(self.model, prefix, state, x, time_of(k, self.config.steps))

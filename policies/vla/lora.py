@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.folder import own_layer, read_json
+from embodied.policies.policy_folder import own_layer, read_json
 from embodied.policies.vla.layers import ADAPTER, with_adapter
 from embodied.policies.vla.shards import write_tensors
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of

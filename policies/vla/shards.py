@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from embodied.policies.folder import INDEX, WEIGHTS
+from embodied.policies.policy_folder import INDEX, WEIGHTS
 from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
 
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import RECIPES, TINY, recipe_names
 
+DOCS = Path(__file__).parents[2] / "docs"
 HEAVY = ("torch", "ray", "sapien", "mani_skill", "gymnasium", "tensorboard", "imageio")
 HELP = 'from embodied.{command} import main; code = main(["--help"])'
 WITHOUT_US = "import numpy, pydantic, yaml; code = 0"
@@ -73,6 +75,12 @@ def test_help_names_recipes_but_for_the_tiny_ones_which_are_found_all_the_same(c
     assert {*recipe_names(RECIPES)} <= {*words}
     assert recipe_names(TINY) and not {*recipe_names(TINY)} & {*words}
     assert all(load([f"recipe={name}"]) for name in recipe_names(TINY))
+
+
+def test_tiny_recipes_are_those_that_documents_show_to_users():
+    """What tests alone need is written in the tests."""
+    documents = " ".join(path.read_text() for path in DOCS.glob("*.md"))
+    assert not {*recipe_names(TINY)} - {*re.findall(r"\w+", documents)}
 
 
 def test_help_names_every_key_with_its_meaning(capsys):

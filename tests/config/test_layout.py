@@ -2,6 +2,8 @@
 
 import ast
 import re
+import typing
+from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
 
@@ -171,6 +173,41 @@ def test_every_option_is_read_outside_its_model():
                 read.add(node.attr)
     unread = sorted({key for key, _, _ in leaves(root(RunConfig)) if key.rpartition(".")[2] not in read})
     assert not unread
+
+
+PARALLEL = {  # in folders of one kind beside each other, where they do the same job for each
+    "config": (
+        "embodied/algorithms",
+        "embodied/config",  # the package that makes one config of them all
+        "embodied/learners",
+        "embodied/runtime",
+        "embodied/serving",
+        "envs",
+        "policies",
+    ),
+    "worker": ("embodied/learners", "embodied/runtime", "envs/text", "policies", "policies/language"),
+    "env": ("envs/gym", "envs/libero", "envs/maniskill", "envs/pointmass", "envs/robosuite"),
+    "expert": ("envs/libero", "envs/maniskill"),
+    "images": ("envs/libero", "envs/maniskill"),
+    "tasks": ("envs/libero", "envs/maniskill"),
+    "policy": ("policies/language", "policies/openvla", "policies/pi0", "policies/vla"),
+    "folder": ("policies/language", "policies/openvla", "policies/pi0"),
+    "settings": ("policies/openvla", "policies/pi0"),
+}
+
+
+def test_modules_and_classes_have_names_of_their_own():
+    """But for the parts of a plug-in's folder that every folder of its kind has."""
+    modules, classes = defaultdict(list), defaultdict(list)
+    for path in SOURCES:
+        modules[path.parent.name if path.name == "__init__.py" else path.stem].append(path.relative_to(ROOT).parent)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(path.relative_to(ROOT))
+    del modules["__main__"]
+    assert {name: where for name, where in classes.items() if len(where) > 1 or hasattr(typing, name)} == {}
+    repeated = {name: tuple(sorted(map(str, where))) for name, where in modules.items() if len(where) > 1}
+    assert repeated == PARALLEL
 
 
 def test_files_stay_readable():

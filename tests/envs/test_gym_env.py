@@ -9,8 +9,8 @@ from pydantic import TypeAdapter
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
-from embodied.envs.check import check_vector_env
 from embodied.envs.config import EnvConfig
+from embodied.envs.env_checker import check_vector_env
 
 
 def make(name, num_envs=2, **kwargs):

@@ -14,8 +14,8 @@ from embodied import evaluate, train
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
-from embodied.envs.check import check_vector_env
 from embodied.envs.config import RobosuiteConfig
+from embodied.envs.env_checker import check_vector_env
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # robosuite's and numba's own

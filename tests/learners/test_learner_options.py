@@ -19,7 +19,7 @@ from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
-from embodied.policies.folder import read_blobs, read_weights
+from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Timers
 from embodied.runtime.collective import Alone
 from embodied.runtime.device_memory import Offloader, num_bytes
@@ -284,7 +284,7 @@ from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 
 actor = toy.make()
 actor.save_pretrained(out / f"start-{rank}")

@@ -85,7 +85,7 @@ def test_pieces_of_any_size_give_the_same_bits(sizes):
     np.testing.assert_allclose(found.features.kept["seen"][:, 0], state.sum(axis=1))
 
 
-def test_looking_begins_before_the_rollout_has_ended():
+def test_encoding_begins_before_the_rollout_has_ended():
     first, *_ = pieces(FIRST, 5, 2)
     found, look = taken(first)
     assert look.sizes == [6, 6] and not found.has(SOURCES[:1])  # four of five decisions, in lots of two

@@ -13,7 +13,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import ExternalEnvConfig
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.learners.config import LearnerConfig
 from embodied.learners.examples import read_examples, solved
 from embodied.learners.text_imitation import ExampleTokens, TextImitationLearner, packs, written

@@ -119,7 +119,7 @@ def test_the_optimizer_comes_back_from_its_folder_and_takes_the_same_step(tmp_pa
     optimizer.save(tmp_path)
     policy.save_pretrained(tmp_path)
     twin = make(seed=9)
-    from embodied.policies.folder import read_weights
+    from embodied.policies.policy_folder import read_weights
 
     twin.load_weights(read_weights(tmp_path))
     restored = PolicyOptimizer(twin, config, Alone())

@@ -125,7 +125,7 @@ def random_case(rng, num_classes, num_devices, more=0):
     sync = Sync(rng.choice([0, 0.1]), Curve((1.0, 4.0), (0.1, rng.uniform(0.1, 1))))
     link = Link(rng.choice([0, 0.05]), rng.choice([float("inf"), 10.0]))
     if not streams and rng.random() < 0.5:
-        dataflow = replace(dataflow, components=tuple(looking_ahead(c) for c in dataflow.components))
+        dataflow = replace(dataflow, components=tuple(encoding_ahead(c) for c in dataflow.components))
     costs = {name: {kind: with_more(cost, rng) for kind, cost in on.items()} for name, on in costs.items()}
     return dataflow, Profile(dataflow, costs, sync, link), classes
 
@@ -142,7 +142,7 @@ def scheduled(rng, case, schedule):
     return dataflow, replace(profile, dataflow=dataflow, costs={**profile.costs, "learner": learner}), classes
 
 
-def looking_ahead(component):
+def encoding_ahead(component):
     return replace(component, ahead=20) if component.name == "learner" else component
 
 

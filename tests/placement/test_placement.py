@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied.placement import PlacementError, PlannedHost, make_plan
-from embodied.placement.errors import span
 from embodied.placement.grammar import Slot, parse_devices, parse_map
+from embodied.placement.placement_errors import span
 from embodied.placement.topology import Gpu, Node, Topology
 
 TWO = (0, 1)

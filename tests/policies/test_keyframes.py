@@ -9,7 +9,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 
 SIZES = {"top": (32, 32, 3), "wrist": (32, 32, 3)}
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images=SIZES, instruction=True)

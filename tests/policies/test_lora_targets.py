@@ -43,7 +43,8 @@ def test_the_reference_adapts_71_layers_of_a_tiny_model_and_linear_55():
 @pytest.mark.parametrize(("targets", "expected"), [("reference", 110_828_288), ("linear", 107_862_016)])
 def test_a_model_of_7b_gets_as_many_weights_as_the_reference(targets, expected):
     config = OpenVLAConfig(name="openvla", preset="full", dtype="bfloat16", lora_rank=32, lora_targets=targets)
-    shapes = policy_class("openvla").counted(config, replace(SPEC, action=ActionSpec(7)))  # no weight is touched
+    spec = replace(SPEC, action=ActionSpec(7))
+    shapes = policy_class("openvla").for_memory_estimate(config, spec)  # no weight is touched
     assert counts(shapes)[1] == expected
 
 
@@ -206,7 +207,7 @@ def test_a_folder_of_adapters_alone_says_what_it_is(official, tmp_path):
 
 def test_adapters_are_counted_and_evaluated_with_their_model(official, base, tmp_path, capsys):
     config = OpenVLAConfig(name="openvla", pretrained=str(base), lora_path=str(official[0]))
-    assert counts(policy_class("openvla").counted(config, SPEC))[0] == 71
+    assert counts(policy_class("openvla").for_memory_estimate(config, SPEC))[0] == 71
     if find_spec("libero"):
         place = shutil.copytree(base, tmp_path / "base")
         figures = {"q01": [-1.0] * 7, "q99": [1.0] * 7}

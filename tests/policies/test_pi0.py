@@ -116,7 +116,7 @@ def test_imitation_at_time_one_by_hand():
     wanted = start - np.pad(actions, ((0, 0), (0, 0), (0, 5)))
     with torch.no_grad():
         prefix, state = policy._read(obs)
-        _, velocity = policy._look(prefix, state, torch.from_numpy(start).float(), torch.zeros(2))
+        _, velocity = policy._velocity_before(prefix, state, torch.from_numpy(start).float(), torch.zeros(2))
     np.testing.assert_allclose(losses.detach().numpy(), (wanted - velocity.numpy()) ** 2, atol=1e-4, rtol=1e-4)
 
 

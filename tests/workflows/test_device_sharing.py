@@ -6,7 +6,7 @@ import pytest
 from embodied.config.recipe import load
 from embodied.core.errors import EmbodiedError
 from embodied.placement import make_plan
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
 from embodied.run import launch
 from embodied.runtime import device_memory
@@ -157,6 +157,6 @@ def test_a_learner_that_does_not_fit_beside_simulators_is_refused_with_the_sum(c
 def test_on_cores_nothing_is_asked_of_a_gpu(monkeypatch):
     monkeypatch.delenv("EMBODIED_DEVICE", raising=False)
     taken, computing = device_memory.AllocatedMemory(), device_memory.Computing()
-    with taken.counted(), computing.counted():
+    with taken.measured(), computing.measured():
         device_memory.give_back_unused()
     assert (taken.num_bytes, computing.num_bytes) == (0, 0)

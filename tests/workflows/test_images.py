@@ -10,7 +10,7 @@ import torch
 from embodied.config.recipe import load
 from embodied.learners import worker as learner
 from embodied.placement import make_plan
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.workflows.rl_loop import EmbodiedLoop
 

@@ -12,7 +12,7 @@ from talking_runs import program
 from embodied import evaluate, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.rl_loop import EmbodiedLoop
 

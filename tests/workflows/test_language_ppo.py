@@ -9,7 +9,7 @@ import pytest
 from talking_runs import APART, ONE_OF_EACH, TALK, Talk, far, told
 
 from embodied import evaluate, train
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 PPO = ["algo.name=ppo", "policy.value_head=true", "algo.groups=10", "algo.group_size=2", "algo.epochs=2"]

@@ -15,8 +15,8 @@ from stepped import ITERATIONS, strike
 from talking_runs import APART, ONE_OF_EACH, Talk, far, program, told
 
 from embodied import evaluate, train
-from embodied.policies.folder import read_weights
 from embodied.policies.language.worker import LanguageWorker
+from embodied.policies.policy_folder import read_weights
 from embodied.workflows import prompt_routing
 from embodied.workflows.rl_loop import EmbodiedLoop
 

@@ -15,7 +15,7 @@ from embodied.core.errors import ConfigError, WorkerFailed
 from embodied.envs.sim_worker import SimWorker
 from embodied.learners.optimizer import PolicyOptimizer
 from embodied.placement import make_plan
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.group_collector import GroupStream

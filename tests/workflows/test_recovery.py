@@ -13,7 +13,7 @@ from stepped import strike
 from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
 from embodied.placement import make_plan
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop

@@ -9,7 +9,7 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs.sim_worker import SimWorker
 from embodied.placement import make_plan
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
 from embodied.runtime import Worker

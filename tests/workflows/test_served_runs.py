@@ -14,7 +14,7 @@ from tiny_language import build
 
 from embodied import evaluate, sft, train
 from embodied.policies import load_policy
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 from embodied.reporting.transcripts import read_transcripts
 from embodied.serving.config import TOKEN
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from embodied import train
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 
 ITERATIONS, STRUCK = 10, 4
 GRPO = ["recipe=pointmass_grpo", "algo.epochs=1", "algo.minibatch_size=null"]

@@ -25,9 +25,9 @@ from mani_skill.utils.registration import register_env
 from mani_skill.utils.structs.pose import Pose
 from mani_skill.utils.structs.types import SimConfig
 
+from embodied.envs.maniskill.bridge.bridge_scene import BASES, BridgeScene
+from embodied.envs.maniskill.bridge.bridge_tasks import OBJECTS, PLATES
 from embodied.envs.maniskill.bridge.plate_variants import TEMPLATES, Episode, variant, variants
-from embodied.envs.maniskill.bridge.scene import BASES, BridgeScene
-from embodied.envs.maniskill.bridge.tasks import OBJECTS, PLATES
 
 FOLDER = ASSET_DIR / "tasks" / OBJECTS
 QPOS = (-0.01840777, 0.0398835, 0.22242722, -0.00460194, 1.36524296, 0.00153398, 0.037, 0.037)

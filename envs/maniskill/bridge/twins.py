@@ -15,8 +15,8 @@ from mani_skill.envs.tasks.digital_twins.bridge_dataset_eval import put_on_in_sc
 from mani_skill.utils.geometry.rotation_conversions import quaternion_to_matrix
 from mani_skill.utils.structs.pose import Pose
 
-from embodied.envs.maniskill.bridge.scene import ASIDE, BASES, BridgeScene
-from embodied.envs.maniskill.bridge.tasks import CAMERA, TWINS
+from embodied.envs.maniskill.bridge.bridge_scene import ASIDE, BASES, BridgeScene
+from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, TWINS
 
 SETTLED: dict[tuple, torch.Tensor] = {}
 

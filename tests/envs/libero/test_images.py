@@ -8,8 +8,8 @@ import pytest
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
-from embodied.envs.check import check_vector_env
 from embodied.envs.config import LiberoConfig
+from embodied.envs.env_checker import check_vector_env
 
 TASK, SIDE = "libero_object/2", 48
 LIBERO = importlib.util.find_spec("libero") is not None

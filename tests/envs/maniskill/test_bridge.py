@@ -12,10 +12,10 @@ from bridge_files import needs
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
-from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.env_checker import check_vector_env
 from embodied.envs.evaluation_protocols import choose_protocol
-from embodied.envs.maniskill.bridge.tasks import CAMERA, CONTROL, TWINS
+from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, CONTROL, TWINS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")
@@ -62,7 +62,7 @@ def test_an_evaluation_takes_the_twins_own_initial_states_in_turn():
 
 
 def test_a_smaller_picture_shows_the_same_part_of_the_scene():
-    from embodied.envs.maniskill.bridge.scene import FOCAL, scaled
+    from embodied.envs.maniskill.bridge.bridge_scene import FOCAL, scaled
 
     small = scaled(120, 320)
     np.testing.assert_allclose(small[0], [FOCAL / 2, 0, 319.501 / 2])
@@ -70,7 +70,7 @@ def test_a_smaller_picture_shows_the_same_part_of_the_scene():
 
 
 def test_a_region_is_seen_as_it_is_in_the_whole_picture():
-    from embodied.envs.maniskill.bridge.scene import scaled
+    from embodied.envs.maniskill.bridge.bridge_scene import scaled
 
     whole, part = scaled(480, 640), scaled(240, 320, (0.25, 0.5, 0.75, 1.0))
     shift = [[0, 0, 160], [0, 0, 240], [0, 0, 0]]  # a quarter of 640 and half of 480; as many pixels per angle

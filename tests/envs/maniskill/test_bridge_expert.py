@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from embodied.envs.maniskill.bridge.expert import (
+from embodied.envs.maniskill.bridge.bridge_expert import (
     ABOVE,
     CLEAR,
     CLOSE,

@@ -11,10 +11,10 @@ import pytest
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
-from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.env_checker import check_vector_env
 from embodied.envs.maniskill import tasks
-from embodied.envs.maniskill.bridge.tasks import SVG
+from embodied.envs.maniskill.bridge.bridge_tasks import SVG
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")

@@ -8,8 +8,8 @@ from embodied.core.arrays import host, is_text, map_obs
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
-from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.env_checker import check_vector_env
 from embodied.placement.topology import Gpu
 from embodied.run import launch
 

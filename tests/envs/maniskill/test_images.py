@@ -6,8 +6,8 @@ import pytest
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
-from embodied.envs.check import check_vector_env
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.env_checker import check_vector_env
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")

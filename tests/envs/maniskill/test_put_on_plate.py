@@ -8,9 +8,9 @@ from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import ManiSkillConfig
-from embodied.envs.maniskill.bridge.expert import FASTEST, FASTEST_TURN
+from embodied.envs.maniskill.bridge.bridge_expert import FASTEST, FASTEST_TURN
+from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, PLATES
 from embodied.envs.maniskill.bridge.plate_variants import variants
-from embodied.envs.maniskill.bridge.tasks import CAMERA, PLATES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")

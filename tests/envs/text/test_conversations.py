@@ -10,7 +10,7 @@ from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import AskAgain, EpisodeSpec, Route
 from embodied.envs.config import ExternalEnvConfig
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.worker import ConversationClient, Part, play_conversations
 from embodied.runtime import Timers
 

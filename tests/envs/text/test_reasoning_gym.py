@@ -8,8 +8,8 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.text import reasoning_gym
-from embodied.envs.text.check import check_text_env
 from embodied.envs.text.scoring_process import Scorer
+from embodied.envs.text.text_env_checker import check_text_env
 
 pytest.importorskip("reasoning_gym")
 

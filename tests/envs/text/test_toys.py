@@ -7,8 +7,8 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
-from embodied.envs.text.base import TextEnv
-from embodied.envs.text.check import check_text_env
+from embodied.envs.text.text_env import TextEnv
+from embodied.envs.text.text_env_checker import check_text_env
 
 EVERY = [("sums", "add2"), ("sums", "fewshot_sums"), ("sums", "calc2"), ("sort", "sort4")]
 

@@ -14,10 +14,10 @@ from pydantic import TypeAdapter
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
-from embodied.envs.check import ContractViolation
 from embodied.envs.config import EnvConfig
+from embodied.envs.env_checker import ContractViolation
 from embodied.envs.text import verifiers
-from embodied.envs.text.check import check_text_env
+from embodied.envs.text.text_env_checker import check_text_env
 from embodied.envs.text.verifiers import Verifiers
 from embodied.envs.text.verifiers_child import Problem, splits, turns_of, what_counts
 from tests.verifiers_stand_in import stand_in
@@ -290,7 +290,7 @@ def test_the_contract_is_kept(opened, python):
 
 
 def test_answers_that_cannot_be_scored_break_the_contract(python, monkeypatch):
-    monkeypatch.setattr("embodied.envs.text.check.ODD", ("", "garbage", "fail"))
+    monkeypatch.setattr("embodied.envs.text.text_env_checker.ODD", ("", "garbage", "fail"))
     with pytest.raises(ContractViolation, match=r"the answer 'fail' to .* cannot be scored: the environment failed"):
         check_text_env(Verifiers, config(python))
 

@@ -12,8 +12,8 @@ from tiny_language import build, publish
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
-from embodied.policies.folder import read_description
 from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.policy_folder import read_description
 from embodied.serving.config import TOKEN
 
 ASKED = [Request(n, [5 + n % 7, 6, 7 + n], 4 + 2 * n, episode=n) for n in range(20)]

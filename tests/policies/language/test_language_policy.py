@@ -14,7 +14,7 @@ from tiny_language import SPEC, TALKS, alone, answers, build, inputs_of, publish
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies import FAMILIES, load_policy, policy_class
 from embodied.policies.config import LanguageConfig, PolicyConfig
-from embodied.policies.folder import published_family, read_description, read_weights
+from embodied.policies.policy_folder import published_family, read_description, read_weights
 from embodied.runtime.tensor_bytes import tensor_of
 
 INPUTS = inputs_of(*answers([8, 9, 10], [11, 1]))
@@ -298,8 +298,8 @@ def test_memory_is_counted_without_weights_or_words(folders):
 
     config = LanguageConfig(name="language", pretrained=str(folders["qwen3", True]))
     kind = policy_class("language")
-    found = count(kind.counted(config, SPEC), LearnerConfig(), conversations(64))
-    more = count(kind.counted(config, SPEC), LearnerConfig(), conversations(128))
+    found = count(kind.for_memory_estimate(config, SPEC), LearnerConfig(), conversations(64))
+    more = count(kind.for_memory_estimate(config, SPEC), LearnerConfig(), conversations(128))
     assert (
         found.num_weights
         == found.num_trained
@@ -307,7 +307,7 @@ def test_memory_is_counted_without_weights_or_words(folders):
     )
     assert more.activations > 1.9 * found.activations > 0
     assert found.acting == 2 * 2 * 2 * 8 * 256 * 4  # keys and values, layers, heads, numbers, tokens, bytes
-    assert kind.counted(LanguageConfig(name="language"), SPEC) is None
+    assert kind.for_memory_estimate(LanguageConfig(name="language"), SPEC) is None
 
 
 def test_models_for_one_answer_need_no_template_that_goes_on(tmp_path):

@@ -11,7 +11,7 @@ from tiny_language import answers, apart, build, inputs_of, publish, theirs
 
 from embodied.core.errors import CheckpointError
 from embodied.policies import load_policy
-from embodied.policies.folder import read_weights
+from embodied.policies.policy_folder import read_weights
 
 HEAD = {"value_head.weight", "value_head.bias"}
 TURNS = [(0, [(False, [5, 6, 7]), (True, [8, 9]), (False, [10]), (True, [11])])]  # mask F F F T T F T

@@ -30,7 +30,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EnvCapabilities
-from embodied.envs.evaluation_protocols import Protocol
+from embodied.envs.evaluation_protocols import EvaluationProtocol
 
 REWARDS = ("own", "success")
 TRIES = 1000  # draws in a row that show nothing new: then there is hardly more
@@ -142,11 +142,11 @@ class TextEnv(EnvCapabilities):
         return config.max_episode_steps or cls.max_turns
 
     @classmethod
-    def protocols(cls, config: Any) -> tuple[Protocol, ...]:
+    def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:
         """The protocol of evaluations: prompts that training never shows, in order."""
         count = cls.held_out(config)
         rules = f"prompts that training never shows, {count}, in order; an answer ends where the policy ends it"
-        return (Protocol("held-out-v1", rules, stored_states=count),)
+        return (EvaluationProtocol("held-out-v1", rules, stored_states=count),)
 
     @classmethod
     def env_spec(cls, config: Any) -> EnvSpec:

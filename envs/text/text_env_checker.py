@@ -15,9 +15,9 @@ from typing import Any
 from embodied.core.conversations import Said
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeSpec
-from embodied.envs.check import ContractViolation, fail
+from embodied.envs.env_checker import ContractViolation, fail
 from embodied.envs.own_modules import where
-from embodied.envs.text.base import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn
 
 SEED = 20_001
 DRAWN = 400  # training prompts that are compared with the held-out ones

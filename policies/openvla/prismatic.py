@@ -16,7 +16,6 @@ from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import Array, EnvSpec, Observation
 from embodied.policies.config import PrismaticConfig
-from embodied.policies.folder import copy_files, read_blobs
 from embodied.policies.openvla.action_stats import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, unwrapped, write_published
@@ -24,13 +23,14 @@ from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaWords, prompt, template_of, tokenizer_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
+from embodied.policies.policy_folder import copy_files, read_blobs
 from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
 from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
 from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
-from embodied.policies.vla.text import Tokenizer, align
+from embodied.policies.vla.vla_tokenizer import Tokenizer, align
 from embodied.runtime.tensor_bytes import Blob
 
 VALUE = "value_head."
@@ -85,7 +85,7 @@ class PrismaticPolicy(VLAPolicy):
         return len(statistics_of(published.norm_stats, config.statistics, config.pretrained).low), None
 
     @classmethod
-    def counted(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
+    def for_memory_estimate(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
         words = {"choose_tokenizer": lambda self: LlamaWords(self.settings)}
         config = as_adapted(config, Path(config.lora_path)) if config.lora_path else config
         without = config.model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})

@@ -7,8 +7,8 @@ from pydantic import TypeAdapter
 
 from embodied.core.types import ChunkResult
 from embodied.envs import make_env
-from embodied.envs.check import ContractViolation, check_vector_env
 from embodied.envs.config import EnvConfig
+from embodied.envs.env_checker import ContractViolation, check_vector_env
 from embodied.envs.pointmass.env import PointMassEnv
 from embodied.envs.vector_env import StepResult
 

@@ -10,11 +10,11 @@ from pydantic import TypeAdapter
 from embodied import check
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.envs.check import ContractViolation
 from embodied.envs.config import EnvConfig
-from embodied.envs.text import base
-from embodied.envs.text.base import TextEnv, Turn
-from embodied.envs.text.check import check_text_env
+from embodied.envs.env_checker import ContractViolation
+from embodied.envs.text import text_env
+from embodied.envs.text.text_env import TextEnv, Turn
+from embodied.envs.text.text_env_checker import check_text_env
 
 
 def config(**options):
@@ -23,7 +23,7 @@ def config(**options):
 
 def doubling():
     """The example in the contract's own docstring."""
-    lines = base.__doc__.partition("    class Doubling")
+    lines = text_env.__doc__.partition("    class Doubling")
     code = "class Doubling" + "".join(lines[2]).replace("\n    ", "\n")
     names = {"TextEnv": TextEnv, "Turn": Turn, "__name__": __name__}
     exec(code, names)
@@ -303,7 +303,7 @@ def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken, rule):
 
 def test_a_mistake_in_the_code_is_said_with_its_line():
     with pytest.raises(
-        ContractViolation, match=r"step\('garbage'\) raised.*ValueError.*test_check_text_env\.py, line \d+"
+        ContractViolation, match=r"step\('garbage'\) raised.*ValueError.*test_text_env_checker\.py, line \d+"
     ):
         check_text_env(RaisesOnWords, config())
 
