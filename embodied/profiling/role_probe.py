@@ -186,10 +186,10 @@ class ProbeWorker(Worker):
         """Seconds of updates of a new learner, added to `found`; -> those of looking ahead, and the bytes it needs."""
         learner, looks = self._learner(algo, part), []
         for repeat in range(repeats + 1):
-            started, looked_before = perf_counter(), looking_s(learner)
+            started, before = perf_counter(), learner.timers.totals()
             self._learn(learner, part)
             if repeat:
-                looks.append(0.0 if self.grouped else looking_s(learner) - looked_before)
+                looks += [0.0] if self.grouped else learner.timers.seconds_since(before, "look")
                 found.append(perf_counter() - started - looks[-1])
             self.tick()
         num_bytes = learner.needs().num_bytes
@@ -288,11 +288,6 @@ class ProbeWorker(Worker):
         policy.policy.load_state_dict(make_policy(config.policy, sim.spec(), config.seed).state_dict())
         policy.weights.version = 0
         return policy
-
-
-def looking_s(learner: LearnerWorker) -> float:
-    total = learner.timers.totals().get("look")
-    return total.seconds if total else 0.0
 
 
 def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
