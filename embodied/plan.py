@@ -280,13 +280,13 @@ def ranked(planned: Planned) -> list[str]:
     return sorted(found, key=lambda mode: found[mode].price.seconds)
 
 
-def drawable(planned: Planned, choice: Choice) -> bool:
+def drawable(choice: Choice) -> bool:
     return sum(zone.devices for zone in choice.layout.zones) <= MOST_REPLAYED
 
 
 def mean_idle(planned: Planned, choice: Choice) -> float | None:
     """The mean idle share over the devices of the classes in use."""
-    if not drawable(planned, choice):
+    if not drawable(choice):
         return None
     shares = idle_shares(planned.planner.pricer, choice.layout)
     used = [c for c in planned.planner.classes if any(zone.device_class == c.name for zone in choice.layout.zones)]
@@ -299,7 +299,7 @@ def replays(planned: Planned) -> dict[str, Schedule]:
     return {
         f"{mode}: {describe_layout(choice.layout)}": simulate(planned.planner.pricer, choice.layout)
         for mode, choice in shown
-        if drawable(planned, choice)
+        if drawable(choice)
     }
 
 

@@ -29,25 +29,16 @@ from embodied.envs import make_env
 from embodied.envs.episode_player import PolicyClient, Record, Refill, Stage, step_stages
 from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
 from embodied.envs.whole_episodes import EpisodeKeeper, EpisodeStream
-from embodied.runtime import Channel, Needs, served_while_busy
+from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import AllocatedMemory
 
 
 class SimWorker(EpisodeKeeper):
-    def __init__(
-        self, config, stages: int = 1, journal: Channel | None = None, eval_config=None, eval_rows: int = 1
-    ) -> None:
-        """Every training episode is noted in `journal` before it begins. Evaluations are played in `eval_rows` separate
-        envs of `eval_config`; without stages there are no others."""
-        super().__init__()
-        self.config = config
-        self.eval_config, self.eval_rows = eval_config or config, eval_rows
-        self.journal = journal
-        self.num_stages = stages
+    def __init__(self, *options, **more) -> None:
+        super().__init__(*options, **more)
         self.stages: list[Stage] = []
         self.eval_env = None
         self.memory = AllocatedMemory()  # of its GPU, by all its simulators
-        self.stopped = False
 
     def spec(self) -> EnvSpec:
         """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
@@ -150,11 +141,6 @@ class SimWorker(EpisodeKeeper):
         )
         stop = lambda: self.stopped  # noqa: E731
         return play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)
-
-    @served_while_busy
-    def stop_playing(self) -> None:
-        """Give up the evaluation in progress, and any that follows."""
-        self.stopped = True
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

@@ -18,11 +18,23 @@ from embodied.runtime import Channel, Worker, served_while_busy
 
 
 class EpisodeKeeper(Worker):
-    """Keeps whole episodes where they were played until learners want them, for sim workers of every kind."""
+    """What sim workers of every kind share: whole episodes are kept where they were played until wanted."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, config, stages: int = 1, journal: Channel | None = None, eval_config=None, eval_rows: int = 1
+    ) -> None:
+        """Every training episode, or its end, is noted in `journal`. Evaluations go on in `eval_rows` separate envs of
+        `eval_config`; without stages there are no others."""
+        self.config, self.num_stages, self.journal = config, stages, journal
+        self.eval_config, self.eval_rows = eval_config or config, eval_rows
+        self.stopped = False
         self.whole: Trajectory | None = None  # whole episodes that the learners may still want
         self.ended: dict[int, Trajectory] = {}  # the same one by one, where they are handed on while others are played
+
+    @served_while_busy
+    def stop_playing(self) -> None:
+        """Give up the evaluation in progress, and any that follows."""
+        self.stopped = True
 
     def kept(self) -> list[int]:
         """The whole episodes that are kept."""

@@ -46,9 +46,6 @@ class Schedule:
     spans: list[DeviceSpan] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
 
-    def idle_share(self, device: str) -> float:
-        return 1 - self.busy_s[device] / self.seconds if self.seconds else 0.0
-
     def show(self, devices: Iterable[str], what: str, start_s: float, end_s: float) -> None:
         """Time in which devices wait for this."""
         if end_s > start_s:

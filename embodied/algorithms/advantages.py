@@ -190,6 +190,6 @@ def merge_moments(parts: Sequence[Sequence[float]]) -> Moments:
     return Moments(count, mean, m2)
 
 
-def normalize(advantages: np.ndarray, over: Moments, eps: float = 1e-8) -> np.ndarray:
+def normalize(advantages: np.ndarray, over: Moments) -> np.ndarray:
     """Shifted and scaled by the moments `over` the whole iteration (of all ranks)."""
-    return (advantages - over.mean) / (over.std + eps)
+    return (advantages - over.mean) / (over.std + 1e-8)

@@ -16,7 +16,7 @@ from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
 
 
-def from_python(words: Sequence[str | Mapping[str, Any]], first: str = "recipe") -> list[str]:
+def from_python(words: Sequence[str | Mapping[str, Any]]) -> list[str]:
     """The arguments that a call from Python means: "pointmass_ppo", "algo.lr=1e-3" or {"algo.lr": 1e-3}. A word
     without = can only be the first, and names the recipe."""
     arguments = []
@@ -25,7 +25,7 @@ def from_python(words: Sequence[str | Mapping[str, Any]], first: str = "recipe")
             arguments += [f"{key}={json.dumps(value, default=str)}" for key, value in word.items()]
         else:
             named = "=" in word or word.startswith("-") or bool(arguments)
-            arguments.append(word if named else f"{first}={word}")
+            arguments.append(word if named else f"recipe={word}")
     return arguments
 
 

@@ -152,12 +152,12 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
     """Nested sections as a list of (key, value). A dotted key in a file means the same as a nested one."""
     found: dict[Key, Any] = {}
 
-    def visit(section: Section | None, prefix: Key, values: dict) -> None:
+    def visit(prefix: Key, values: dict) -> None:
         for name, value in values.items():
             key = (*prefix, *name.split("."))
             below = root.at(key)
             if below and isinstance(value, dict):
-                visit(below, key, value)
+                visit(key, value)
             elif below and value is None and where != COMMAND_LINE:
                 continue  # a section without any key
             elif below:
@@ -169,7 +169,7 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
             else:
                 found[key] = value
 
-    visit(root, (), values)
+    visit((), values)
     return list(found.items())
 
 

@@ -38,7 +38,7 @@ from embodied.profiling.stored_profiles import (
     repeated,
     without_limit,
 )
-from embodied.profiling.timed_run import Clock, calibrate, check_program
+from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate, check_program
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 SECONDS = 60.0
 REPEATS = 3
 PROBING = 0.4  # of the time goes to the parts, the rest to short real runs
-FEWEST_DECISIONS = 4
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
 LEAST_ALONE = 0.5  # two threads of a core slow each other down no more than this; less is noise

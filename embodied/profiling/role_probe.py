@@ -34,7 +34,6 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs.sim_worker import SimWorker
-from embodied.envs.vector_env import VectorEnv
 from embodied.envs.whole_episodes import arrays_of
 from embodied.learners.memory_estimate import Memory, size_of
 from embodied.learners.worker import LearnerWorker
@@ -84,6 +83,9 @@ class ProbedPart:
 
 
 class ProbeWorker(Worker):
+    sim_worker: type[Worker] = SimWorker
+    policy_worker: type[Worker] = PolicyWorker
+
     def __init__(self, config: RunConfig, device: str = "cpu", parts: tuple[str, ...] = PARTS) -> None:
         """`device` is torch's name of where the policy and the learner compute; `parts` are those that are measured."""
         self.config = config
@@ -106,12 +108,9 @@ class ProbeWorker(Worker):
             part.policy.computing, part.policy.cache_bytes = Computing(), 0
         self.steps = decisions * self._chunk
         for repeat in range(repeats + 1):
-            direct = (
-                Directly(part.policy, copies) if part.policy else NoiseAnswers(self._actions(part), self.config.seed)
-            )
-            route = Route(("probe",), (direct,), (direct,))
+            direct = self._answers(part, copies)
             started = perf_counter()
-            reset_s = self._play(part, rows, decisions, route)
+            reset_s = self._play(part, rows, decisions, Route(("probe",), (direct,), (direct,)))
             wall = perf_counter() - started
             self.tick()
             if repeat:
@@ -119,16 +118,21 @@ class ProbeWorker(Worker):
         samples.policy_bytes = part.policy.needs().num_bytes if part.policy else 0.0
         return samples
 
-    def _note(self, samples: Samples, direct: Directly | NoiseAnswers, wall: float, reset_s: float) -> None:
+    def _answers(self, part: ProbedPart, copies: int) -> DirectChannel:
+        if part.policy:
+            return PolicyAnswers(part.policy, copies)
+        return NoiseAnswers((self._chunk, part.sim.spec().action.dim), self.config.seed)
+
+    def _note(self, samples: Samples, direct: DirectChannel, wall: float, reset_s: float) -> None:
         whole = wall - sum(direct.act_s) - sum(direct.value_s)
-        decisions = len(direct.act_s)
+        decisions = self._num_decisions(direct)
         samples.decision_s = wall / decisions
         found = {}
         if "sim" in self.measured:
             samples.reset_s.append(reset_s)
             found["sim"] = (whole - reset_s) / decisions + reset_s / samples.horizon
         if "policy" in self.measured:
-            found["policy"] = float(np.mean(direct.act_s))
+            found["policy"] = sum(direct.act_s) / decisions
             found |= {"value": float(np.mean(direct.value_s))} if direct.value_s else {}
         for name, seconds in found.items():
             samples.seconds.setdefault(name, []).append(seconds)
@@ -143,8 +147,9 @@ class ProbeWorker(Worker):
     def _chunk(self) -> int:
         return self.config.policy.chunk
 
-    def _actions(self, part: ProbedPart) -> tuple[int, int]:
-        return self._chunk, part.sim.spec().action.dim
+    def _num_decisions(self, direct: DirectChannel) -> int:
+        """What a rollout's seconds are divided by."""
+        return len(direct.act_s)
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
         """Learn from the last rollout of this many envs. Returns seconds of a gradient step ("step"), of the rest of an
@@ -181,10 +186,10 @@ class ProbeWorker(Worker):
         """Seconds of updates of a new learner, added to `found`; -> those of encoding, and the bytes it needs."""
         learner, encoding = self._learner(algo, part), []
         for repeat in range(repeats + 1):
-            started, encoded_before = perf_counter(), encoding_s(learner)
+            started, before = perf_counter(), learner.timers.totals()
             self._learn(learner, part)
             if repeat:
-                encoding.append(0.0 if self.grouped else encoding_s(learner) - encoded_before)
+                encoding += [0.0] if self.grouped else learner.timers.seconds_since(before, "look")
                 found.append(perf_counter() - started - encoding[-1])
             self.tick()
         num_bytes = learner.needs().num_bytes
@@ -229,8 +234,8 @@ class ProbeWorker(Worker):
 
     def _play(self, part: ProbedPart, num_envs: int, decisions: int, route: Route) -> float:
         """-> seconds that went into resets of whole episodes."""
-        group_size = self.config.algo.group_size if self.grouped else 1
-        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config), group_size=group_size)
+        alike = self.config.algo.group_size if self.grouped and not self.config.policy.speaks else 1
+        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config), group_size=alike)
         if not self.grouped:
             part.sim.collect(episodes, route, decisions, (part.kept,))
             return 0.0
@@ -254,11 +259,11 @@ class ProbeWorker(Worker):
         if rows not in self.parts:
             simulator = "cuda" if self.config.env.on_gpu else "cpu"
             before = used_bytes(simulator)
-            sim = real(SimWorker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick)
+            sim = real(self.sim_worker, self.config.env.model_copy(update={"num_envs": rows}), tick=self.tick)
             limit = sim.spec().max_episode_steps
             taken = max(used_bytes(simulator) - before, 0)
             if self.grouped:
-                self._cut_episodes(sim.stages[0].env, limit)
+                self._cut_episodes(sim, limit)
             policy = self._policy(sim) if "policy" in self.measured else None
             self.parts[rows] = ProbedPart(sim, ReplayedChannel(), policy, taken, limit)
         return self.parts[rows]
@@ -266,8 +271,9 @@ class ProbeWorker(Worker):
     def _horizon(self, limit: int) -> int:
         return -(-limit // self._chunk) if self.grouped else self.config.algo.rollout_decisions
 
-    def _cut_episodes(self, env: VectorEnv, limit: int) -> None:
+    def _cut_episodes(self, sim: SimWorker, limit: int) -> None:
         """Let episodes begin so late that they end after `steps`."""
+        env = sim.stages[0].env
         reset = env.reset
 
         def late(options: dict[str, Any]) -> Any:
@@ -277,16 +283,11 @@ class ProbeWorker(Worker):
 
     def _policy(self, sim: SimWorker) -> PolicyWorker:
         config, precision = self.config, self.config.learner.precision
-        policy = real(PolicyWorker, config.policy, config.seed, precision, self.device)
+        policy = real(self.policy_worker, config.policy, config.seed, precision, self.device)
         policy.build(sim.spec())
         policy.policy.load_state_dict(make_policy(config.policy, sim.spec(), config.seed).state_dict())
         policy.weights.version = 0
         return policy
-
-
-def encoding_s(learner: LearnerWorker) -> float:
-    total = learner.timers.totals().get("look")
-    return total.seconds if total else 0.0
 
 
 def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
@@ -348,56 +349,61 @@ def used_bytes(simulator: str) -> int:
 # Stand-ins for channels and for what is at their other end, around a worker that is measured by itself
 
 
-class Directly:
-    """A channel to a policy in the same process: a request put here is answered at once, as if `copies` sims asked."""
+class DirectChannel:
+    """A channel there and back: what is put gets its `answer` in this process, when somebody waits for it."""
 
-    def __init__(self, policy: PolicyWorker, copies: int = 1) -> None:
-        self.policy, self.copies = policy, copies
-        self.answers: deque = deque()
-        self.act_s: list[float] = []
+    def __init__(self) -> None:
+        self.waiting: deque = deque()
+        self.act_s: list[float] = []  # that answers took
         self.value_s: list[float] = []
 
-    def put(self, request: ActRequest) -> None:
-        asked = self.policy.completed(request)
+    def put(self, request: Any) -> None:
+        self.waiting.append(request)
+
+    def get(self) -> Any:
         started = perf_counter()
+        reply = self.answer()
+        only_values = isinstance(reply, ActReply) and reply.output is None
+        (self.value_s if only_values else self.act_s).append(perf_counter() - started)
+        return reply
+
+
+class PolicyAnswers(DirectChannel):
+    """A policy's, as if `copies` sims asked."""
+
+    def __init__(self, policy: PolicyWorker, copies: int) -> None:
+        super().__init__()
+        self.policy, self.copies = policy, copies
+
+    def answer(self) -> ActReply:
+        asked = self.policy.completed(self.waiting.popleft())
         with self.policy.computing.measured():
-            reply, *_ = self.policy._answer([asked] * self.copies, 1.0, "train")
-        (self.value_s if request.value_only else self.act_s).append(perf_counter() - started)
-        self.answers.append(reply)
-
-    def get(self) -> ActReply:
-        return self.answers.popleft()
+            return self.policy._answer([asked] * self.copies, 1.0, "train")[0]
 
 
-class NoiseAnswers:
-    """The same with noise for actions, at no cost."""
-
+class NoiseAnswers(DirectChannel):
     def __init__(self, shape: tuple[int, int], seed: int) -> None:
         """`shape`: actions of a decision, numbers of an action."""
+        super().__init__()
         self.shape = shape
         self.draw = np.random.default_rng(seed)
-        self.answers: deque = deque()
-        self.act_s: list[float] = []
-        self.value_s: list[float] = []
 
-    def put(self, request: ActRequest) -> None:
+    def answer(self) -> ActReply:
+        request: ActRequest = self.waiting.popleft()
         count = len(request.episodes)
         values = np.zeros(count, np.float32)
         finals = None if request.final_obs is None else np.zeros(num_rows(request.final_obs), np.float32)
         actions = self.draw.uniform(-1, 1, (count, *self.shape)).astype(np.float32)
-        (self.value_s if request.value_only else self.act_s).append(0.0)
         output = None if request.value_only else PolicyOutput(actions, np.zeros_like(actions), values)
-        self.answers.append(ActReply(request.source, request.number, output, values, finals, 0))
-
-    def get(self) -> ActReply:
-        return self.answers.popleft()
+        return ActReply(request.source, request.number, output, values, finals, 0)
 
 
 class ReplayedChannel:
     """A channel that keeps what is put, and gives it again and again, as if `copies` sims had played it."""
 
-    def __init__(self, copies: int = 1) -> None:
-        self.copies = copies
+    copies = 1
+
+    def __init__(self) -> None:
         self.items: deque = deque(maxlen=1)
 
     def put(self, item: Any, weight: float = 1) -> None:

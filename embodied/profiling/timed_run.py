@@ -31,7 +31,7 @@ from embodied.run import launch
 from embodied.run.devices import draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.rendezvous import rendezvous_point
-from embodied.runtime.timers import Total
+from embodied.runtime.timers import Total, seconds_between
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
@@ -93,17 +93,15 @@ class TimedRun:
         seconds = time.perf_counter() - started
         self.iteration += 1
         after = self._totals()
-        spent = {name: seconds_of(after["driver"][name]) - seconds_of(before["driver"].get(name)) for name in PHASES}
         busy = {}
         for group in self.loop.groups:
             shares = [self._busy(before[worker], after[worker], group.role) / seconds for worker in group.workers]
             busy[group.role] = sum(shares) / len(shares)
-        learners = [
-            seconds_of(after[w].get("sync")) - seconds_of(before[w].get("sync")) for w in self.loop.learners.workers
-        ]
+        phases = seconds_between(before["driver"], after["driver"], *PHASES)
+        learners = self.loop.learners.workers
+        synced = sum(sum(seconds_between(before[w], after[w], "sync")) for w in learners) / len(learners)
         first = numbers.get("time/first_backward_s")
-        phases = (spent[name] for name in PHASES)
-        return Round(seconds, *phases, sum(learners) / len(learners), first, int(numbers["env_steps"]), busy)
+        return Round(seconds, *phases, synced, first, int(numbers["env_steps"]), busy)
 
     def traced(self, path: Path) -> Path:
         """One more iteration, whose every piece of work is written to `path`."""
@@ -152,15 +150,8 @@ class TimedRun:
         if role not in OUTER:
             working = [name for name in after if name not in WAITING]
             return sum(after[name].own_s - (before[name].own_s if name in before else 0.0) for name in working)
-
-        def grown(name: str) -> float:
-            return seconds_of(after.get(name)) - seconds_of(before.get(name))
-
-        return max(sum(map(grown, OUTER[role])) - sum(map(grown, WAITING)), 0.0)
-
-
-def seconds_of(total: Total | None) -> float:
-    return total.seconds if total else 0.0
+        worked, waited = (sum(seconds_between(before, after, *names)) for names in (OUTER[role], WAITING))
+        return max(worked - waited, 0.0)
 
 
 def through_the_driver(

@@ -49,7 +49,6 @@ class Console:
         self.stream = stream or sys.stdout or StringIO()  # stdout may be closed from the start
         self.live = self.stream.isatty()
         self.recent: deque[EpisodeResult] = deque(maxlen=RECENT)
-        self.last_evaluation: dict | None = None
         self.last_checkpoint: Path | None = None
         self.warned = False
         self.advice = advice
@@ -134,7 +133,6 @@ class Console:
         self.now(f"evaluating v{version:06d} on {episodes} episodes{before}{when}")
 
     def evaluated(self, version: int, results: dict) -> None:
-        self.last_evaluation = results
         self.say(f"evaluation of v{version:06d}: {describe_results(results)}{warn_of_errors(results)}")
 
     def not_evaluated(self, version: int, kept: object) -> None:

@@ -92,7 +92,7 @@ def line_chart(
         return figure(title, tag("p", "nothing yet", class_="empty"))
     across = x_axis([x for one in drawn for x in one.x])
     up = y_axis([y for one in drawn for ys in (one.y, one.low, one.high) for y in ys], y_range, from_zero)
-    shapes = [*grid(across, up, show, x_name)]
+    shapes = [*grid(across, up, show)]
     for one in drawn:
         shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
     marks: dict[int, tuple] = {}  # by colour: evaluations of a run that has a line need no entry of their own
@@ -100,7 +100,7 @@ def line_chart(
         mark = "dot" if one.points else "dash" if one.dashed else ""
         marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))
     entries = list(marks.values())
-    return figure(title, legend(entries), canvas(title, shapes, across, x_name))
+    return figure(title, legend(entries), canvas(title, shapes, x_name))
 
 
 def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False) -> Html:
@@ -114,7 +114,7 @@ def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole
     totals = [sum(column) for column in zip(*counts.values())]
     across = Axis(edges[0], edges[-1], LEFT, WIDTH - RIGHT)
     up = Axis(0, max(totals), HEIGHT - BOTTOM, TOP)
-    shapes = grid(across, up, short, x_name, whole_y=True)
+    shapes = grid(across, up, short, whole_y=True)
     for i, (left, right) in enumerate(pairwise(edges)):
         base = 0
         for kind, column in counts.items():
@@ -125,7 +125,7 @@ def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole
                 words = f"{spell(left, right, whole)}: {column[i]} {kind}"
                 shapes.append(tag("rect", tag("title", words), class_=f"bar {kind}", **bar))
                 base += column[i]
-    return figure(title, legend([(kind, kind, "") for kind in counts]), canvas(title, shapes, across, x_name, False))
+    return figure(title, legend([(kind, kind, "") for kind in counts]), canvas(title, shapes, x_name, False))
 
 
 def row_charts(title: str, charts: Sequence[Rows], colors: dict[str, int], x_name: str) -> Html:
@@ -190,13 +190,13 @@ def legend(entries: list[tuple[str, str, str]]) -> Html | None:
     )
 
 
-def canvas(title: str, shapes: Sequence[Html], across: Axis, x_name: str, read: bool = True) -> Html:
+def canvas(title: str, shapes: Sequence[Html], x_name: str, read: bool = True) -> Html:
     """The drawing; with `read` the pointer shows the numbers of its lines."""
     box = f"0 0 {WIDTH} {HEIGHT}"
     return tag("svg", *shapes, viewBox=box, role="img", aria_label=title, data_x=x_name if read else None)
 
 
-def grid(across: Axis, up: Axis, show: Callable[[float], str], x_name: str, whole_y: bool = False) -> list[Html]:
+def grid(across: Axis, up: Axis, show: Callable[[float], str], whole_y: bool = False) -> list[Html]:
     shapes = []
     for value in ticks(up.low, up.high, 5, whole_y):
         y = up.at(value)

@@ -66,8 +66,7 @@ class Timers:
 
     def seconds_since(self, before: Mapping[str, Total], *names: str) -> list[float]:
         """The seconds of each of these pieces since `totals` returned `before`."""
-        now = self.totals()
-        return [now.get(name, _NOTHING).seconds - before.get(name, _NOTHING).seconds for name in names]
+        return seconds_between(before, self.totals(), *names)
 
     def record(self, on: bool) -> RecordedSpans:
         """Begin (or end) keeping single pieces; returns those kept since the last call."""
@@ -89,3 +88,8 @@ class Timers:
 
 
 _NOTHING = Total(0, 0.0, 0.0)
+
+
+def seconds_between(before: Mapping[str, Total], after: Mapping[str, Total], *names: str) -> list[float]:
+    """The seconds by which each of these pieces has grown."""
+    return [after.get(name, _NOTHING).seconds - before.get(name, _NOTHING).seconds for name in names]

@@ -15,8 +15,6 @@ SHORTEST = 16
 
 
 class ServeConfig(Strict):
-    token_variable: ClassVar = TOKEN
-
     checkpoint: str = Field(description="A run's folder, one of its checkpoints, a policy folder, or a hub id.")
     host: str = Field("127.0.0.1", description="Address to listen at; another than loopback asks clients for a token.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen at; 0: a free one, which is printed.")

@@ -43,27 +43,18 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.whole_episodes import EpisodeKeeper
-from embodied.runtime import Channel, Needs, Timers, served_while_busy
+from embodied.runtime import Channel, Needs, Timers
 
 
 class TextWorker(EpisodeKeeper):
-    def __init__(
-        self, config, stages: int = 1, journal: Channel | None = None, eval_config=None, eval_rows: int = 1
-    ) -> None:
-        """Evaluations go on in `eval_rows` conversations at a time, of `eval_config`; `journal` hears of ends where
-        these are noted."""
-        super().__init__()
-        self.config = config
-        self.eval_config, self.eval_rows = eval_config or config, eval_rows
-        self.journal = journal
-        self.stages = stages
-        self.kind = env_class(config)
+    def __init__(self, *options, **more) -> None:
+        super().__init__(*options, **more)
+        self.kind = env_class(self.config)
         self.shared: dict[str, Any] = {}  # what conversations of a config share, by the config as JSON
-        self.stopped = False
 
     def spec(self) -> EnvSpec:
         """Load what conversations share (a dataset may take seconds) and say what the env offers."""
-        return self._spec(self.config) if self.stages else self.eval_spec()
+        return self._spec(self.config) if self.num_stages else self.eval_spec()
 
     def eval_spec(self) -> EnvSpec:
         """The same for evaluations."""
@@ -175,11 +166,6 @@ class TextWorker(EpisodeKeeper):
                 return over
 
             yield note
-
-    @served_while_busy
-    def stop_playing(self) -> None:
-        """Give up the evaluation in progress, and any that follows."""
-        self.stopped = True
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
         """Take over from a worker that died: what it held is lost, and nothing is open."""

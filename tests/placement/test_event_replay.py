@@ -41,8 +41,7 @@ HALVES = ((Zone(("sim",), "gpu", 1), Zone(("policy",), "gpu", 1)), (Zone(("learn
 def test_one_stage_takes_turns_and_each_device_waits_for_the_other():
     schedule, price = replay(HALVES, constant(3), constant(1), Curve((1, 8), (1.0, 8.0)))
     assert schedule.seconds == price.seconds == 10 * (3 + 1) + 4 * 4
-    assert schedule.idle_share("gpu:0") == pytest.approx(1 - (30 + 16) / 56)
-    assert schedule.idle_share("gpu:1") == pytest.approx(1 - (10 + 16) / 56)
+    assert schedule.busy_s == pytest.approx({"gpu:0": 30 + 16, "gpu:1": 10 + 16})
 
 
 def test_two_stages_hide_the_faster_one_behind_the_slower_one():

@@ -18,7 +18,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,16 +44,13 @@ ENVIRONMENT = {
 
 
 class PrivateCluster:
-    """`nodes`: one Ray node per name, all on this machine. Use it as a context manager or call `stop`."""
+    """A Ray node on this machine. Use it as a context manager or call `stop`."""
 
-    def __init__(
-        self, nodes: Sequence[str] = ("node1",), object_store_bytes: int | None = None, start_s: float = START_S
-    ) -> None:
+    def __init__(self, object_store_bytes: int | None = None, start_s: float = START_S) -> None:
         # A short path: Ray puts sockets below it, and their paths must stay below 108 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="embodied-", dir="/tmp"))
         self._start_s = start_s
-        order = {"nodes": list(nodes), "folder": str(self.folder), "object_store_bytes": object_store_bytes}
-        order["start_s"] = start_s
+        order = {"folder": str(self.folder), "object_store_bytes": object_store_bytes, "start_s": start_s}
         with (self.folder / "reaper.log").open("wb") as log:
             self._reaper = subprocess.Popen(
                 [sys.executable, "-P", "-c", _REAPER, json.dumps({"path": sys.path, **order})],
@@ -163,21 +159,16 @@ def _start(order: dict) -> str:
 
     # Without a dashboard Ray would still start its process, only to send the usage reports that are off.
     Node.start_api_server = lambda node, **_: setattr(node, "_webui_url", "")
-    address = None
-    for name in order["nodes"]:
-        parameters = RayParams(
-            node_name=name,
-            num_cpus=os.cpu_count(),  # how many hosts may start at once; they are placed by us and ask Ray for none
-            num_gpus=0,
-            object_store_memory=order["object_store_bytes"],
-            include_dashboard=False,
-            include_log_monitor=False,
-            no_monitor=True,
-            gcs_address=address,
-            min_worker_port=0,
-            max_worker_port=0,
-            dashboard_agent_listen_port=None if address else 0,
-        )
-        node = Node(parameters, head=address is None, shutdown_at_exit=False, spawn_reaper=True)
-        address = address or node.gcs_address
-    return address
+    parameters = RayParams(
+        node_name="node1",
+        num_cpus=os.cpu_count(),  # how many hosts may start at once; they are placed by us and ask Ray for none
+        num_gpus=0,
+        object_store_memory=order["object_store_bytes"],
+        include_dashboard=False,
+        include_log_monitor=False,
+        no_monitor=True,
+        min_worker_port=0,
+        max_worker_port=0,
+        dashboard_agent_listen_port=0,
+    )
+    return Node(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True).gcs_address
