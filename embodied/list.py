@@ -15,9 +15,10 @@ from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import by_family, recipe_file, recipe_names
 from embodied.core.errors import ConfigError
 from embodied.envs import PLUGINS, env_class
-from embodied.envs.config import ENV_CONFIGS, TOY_TASKS, EnvConfig, kind_of
+from embodied.envs.config import ENV_CONFIGS, EnvConfig, kind_of
 from embodied.envs.libero.suites import SUITES
 from embodied.envs.maniskill.bridge.bridge_tasks import asset_folder, source_of
+from embodied.envs.text.config import TOY_TASKS
 from embodied.policies import FAMILIES
 from embodied.run import launch
 from embodied.run.hub import how_to_get

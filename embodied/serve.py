@@ -22,7 +22,7 @@ from embodied.config.merge import COMMAND_LINE, Tree
 from embodied.config.mistakes import config_error, explain
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.policy_folder import published_family
 from embodied.run import launch
 from embodied.run.hub import folder_of, is_hub_id

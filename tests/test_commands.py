@@ -10,7 +10,7 @@ import pytest
 from embodied import __main__ as commands
 from embodied.config.recipe import load
 from embodied.config.recipe_files import LANGUAGE, RECIPES, by_family, recipe_names
-from embodied.envs.config import TextConfig
+from embodied.envs.text.config import TextConfig
 
 ROOT = Path(__file__).parents[1]
 LISTING = """

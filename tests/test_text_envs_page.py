@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from embodied.envs.config import ENV_CONFIGS, TOY_TASKS
+from embodied.envs.config import ENV_CONFIGS
+from embodied.envs.text.config import TOY_TASKS
 from tests.verifiers_stand_in import stand_in
 
 PAGE = (Path(__file__).parents[1] / "docs" / "text_envs.md").read_text()

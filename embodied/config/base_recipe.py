@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from embodied.config.merge import Source
 from embodied.config.recipe_files import recipe_names
 from embodied.envs import env_that_knows
-from embodied.policies.config import ANSWERING
+from embodied.policies.language.config import ANSWERING
 from embodied.run.hub import is_hub_id
 
 if TYPE_CHECKING:

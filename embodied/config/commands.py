@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from embodied.policies.config import ANSWERING
+from embodied.policies.language.config import ANSWERING
 
 
 @dataclass(frozen=True)

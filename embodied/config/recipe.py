@@ -35,9 +35,11 @@ from embodied.config.recipe_files import recipe_names
 from embodied.config.sections import CollectSection, EvalSection, PipelineSection, PlacementConfig, RunSection
 from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict
-from embodied.envs.config import EnvConfig, ExternalEnvConfig, TextConfig
+from embodied.envs.config import EnvConfig, ExternalEnvConfig
+from embodied.envs.text.config import TextConfig
 from embodied.learners.config import LearnerConfig
-from embodied.policies.config import LanguageConfig, MLPConfig, PolicyConfig
+from embodied.policies.config import MLPConfig, PolicyConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 

@@ -37,6 +37,11 @@ def types_of(annotation: Any) -> list[Any]:
     return [annotation, *(kind for part in parts for kind in types_of(part))]
 
 
+def variants(union: Any) -> dict[str, type[Any]]:
+    """The models of a section that holds one of several, by tag."""
+    return {mark.tag: model for model, mark in map(get_args, get_args(get_args(union)[0]))}
+
+
 def one_or_several(value: Any) -> Any:
     """A list for a single word."""
     return [value] if isinstance(value, str) else value

@@ -15,7 +15,7 @@ from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig
 from embodied.config.yaml_values import read_yaml, write_yaml
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.policies.config import ANSWERING, OF_SERVER, LanguageConfig
+from embodied.policies.language.config import ANSWERING, OF_SERVER, LanguageConfig
 from embodied.run.checkpoints import digest, locate, name_of, read_json
 from embodied.run.hub import fetch, is_hub_id
 

@@ -118,7 +118,7 @@ def process_id() -> int:
 
 def tasks() -> dict[str, Any]:
     """ManiSkill's tasks: step limit, rewards, and the downloads that each lacks here."""
-    from embodied.envs.config import REWARD_MODES
+    from embodied.envs.maniskill.config import REWARD_MODES
     from embodied.envs.maniskill.rewards import reward_modes
     from embodied.envs.maniskill.tasks import missing_assets, registered
     from embodied.system.vulkan_driver import ensure_vulkan

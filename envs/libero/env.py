@@ -27,9 +27,9 @@ import numpy as np
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import Expert
-from embodied.envs.config import LiberoConfig
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
+from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, own_files, read_states
 from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of

@@ -6,7 +6,7 @@ import math
 import os
 from typing import Any
 
-from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.intrinsics import of_square
 from embodied.envs.maniskill.state_numbers import numbers
 from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, check_task, is_bridge, maker, quiet

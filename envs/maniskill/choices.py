@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from embodied.core.errors import ConfigError, nearest
-from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.rewards import reward_modes
 from embodied.envs.maniskill.state_numbers import groups, widths
 from embodied.envs.maniskill.tasks import find_task

@@ -20,10 +20,10 @@ from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import Expert
-from embodied.envs.config import ManiSkillConfig
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import build
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.robots import action_bounds, for_robots
 from embodied.envs.maniskill.state_numbers import numbers
 from embodied.envs.maniskill.tasks import (

@@ -18,7 +18,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs.maniskill import panda
 
 if TYPE_CHECKING:
-    from embodied.envs.config import ManiSkillConfig
+    from embodied.envs.maniskill.config import ManiSkillConfig
     from embodied.envs.maniskill.env import ManiSkillEnv
 
 MOST = 0.1  # radians of a joint that an action of 1 asks for

@@ -24,7 +24,7 @@ from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.tasks import DRAWING, quiet
 
 if TYPE_CHECKING:
-    from embodied.envs.config import ManiSkillConfig
+    from embodied.envs.maniskill.config import ManiSkillConfig
     from embodied.envs.maniskill.env import ManiSkillEnv
 
 SOLUTIONS = "mani_skill.examples.motionplanning.panda.solutions"

@@ -1,14 +1,14 @@
 """The reward modes that a ManiSkill task has, and the refusal of one that it lacks.
 
-The option is `env.reward_mode` in `envs/config.py`. ManiSkill lists shaped modes for tasks that do not write them, and
+The option is `env.reward_mode` in `config.py`. ManiSkill lists shaped modes for tasks that do not write them, and
 playing those fails: they are left out here.
 """
 
 from __future__ import annotations
 
 from embodied.core.errors import ConfigError, nearest
-from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.tasks import find_task
 
 SHAPED = ("dense", "normalized_dense")

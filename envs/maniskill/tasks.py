@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from embodied.core.errors import ConfigError, MissingAsset, nearest
-from embodied.envs.config import ManiSkillConfig
 from embodied.envs.maniskill.bridge.bridge_tasks import CONTROL, PLATES, SVG, TWINS, absent, is_bridge, source_of
+from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in
 from embodied.system.vulkan_driver import ensure_vulkan
 

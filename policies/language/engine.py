@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied.core import rng
 from embodied.core.errors import ConfigError
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
 from embodied.policies.language.http_messages import (
     NOT_FINITE,

@@ -23,9 +23,9 @@ from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
-from embodied.policies.config import LanguageConfig
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.policy_folder import CONFIG, write_values
 from embodied.policies.published import PublishedPolicy

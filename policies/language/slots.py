@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.decoding import Step, fast_step
 from embodied.policies.language.engine import (
     Answer,

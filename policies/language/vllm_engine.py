@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import ConfigError
-from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
 from embodied.policies.language.vllm_worker import replace_weights
 from embodied.policies.vla.lora import merged

@@ -16,7 +16,7 @@ from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
-from embodied.policies.config import OpenVLAOFTConfig
+from embodied.policies.openvla.config import OpenVLAOFTConfig
 from embodied.policies.openvla.folder import OFT, read_published, unwrapped
 from embodied.policies.openvla.llama import LlamaStack
 from embodied.policies.openvla.prismatic import PATCHES, PrismaticPolicy

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import Array, EnvSpec, Observation
-from embodied.policies.config import PrismaticConfig
 from embodied.policies.openvla.action_stats import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.components import as_stored
+from embodied.policies.openvla.config import PrismaticConfig
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, unwrapped, write_published
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of

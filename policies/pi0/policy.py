@@ -21,7 +21,7 @@ from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Scores
-from embodied.policies.config import Pi0Config
+from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_published, save_beside, write_back
 from embodied.policies.pi0.inputs import (
     DRAWS,

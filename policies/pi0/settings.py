@@ -8,7 +8,7 @@ from typing import Any
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec
-from embodied.policies.config import Pi0Config
+from embodied.policies.pi0.config import Pi0Config
 
 MEAN_STD, QUANTILES = "mean_std", "quantiles"
 

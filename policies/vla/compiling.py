@@ -10,16 +10,16 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
 from embodied.core.errors import ConfigError
-from embodied.policies.config import Pi0Config, PrismaticConfig
 
 COMPILERS = ("g++", "clang++", "c++")
 
 
-def for_acting(config: PrismaticConfig | Pi0Config, function: Callable, device: torch.device) -> Callable:
+def for_acting(config: Any, function: Callable, device: torch.device) -> Callable:
     """The function, compiled where this policy acts so."""
     return compiled(function, device.type) if config.compile and torch.is_inference_mode_enabled() else function
 

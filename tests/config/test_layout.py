@@ -11,6 +11,10 @@ import pytest
 
 from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig
+from embodied.envs import PLUGINS
+from embodied.envs.config import ENV_CONFIGS
+from embodied.policies import FAMILIES
+from embodied.policies.config import POLICY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("embodied", "envs", "policies", "placement")
@@ -143,7 +147,7 @@ def test_the_runtime_knows_no_role_by_name():
 
 def test_options_are_free_of_heavy_imports():
     for path in SOURCES:
-        if path.name in ("config.py", "options.py"):
+        if path.name.endswith("config.py") or path.name == "options.py":
             assert not [
                 name
                 for name, now in imports(path)
@@ -154,6 +158,13 @@ def test_options_are_free_of_heavy_imports():
 MESSAGES = [
     ROOT / "embodied/runtime" / name for name in ("socket_io.py", "payload.py", "ray/object_store.py")
 ]  # between our own processes only
+
+
+def test_the_options_of_a_simulator_or_family_stand_beside_its_class():
+    assert {*PLUGINS} == {*ENV_CONFIGS} and {*FAMILIES} == {*POLICY_CONFIGS} - {"external"}
+    for name, where in (PLUGINS | FAMILIES).items():
+        folder = where.partition(":")[0].rpartition(".")[0]
+        assert (ENV_CONFIGS | POLICY_CONFIGS)[name].__module__ == f"{folder}.config"
 
 
 def test_nothing_else_is_pickled_and_no_global_seed_is_set():
@@ -169,7 +180,7 @@ def test_every_option_is_read_outside_its_model():
     read = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and path.name != "config.py":
+            if isinstance(node, ast.Attribute) and not path.name.endswith("config.py"):
                 read.add(node.attr)
     unread = sorted({key for key, _, _ in leaves(root(RunConfig)) if key.rpartition(".")[2] not in read})
     assert not unread

@@ -1,0 +1,87 @@
+"""The options that all envs share, and what several simulators' have in common. Free of torch and simulators."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from embodied.core.options import Strict
+from embodied.envs.option_values import Modules, known_reward
+
+OnSuccess = Literal["truncate", "terminate", "continue"]
+
+PRIVILEGED = Field(
+    False,
+    description="With state=proprio: give the learner, never the actor, the numbers that `full` has beyond it; the "
+    "critic reads them.",
+)
+
+
+class CommonEnvConfig(Strict):
+    shaped: ClassVar[str] = ""
+    """The `reward_mode` to try in place of one that pays for success alone; empty where none is set."""
+
+    num_envs: int = Field(32, gt=0, le=2**20, description="Env rows in the whole run, dealt out to the sim workers.")
+    max_episode_steps: int | None = Field(
+        None, gt=0, description="Env steps after which an episode is cut off; unset: the task's own limit."
+    )
+    on_success: OnSuccess = Field(
+        "truncate", description="A success ends the episode with bootstrapping, without it, or not at all."
+    )
+    after_success: int = Field(0, ge=0, description="With truncate: env steps that are played on after a success.")
+    reward: Annotated[str, AfterValidator(known_reward)] = Field(
+        "own",
+        description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
+        "0), difference (own minus that of the step before), or a function of yours, my_pkg.my_module:my_reward.",
+    )
+    modules: Modules = Field(
+        (),
+        description="Modules of yours that are imported wherever envs are made, before they are: tasks, robots, "
+        "controllers that register themselves. Found in the working directory and wherever Python looks.",
+    )
+    stagger: bool = Field(
+        False,
+        description="Cut the first training episode of each env short, each at another step, so that a rollout "
+        "holds early and late parts of episodes from the start; evaluation is not affected.",
+    )
+
+    @property
+    def physics(self) -> str:
+        """The kind of physics, where the simulator has several."""
+        return ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the simulator itself runs on a GPU."""
+        return self.physics == "cuda"
+
+    @property
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        """Height and width of the images that are observed, by camera, as far as the options say."""
+        return {}
+
+    def worker_bytes(self, rows: int) -> float:
+        """Memory of a sim worker with so many env rows; 0 where it is not known."""
+        return 0.0
+
+
+class NamedWithKind(CommonEnvConfig):
+    """Envs whose name is KIND:NAME: the task is NAME, unless results are to call it something else."""
+
+    written: ClassVar[str]
+    """How `env.name` says it, for messages."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _task_is_the_name(cls, values: Any) -> Any:
+        return with_task(values, str(values.get("name", "")).partition(":")[2]) if isinstance(values, dict) else values
+
+
+def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
+    return values if values.get("task") else {**values, "task": task}
+
+
+def check_privileged(config: Any) -> None:
+    if config.privileged and config.state == "full":
+        raise ValueError("env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio")

@@ -1,0 +1,18 @@
+"""Options of Gymnasium's envs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from embodied.envs.common_config import NamedWithKind, OnSuccess
+
+
+class GymConfig(NamedWithKind):
+    written = "gym:<id>"
+
+    name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
+    task: str = Field(description="How results name the task; unset: the Gymnasium id.")
+    on_success: OnSuccess = Field("terminate", description="As for all envs, where the env reports success.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")

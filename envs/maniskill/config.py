@@ -1,0 +1,112 @@
+"""Options of ManiSkill's tasks."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from embodied.core.errors import nearest
+from embodied.envs.common_config import PRIVILEGED, CommonEnvConfig, check_privileged
+from embodied.envs.option_values import SIZE_HELP, ImageSize, Region, Tasks
+
+REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
+
+
+class ManiSkillConfig(CommonEnvConfig):
+    of_task: ClassVar = ("max_episode_steps", "solver_iterations")
+
+    name: Literal["maniskill"] = Field(
+        "maniskill",
+        description="Which env: maniskill, libero, robosuite, pointmass, gym:<id> or my_pkg.my_module:MyEnv.",
+    )
+    task: Tasks = Field("PushCube-v1", description="Any registered ManiSkill task; an evaluation takes a list as well.")
+    on_failure: Literal["terminate", "continue"] = Field(
+        "terminate", description="A failure that the task reports ends the episode, or does not."
+    )
+    control_mode: str | None = Field(
+        None,
+        description="How actions move the robot: a control mode it has; unset: pd_joint_delta_pos, or the only one.",
+    )
+    action_units: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = Field(
+        None,
+        description="Metres and radians that an action of 1 means in the bridge tasks, whose control has no units of "
+        "its own; unset: [1, 1], as published models have them.",
+    )
+    object_set: Literal["train", "test", "all"] | None = Field(
+        None,
+        description="Which things, plates and images of tables the PutOnPlateInScene25 tasks draw; unset: train for "
+        "those to train on (Main, Single), test for the variants that ask for what was not seen.",
+    )
+    reward_mode: str = Field(
+        "normalized_dense",
+        description="The simulator's own reward: normalized_dense (shaped, within 0 to 1), dense, sparse (1 for "
+        "success), or a mode that a task of yours has.",
+    )
+    robot: str | None = Field(
+        None, description="The robot, by ManiSkill's name or one that env.modules register; unset: the task's own."
+    )
+    backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
+        "auto",
+        description="Physics on a GPU, on the CPU in one batch, or one env at a time; auto: the fastest on cores.",
+    )
+    solver_iterations: Annotated[int, Field(gt=0, lt=256)] | None = Field(
+        None,
+        description="Contact solver's iterations in rollouts; unset: the task's own, often 15, as in evaluations.",
+    )
+    state: Literal["full", "proprio"] = Field(
+        "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."
+    )
+    relative_positions: bool = Field(
+        False,
+        description="Add to the state where the things that it locates, a gripper, a cube and a goal say, are from "
+        "each other: a small network learns faster from that.",
+    )
+    privileged: bool = PRIVILEGED
+    cameras: tuple[str, ...] = Field(
+        (), description="Cameras whose images are observed, by ManiSkill's names: base_camera, render_camera, ..."
+    )
+    image_size: ImageSize = Field((64, 64), description=SIZE_HELP)
+    image_fov: float | None = Field(
+        None, gt=0, lt=180, description="Their angle of view, in degrees; unset: each camera's own."
+    )
+    image_region: Region | None = Field(
+        None,
+        description="Left, top, right and bottom, in parts of width and height, of the square image that cameras "
+        "with env.image_fov see, or of the bridge tasks' 640 x 480; unset: all of it.",
+    )
+    fast_images: bool = Field(
+        False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."
+    )
+    shader: Literal["default", "minimal", "rt-fast", "rt-med", "rt"] = Field(
+        "default", description="ManiSkill shader pack of the camera that records videos; rt traces rays, slowly."
+    )
+    video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
+
+    @property
+    def physics(self) -> str:
+        return self.backend
+
+    @property
+    def shaped(self) -> str:
+        return "normalized_dense" * (self.reward_mode == "sparse")
+
+    @property
+    def observed_images(self) -> dict[str, tuple[int, int]]:
+        return dict.fromkeys(self.cameras, self.image_size)
+
+    @model_validator(mode="after")
+    def _something_is_hidden(self) -> ManiSkillConfig:
+        check_privileged(self)
+        return self
+
+    @model_validator(mode="after")
+    def _reward_mode_exists(self) -> ManiSkillConfig:
+        """Refuse unknown modes as far as they are known without the simulator: a user's tasks may have others."""
+        tasks = (self.task,) if isinstance(self.task, str) else self.task
+        if self.reward_mode not in REWARD_MODES and not self.modules and not any(":" in task for task in tasks):
+            raise ValueError(
+                f"env.reward_mode={self.reward_mode!r} is unknown (known: {', '.join(REWARD_MODES)})"
+                f"{nearest(self.reward_mode, REWARD_MODES)}"
+            )
+        return self

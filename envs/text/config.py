@@ -1,0 +1,111 @@
+"""Options of the text envs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from embodied.core.errors import nearest
+from embodied.core.options import LocalPath
+from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, with_task
+from embodied.envs.option_values import Tasks
+
+
+class TextConfig(CommonEnvConfig):
+    """The options that all text envs share: a step is a turn of the conversation, and the env says when it is over."""
+
+    on_success: ClassVar[str] = "continue"
+    after_success: ClassVar[int] = 0
+    stagger: ClassVar[bool] = False
+
+    num_envs: int = Field(
+        64,
+        gt=0,
+        le=2**20,
+        description="Conversations that go on at a time in the whole run, shared out among the sims.",
+    )
+
+
+TOY_TASKS = {  # env.name -> its tasks, the usual one first
+    "sums": {
+        "add2": "37+58=",
+        "fewshot_sums": "37 + 8 = after three examples, for models that have read of such things",
+        "calc2": "37*58=, where <calc>37*58</calc> asks a calculator",
+    },
+    "sort": {"sort4": "sort 98171: of four to six digits"},
+}
+
+
+class ToyTextConfig(TextConfig):
+    name: Literal["sums", "sort"] = Field(description="A toy for small language models: add numbers, sort digits.")
+    task: Tasks = Field(
+        "",
+        description="Which one, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2. sort: "
+        "sort4. What they ask: python -m embodied.list tasks",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_task(cls, values: Any) -> Any:
+        return with_task(values, next(iter(TOY_TASKS.get(str(values.get("name")), "")), ""))
+
+    @model_validator(mode="after")
+    def _tasks_exist(self) -> ToyTextConfig:
+        known = TOY_TASKS[self.name]
+        for task in (self.task,) if isinstance(self.task, str) else self.task:
+            if task not in known:
+                raise ValueError(
+                    f"env.task={task!r} is not a task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
+                )
+        return self
+
+
+class ReverseTextConfig(TextConfig):
+    name: Literal["reverse_text"] = Field(description="Text to be written backwards, rewarded by similarity.")
+    task: Literal["sentences", "letters"] = Field(
+        "sentences", description="sentences: messages, for chat models. letters: a few, for small models."
+    )
+    file: LocalPath | None = Field(
+        None, description='The sentences: JSONL, a line {"prompt": "..."} each; unset: some of everyday words.'
+    )
+
+    @model_validator(mode="after")
+    def _letters_are_drawn(self) -> ReverseTextConfig:
+        if self.file and self.task != "sentences":
+            raise ValueError(f"env.file={self.file} holds sentences, and env.task={self.task}; leave one of them out")
+        return self
+
+
+class MathConfig(TextConfig):
+    name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
+    task: str = Field("math", description="How results name it.")
+    file: LocalPath | None = Field(
+        None, description="JSONL, a question a line: {question or prompt or messages, answer or solutions}."
+    )
+    held_out: LocalPath | None = Field(
+        None, description="Another such file for evaluations; unset: the first 5% of the questions, at most 500."
+    )
+    score_s: float = Field(5.0, gt=0, description="Seconds that comparing an answer may take; then it counts as wrong.")
+
+
+class ReasoningGymConfig(TextConfig, NamedWithKind):
+    written = "reasoning_gym:<task>"
+
+    name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
+    task: str = Field("", description="How results name it; unset: the task's name.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
+    partial_scores: bool = Field(False, description="Reward the task's scores below 1 too; only 1 is a success.")
+    score_s: float = Field(5.0, gt=0, description="As for math.")
+
+
+class VerifiersConfig(TextConfig, NamedWithKind):
+    written = "verifiers:<environment>"
+
+    name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
+    task: str = Field("", description="How results name it; unset: the environment's name.")
+    python: LocalPath | None = Field(None, description="The interpreter that has the package: FOLDER/bin/python.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to its load_environment as they are.")
+    full_score: float = Field(1.0, description="The reward from which on an answer is a success.")
+    score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
+    start_s: float = Field(600.0, gt=0, description="Seconds that loading it may take, data sets included.")

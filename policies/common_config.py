@@ -1,0 +1,23 @@
+"""What the options of every policy family have. Free of torch, so that `--help` stays fast."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from embodied.core.options import Strict
+
+
+class PolicyOptions(Strict):
+    """Attributes that the toolkit asks of every family."""
+
+    merged_rows: ClassVar[int] = 1
+    """Env rows that a policy worker answers at once unless the recipe says otherwise."""
+
+    published: ClassVar[bool] = False
+    """True if others publish models of this family, which `pretrained` and `preset` choose."""
+
+    mixed_precision: ClassVar[bool] = False
+    """True if its weights are not all of one precision."""
+
+    speaks: ClassVar[bool] = False
+    """Whether this family answers text envs; what a class of yours does, `Policy.speaks` says."""

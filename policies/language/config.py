@@ -1,0 +1,117 @@
+"""Options of language models."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from embodied.core.options import LocalPath
+from embodied.policies.common_config import PolicyOptions
+from embodied.policies.vla.config import LoraTargets
+
+OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s")
+ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
+"""Keys that say how a language model's answers are made, not what they are."""
+
+
+class LanguageConfig(PolicyOptions):
+    published = True
+    speaks = True
+    compile: ClassVar[bool] = False
+    chunk: ClassVar[int] = 1
+    of_engine: ClassVar = OF_SERVER
+
+    name: Literal["language"] = Field(description="A causal language model, for text envs.")
+    preset: Literal["tiny", "tiny_gpt2"] = Field(
+        "tiny",
+        description="A model with fresh weights and a tokenizer of characters: Qwen3's shape or GPT-2's; with "
+        "policy.pretrained the folder says.",
+    )
+    pretrained: str | None = Field(
+        None,
+        description="Folder or hub id of a published model, or a policy folder of ours; its weights are the first.",
+    )
+    engine: Literal["transformers", "vllm", "http"] = Field(
+        "transformers",
+        description="What generates: our own loop over the model, vLLM in the policy worker's process (make vllm), or "
+        "the server at policy.url.",
+    )
+    url: str | None = Field(
+        None,
+        description="Where policy.engine=http finds its server, python -m embodied.serve or vllm serve: "
+        "http://127.0.0.1:8000.",
+    )
+    token_from: str = Field(
+        "EMBODIED_SERVE_TOKEN",
+        description="Environment variable, or file with a / in its name, that holds the server's token; the token "
+        "itself is written down nowhere.",
+    )
+    weights: LocalPath | None = Field(
+        None,
+        description="Folder in which the server finds new weights, under the same name here and there; null: it keeps "
+        "its own, which must be the checkpoint's, for evaluations alone.",
+    )
+    answer_s: float = Field(
+        600.0, gt=0, description="Seconds that the server has for an answer, and for taking new weights."
+    )
+    away_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that the server may be away or failing before the run fails; a request is then asked "
+        "again.",
+    )
+    max_tokens: int = Field(512, gt=0, description="Tokens of an answer, at most; then it counts as cut off.")
+    max_length: int | None = Field(
+        None, gt=0, description="Tokens of a whole conversation, at most; null: as many as the model has positions."
+    )
+    max_running: int = Field(64, gt=0, description="Conversations that a policy worker continues at a time.")
+    cache_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Memory for the keys and values of these; null: what max_running and max_length ask for.",
+    )
+    chat: bool | None = Field(
+        None,
+        description="Put messages into words with the model's chat template; null: if it has one. false: their "
+        "contents alone.",
+    )
+    train_layers: int | None = Field(
+        None, gt=0, description="Train only so many of the last layers and the final norm; null: all weights."
+    )
+    lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
+    lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
+    lora_targets: LoraTargets = Field("linear", description="As for openvla.")
+    value_head: bool = Field(
+        False,
+        description="Predict what the rest of a conversation is worth before every token, a linear map of what the "
+        "network makes of the text so far: needed by algo.name=ppo.",
+    )
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+
+    @property
+    def mixed_precision(self) -> bool:
+        return False
+
+    @property
+    def merged_rows(self) -> int:
+        return self.max_running
+
+    @model_validator(mode="after")
+    def _the_server_is_named(self) -> LanguageConfig:
+        usual = type(self).model_fields
+        if self.engine != "http":
+            if given := [key for key in self.of_engine if getattr(self, key) != usual[key].default]:
+                raise ValueError(
+                    f"policy.{given[0]} has no effect with policy.engine={self.engine}; leave it out, or set "
+                    "policy.engine=http"
+                )
+            return self
+        if self.url is None:
+            raise ValueError("policy.engine=http asks a server: set policy.url, such as http://127.0.0.1:8000")
+        if not re.fullmatch(r"https?://[^/@\s?#]+(/[^@\s?#]*)?", self.url):
+            raise ValueError("policy.url should be like http://127.0.0.1:8000, without a user's name or a password")
+        if "/" not in self.token_from and not re.fullmatch(r"[A-Za-z_]\w*", self.token_from):
+            raise ValueError("policy.token_from names an environment variable, or a file with a / in its name")
+        return self

@@ -1,0 +1,69 @@
+"""The options that vision-language-action families share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt
+
+from embodied.policies.common_config import PolicyOptions
+
+MERGED_ROWS = 64  # of a large network, most of whose time goes into reading its weights
+SETS = ("linear", "reference")  # of layers
+
+
+def a_set_or_names(value: Any) -> Any:
+    if not isinstance(value, str | list | tuple):
+        raise ValueError("should be linear, reference, or names of layers such as [q_proj, v_proj]")
+    return (value,) if isinstance(value, str) and value not in SETS else value
+
+
+LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_or_names)]
+
+
+class VLAConfig(PolicyOptions):
+    merged_rows = MERGED_ROWS
+    published = True
+
+    pretrained: str | None = Field(
+        None, description="Folder of a published model, or of a policy of ours; its weights are the initial ones."
+    )
+    statistics: str | None = Field(
+        None,
+        description="Data set whose ranges actions and states have, where the model was trained on several; or the "
+        "folder of any dataset.",
+    )
+    instruction: str | None = Field(None, description="The instruction where the env gives none.")
+    gripper: Literal["as_is", "libero", "bridge"] = Field(
+        "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
+    )
+    keyframes: tuple[NonNegativeInt, ...] = Field(
+        (),
+        description="Imitation also teaches the image tokens, by a linear head on them, these numbers of the "
+        "state (by place, from 0): as they will be at the next keyframe, where the gripper opens or "
+        "closes, and at the end.",
+    )
+    lora_rank: int | None = Field(
+        None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
+    )
+    lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
+    lora_targets: LoraTargets = Field(
+        "linear",
+        description="Which layers get one. linear: linear layers that are used, without lm_head; reference: all that "
+        "the published recipes adapt (peft 0.11's all-linear), lm_head, patches and SigLIP's pooling too; or their "
+        "names, or how these end.",
+    )
+    lora_init: Literal["kaiming", "gaussian"] = Field(
+        "kaiming",
+        description="How an adapter's first matrix begins: as peft's default, or with deviation 1 / rank, as OpenVLA's "
+        "recipe asks for.",
+    )
+    lora_path: str | None = Field(
+        None, description="Folder of adapters that peft saved, to begin with; rank, scale and targets are theirs."
+    )
+    dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+    compile: bool = Field(
+        False,
+        description="Act with networks that torch.compile has fused: faster, after a minute at first. On a CPU needs "
+        "a C++ compiler. A saved policy does not keep it.",
+    )
