@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "workflows.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
 PROGRAMS = {text.splitlines()[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
-INLINE, LOCAL, RAY, TRAIN, RESUME, EVALUATE, BENCHMARK, PLAN = COMMANDS
+INLINE, LOCAL, RAY, MODE, TRAIN, RESUME, EVALUATE, BENCHMARK, PLAN = COMMANDS
 SHORT = ["env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16", "run.env_steps=null"]
 SHORT += ["env.max_episode_steps=6", "eval.episodes=2", "eval.videos=0"]
 PLANTED = """
@@ -121,7 +121,7 @@ def found(told):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the page uses two cores")
 def test_the_workflow_finds_the_same_in_one_process_and_in_three(folder):
-    assert found(run(INLINE, folder)) == found(run(LOCAL, folder))
+    assert found(run(INLINE, folder)) == found(run(LOCAL, folder)) == found(run(MODE, folder))
 
 
 @pytest.mark.slow
