@@ -24,6 +24,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from embodied.config.recipe import load_recipe as load_recipe
+    from embodied.core.arrays import load_training_state as load_training_state
+    from embodied.core.arrays import training_state as training_state
     from embodied.core.errors import ConfigError as ConfigError
     from embodied.core.errors import EmbodiedError as EmbodiedError
     from embodied.core.types import ActionSpec as ActionSpec
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from embodied.envs.text.text_env import TextEnv as TextEnv
     from embodied.envs.text.text_env import Turn as Turn
     from embodied.envs.vector_env import VectorEnv as VectorEnv
+    from embodied.learners.relay import RelayWorker as RelayWorker
     from embodied.placement import make_plan as make_plan
     from embodied.policies import load_policy as load_policy
     from embodied.policies.base import Policy as Policy
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from embodied.workflows.contract import Workflow as Workflow
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
     from embodied.workflows.rl_loop import HorizonCollector as HorizonCollector
+    from embodied.workflows.rl_loop import RelayedRollouts as RelayedRollouts
 
 _COMMANDS = ("train", "sweep", "evaluate", "benchmark")  # modules that can be called
 _HOMES = {
@@ -65,6 +69,8 @@ _HOMES = {
     "HorizonCollector": "workflows.rl_loop",
     "Policy": "policies.base",
     "PolicyOutput": "core.types",
+    "RelayWorker": "learners.relay",
+    "RelayedRollouts": "workflows.rl_loop",
     "Role": "workflows.contract",
     "TextEnv": "envs.text.text_env",
     "Trajectory": "core.types",
@@ -77,9 +83,11 @@ _HOMES = {
     "host_plans": "run.devices",
     "load_policy": "policies",
     "load_recipe": "config.recipe",
+    "load_training_state": "core.arrays",
     "make_env": "envs",
     "make_plan": "placement",
     "read_run": "reporting.runs",
+    "training_state": "core.arrays",
 }
 __all__ = [*_COMMANDS, *_HOMES]
 

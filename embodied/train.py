@@ -34,7 +34,6 @@ from embodied.run.first_run import FirstRun, first_run, starting_from
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import PolicySource, check_continues, check_fits, check_same_policy, find_start
 from embodied.run.run_folder import RunFolder
-from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.imitation import imitation_of
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -161,10 +160,8 @@ def train(
 ) -> None:
     """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
-        ranks, timeout_s = plan.count("learner"), config.faults.timeout_s
-        rendezvous = rendezvous_point(ranks, config.cluster.backend, folder.logs, timeout_s)
-        notify, start = partial(noted, folder, console), origin.folder if origin else None
-        loop = program(config, cluster, rendezvous=rendezvous, notify=notify, start_folder=start)
+        start = origin.folder if origin else None
+        loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
         if origin:
             check_fits(origin, config.env, loop.spec)
             folder.record(started_from=origin.described())

@@ -24,10 +24,17 @@ other roles        of a program go with the policy in collocated and hybrid plan
                    the update, or with the role that their declaration names; disaggregated, or if it names none, each
                    has one device of its own; while learners overlap with the rollout, roles that work in the rollout
                    and name the learner go beside the policies
+other programs     lack one of the three roles and go by what theirs declare: one that is beside another shares its
+                   processes, and one that is beside nobody heads a group
+                   collocated     groups on all devices, taking turns; one that declares devices of its own has a share
+                   hybrid         groups on equal shares of the devices
+                   disaggregated  roles on equal shares of the devices, none beside another
+                   auto           collocated
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -70,8 +77,14 @@ def choose(
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
         key = overlap if mode == "auto" else f"placement={mode}"
         asked = DeviceRequest(key, "placement=auto" if several else "pipeline.schedule=sync")
+    more, draws = others(roles), draws and not gpu_sims
+    if len(roles) - len(more) < len(EMBODIED):
+        apart = [role for role in roles if networks == "gpu" and not (role.network or gpu_sims)]
+        held = cores[: even_workers(num_envs, stages, min(len(cores), most_sims or len(cores)))]
+        left, devices = [role for role in roles if role not in apart], gpus if networks == "gpu" else cores
+        groups = [*((role.name, held) for role in apart), *by_declaration(mode, left, devices, num_envs, stages)]
+        return as_map(groups, machines, draws), "collocated: roles take turns" * (mode == "auto")
     mode, reason = resolved(mode, networks, gpu_sims, overlap)
-    more = others(roles)
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
     cores, kept_cores = keep(cores, names, "cores", asked)
@@ -89,10 +102,31 @@ def choose(
     groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
     if len(machines.nodes) > 1:
         groups = learner_at_home(groups, machines.nodes[0].name)
+    return as_map(groups, machines, draws), reason
+
+
+def as_map(groups: Groups, machines: Topology, draws: bool) -> dict[str, Any]:
+    """The groups in the words of the grammar."""
     order = {node.name: place for place, node in enumerate(machines.nodes)}
     in_order = {roles: sorted(held, key=lambda device: (order.get(device[0], 0), device[2])) for roles, held in groups}
     found: dict[str, Any] = {roles: text_of(held) for roles, held in in_order.items()}
-    return with_drawing(found, machines) if draws and not gpu_sims else found, reason
+    return with_drawing(found, machines) if draws else found
+
+
+def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device], num_envs: int, stages: int) -> Groups:
+    """The groups of a program that lacks simulators, policies or learners."""
+    names, apart = [role.name for role in roles], mode == "disaggregated"
+    heads = [role for role in roles if apart or role.home not in names]
+    keys = {head: ",".join([head.name] if apart else with_those_beside(head.name, roles)) for head in heads}
+    turns = [head for head in heads if mode in ("auto", "collocated") and (head in EMBODIED or head.beside != "")]
+    shares = [share for share in (turns, *([head] for head in heads if head not in turns)) if share]
+    works = json.dumps({key: text_of(devices[:1]) for key in keys.values()})
+    kind = "GPUs" if any(kind == "gpu" for _, kind, _ in devices) else "cores"
+    asked = DeviceRequest(f"placement={mode}", f"placement='{works}'")
+    need(asked, " and ".join(keys.values()), len(shares), len(devices), mode, kind)
+    size = len(devices) // len(shares)
+    workers = even_workers(num_envs, stages, size)
+    return [(keys[head], devices[i * size :][:workers]) for i, share in enumerate(shares) for head in share]
 
 
 def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
@@ -121,16 +155,20 @@ def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceReques
 def joined(group: tuple[str, list[Device]], more: Sequence[PlacedRole]) -> tuple[str, list[Device]]:
     """A group with the roles that go with one of its own, behind that one."""
     names, held = group
-    found = [[name, *(role.name for role in more if role.home == name)] for name in names.split(",")]
-    return ",".join(name for part in found for name in part), held
+    return ",".join(name for head in names.split(",") for name in with_those_beside(head, more)), held
+
+
+def with_those_beside(name: str, roles: Sequence[PlacedRole]) -> list[str]:
+    """A role and those that go with it, and with them."""
+    return [name, *(one for role in roles if role.home == name for one in with_those_beside(role.name, roles))]
 
 
 def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any]:
     """The map with sims on cores that draw on the GPUs of their machine, if each has some."""
     most = min(len(node.gpus) for node in machines.nodes)
-    if not most:
+    roles = next((roles for roles in placement if "sim" in roles.split(",")), None)
+    if not (most and roles):
         return placement
-    roles = next(roles for roles in placement if "sim" in roles.split(","))
     return {**placement, roles: {"devices": placement[roles], "render": text_of([("", "gpu", i) for i in range(most)])}}
 
 

@@ -72,8 +72,8 @@ class PlacementPlan:
         for (roles, node, _), hosts in groups.items():
             where = f"{places(hosts)}{f' of {node}' if node else ''}{drawn_on(hosts)}"
             lines.append(f"{len(hosts)} x {' + '.join(roles)} on {where}")
-        sims = self.count("sim")
-        lines.append(f"{self.num_envs} envs = {number(sims, 'sim worker')} x {self.num_envs // sims}")
+        if sims := self.count("sim"):
+            lines.append(f"{self.num_envs} envs = {number(sims, 'sim worker')} x {self.num_envs // sims}")
         if self.idle:
             lines.append(f"{number(len(self.idle), 'core')} idle: {span(self.idle)}")
         return lines
@@ -137,8 +137,6 @@ def make_plan(
             plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles, more), num_envs)
             check_shares(plan, stages, shared)
         except PlacementError as err:
-            if not {role.name for role in EMBODIED}.issubset(role.name for role in roles):
-                raise  # a program of other roles
             how = (gpu_sims, rows, most_sims, draws, roles, overlap)
             works = working_map(machines, num_envs, stages, networks, *how)
             raise PlacementError(f"{err}; try placement='{works}'") from None

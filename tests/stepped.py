@@ -9,7 +9,6 @@ from embodied.envs import env_class, speaks
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
-from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 6
@@ -43,9 +42,7 @@ class Run:
 
     def __enter__(self):
         self.cluster = launch.cluster(self.config, self.plan, self.folder)
-        ranks = self.plan.count("learner")
-        rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.folder, 60)
-        self.loop = self.kind(self.config, self.cluster, rendezvous=rendezvous, notify=self.lines.append)
+        self.loop = self.kind(self.config, self.cluster, notify=self.lines.append)
         self.loop.publish(0)
         return self
 

@@ -12,7 +12,6 @@ from embodied.learners import train_batch
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
-from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 5
@@ -50,7 +49,7 @@ def trained(folder, placement, backend="inline", stages=1, options=(), route=Non
     hosts = [replace(host, cores=tuple({here[core % len(here)] for core in host.cores})) for host in plan.hosts]
     plan = replace(plan, hosts=tuple(hosts))
     with launch.cluster(config, plan, folder) as cluster:
-        loop = EmbodiedLoop(config, cluster, rendezvous=rendezvous_point(plan.count("learner"), backend, folder, 60))
+        loop = EmbodiedLoop(config, cluster)
         loop.weight_sync.routes = [route] * len(loop.workers.policies) if route else []
         loop.publish(0)
         norms = [loop.iterate(i, ITERATIONS)[1]["train/grad_norm"] for i in range(ITERATIONS)]

@@ -71,6 +71,46 @@ def test_what_a_program_declares_is_known_by_its_name_and_phase():
     assert roles_of(declared) == (EMBODIED[0], PlacedRole("critic", "update"), PlacedRole("judge"))
 
 
+CLIMBERS = (PlacedRole("climber"), PlacedRole("judge"))
+CLIMBED = (*CLIMBERS, PlacedRole("guide", "update", beside="climber"))
+
+
+@pytest.mark.parametrize(
+    ("roles", "mode", "expected"),
+    [
+        (CLIMBERS, "auto", {("climber",): 8, ("judge",): 8}),
+        (CLIMBERS, "collocated", {("climber",): 8, ("judge",): 8}),
+        (CLIMBERS, "hybrid", {("climber",): 4, ("judge",): 4}),
+        (CLIMBED, "collocated", {("climber", "guide"): 8, ("judge",): 8}),
+        (CLIMBED, "hybrid", {("climber", "guide"): 4, ("judge",): 4}),
+        (CLIMBED, "disaggregated", {("climber",): 2, ("judge",): 2, ("guide",): 2}),
+        ((*CLIMBERS, PlacedRole("camera", beside="")), "collocated", {("climber",): 4, ("judge",): 4, ("camera",): 4}),
+    ],
+)
+def test_modes_place_a_program_without_simulators_policies_and_learners_as_its_roles_declare(roles, mode, expected):
+    plan = make_plan(mode, CORES, roles=roles)
+    kinds = [host.roles for host in plan.hosts]
+    assert {kind: kinds.count(kind) for kind in kinds} == expected
+    assert plan.apart("judge") == (mode in ("hybrid", "disaggregated"))
+    assert not any("envs" in line for line in plan.describe())
+
+
+def test_simulators_of_such_a_program_share_out_the_envs_and_have_the_cores_beside_gpus():
+    roles = roles_of(("sim", "policy", "trainer"))
+    plan = make_plan("hybrid", read_topology("4xGPU"), 12, networks="gpu", roles=roles)
+    assert [host.device for host in plan.hosts if host.roles == ("policy",)] == ["gpu:0", "gpu:1"]
+    assert 12 % plan.count("sim") == 0 and all(not host.device for host in plan.hosts if "sim" in host.roles)
+
+
+def test_a_mode_that_such_a_program_has_no_devices_for_names_a_map_that_works():
+    with pytest.raises(PlacementError, match="gives climber and judge cores of their own: that needs 2") as refused:
+        make_plan("hybrid", one_machine((0,)), roles=CLIMBERS)
+    works = json.loads(str(refused.value).partition("placement='")[2].rstrip("'"))
+    assert make_plan(works, one_machine((0,)), roles=CLIMBERS).count("judge") == 1
+    with pytest.raises(PlacementError, match="'jury' is not a role; roles: climber, judge; try placement="):
+        make_plan({"climber": "cpu:0", "jury": "cpu:1"}, CORES, roles=CLIMBERS)
+
+
 def test_a_declared_role_may_have_devices_of_its_own_or_the_policys():
     apart, near = (embodied.Role("reward", "my_reward:Worker", beside=beside) for beside in ("", "policy"))
     for declared, expected in ((apart, ("reward",)), (near, ("policy", "reward"))):

@@ -19,7 +19,6 @@ from embodied.core.arrays import Observation, is_tensor, is_text, map_obs, room_
 from embodied.core.rng import generator
 from embodied.core.types import Array, Trajectory, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model
-from embodied.runtime import Channel
 
 
 @dataclass(frozen=True)
@@ -97,15 +96,6 @@ def own(array: Array) -> Array:
 
 def take(array: Array, items: Tensor) -> Array:
     return array[items.to(array.device)] if is_tensor(array) else array[items.numpy()]
-
-
-def receive(channel: Channel, sources: Sequence[str]) -> list[Trajectory]:
-    """Whole rollouts of these sources from a channel, for a role between simulators and learners; others that come are
-    of workers that have died since."""
-    buffer = RolloutBuffer(1)
-    while not buffer.has(sources):
-        buffer.add(channel.get())
-    return buffer.parts(sources)
 
 
 @dataclass

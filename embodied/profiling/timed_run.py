@@ -30,7 +30,6 @@ from embodied.reporting.timeline import Timeline
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
-from embodied.runtime.rendezvous import rendezvous_point
 from embodied.runtime.timers import Total, seconds_between
 from embodied.workflows.rl_loop import EmbodiedLoop
 
@@ -75,9 +74,7 @@ class TimedRun:
         self.logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             cluster = stack.enter_context(launch.cluster(self.config, self.plan, self.logs, program=self.program))
-            ranks, timeout_s = self.plan.count("learner"), self.config.faults.timeout_s
-            rendezvous = rendezvous_point(ranks, self.config.cluster.backend, self.logs, timeout_s)
-            self.loop = self.program(self.config, cluster, rendezvous=rendezvous)
+            self.loop = self.program(self.config, cluster)
             self.loop.publish(0)
             self._stack = stack.pop_all()
         return self

@@ -27,6 +27,7 @@ from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.heartbeat import MAX_WORKERS, Sign, readable
 from embodied.runtime.host import DRIVER, HostPlan, WorkerSpec
 from embodied.runtime.processes import START_S
+from embodied.runtime.rendezvous import InProcessRendezvous, RendezvousFile, rendezvous_point
 from embodied.runtime.supervision import Budget, Supervisor
 from embodied.runtime.worker import Worker
 
@@ -75,8 +76,8 @@ class Cluster:
         self._clock = AwakeClock()
         self._closed = False
         events = Events(self._on_report, on_start, self._on_death)
-        log_dir = Path(log_dir) if log_dir is not None else None
-        options = (log_dir, timeout_s, events, address, modules, start_s)
+        self._log_dir = Path(log_dir) if log_dir is not None else None
+        options = (self._log_dir, timeout_s, events, address, modules, start_s)
         self._backend = make_backend(backend, self._run, self.hosts, *options)
         self.unpack = self._backend.unpack
         try:
@@ -133,6 +134,10 @@ class Cluster:
         gpu = next((plan.gpu for plan in self.hosts if plan.name == host), "")
         channel = self._channels[name] = Channel(self._run, name, host, capacity, choose, gpu)
         return channel
+
+    def rendezvous(self, role: str) -> RendezvousFile | InProcessRendezvous | None:
+        """Where the ranks of a role meet on one machine, for sums over them; None for a single rank."""
+        return rendezvous_point(len(self._homes[role]), self._backend.name, self._log_dir, self.timeout_s)
 
     def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:
         handle = Handle(self, f"{group.role}.{method}", group.workers)

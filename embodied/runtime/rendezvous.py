@@ -71,7 +71,7 @@ Rendezvous = RendezvousFile | RendezvousAddress | InProcessRendezvous
 
 
 def rendezvous_point(
-    ranks: int, backend: str, folder: Path, timeout_s: float
+    ranks: int, backend: str, folder: Path | None, timeout_s: float
 ) -> RendezvousFile | InProcessRendezvous | None:
     """Returns where the ranks of a role meet on one machine, None for a single rank. A file lies in a folder
     that only this run uses."""
@@ -79,6 +79,7 @@ def rendezvous_point(
         return None
     if backend == "inline":
         return InProcessRendezvous(ranks, timeout_s)
+    assert folder is not None, "a cluster whose ranks meet has a log_dir"
     return RendezvousFile(str(folder / f"ranks-{secrets.token_hex(4)}"), timeout_s)
 
 

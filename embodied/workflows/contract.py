@@ -21,7 +21,6 @@ from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
-    from embodied.core.types import EpisodeList
     from embodied.reporting.partial_evaluation import PartialEvaluation
     from embodied.reporting.timeline import Timeline
     from embodied.workflows.evaluator import Evaluator
@@ -88,21 +87,14 @@ Collected = TypeVar("Collected", bound=Batch)
 
 class BatchSource(Protocol[Collected]):
     """Collects batches and has them learned from: rollouts of a fixed length, groups of whole episodes,
-    demonstrations on disk."""
+    demonstrations on disk. It is made when all workers are built, and lays the channels of trajectories."""
 
-    stages: int
-    """Parts that a sim worker's env rows are played in; 0: sims play evaluations only."""
-
-    @property
-    def journaled(self) -> EpisodeList | None:
-        """The episodes of which the successor of a dead sim worker begins the next; None: it begins none by itself."""
+    def __init__(self, workers: Workers) -> None:
+        """Raises ConfigError where the env cannot serve."""
 
     @property
     def exhausted(self) -> str:
         """Why the run should end here; empty while there is something to learn from."""
-
-    def start(self, workers: Workers) -> None:
-        """All workers are built: lay the channels of trajectories. Raises ConfigError where the env cannot serve."""
 
     def total_iterations(self) -> int:
         """The number of iterations that the recipe asks for."""
@@ -128,8 +120,8 @@ class Workflow(Protocol):
     """The loop that `train` drives. It is made with the plan's cluster, where it launches, builds and connects all
     workers.
 
-    `rendezvous` is where learner ranks meet, `notify` is called with a line for each restart of a worker and each
-    warning, `start_folder` holds the policy whose weights are the first ones.
+    `notify` is called with a line for each restart of a worker and each warning, `start_folder` holds the policy whose
+    weights are the first ones.
     """
 
     command: ClassVar[str]
@@ -146,7 +138,6 @@ class Workflow(Protocol):
         self,
         config: RunConfig,
         cluster: Any,
-        rendezvous: Any = None,
         notify: Callable[[str], None] = ...,
         start_folder: Path | None = None,
     ) -> None: ...

@@ -35,7 +35,6 @@ from embodied.runtime import Handle
 from embodied.workflows.contract import WARNING
 
 if TYPE_CHECKING:
-    from embodied.config.recipe import RunConfig
     from embodied.workflows.workers import Workers
 
 
@@ -72,24 +71,20 @@ class GroupedEpisodes:
 
 
 class GroupCollector:
-    journaled = None  # episodes of a sim that died are lost with their groups
-
-    def __init__(self, config: RunConfig, tasks: tuple[str, ...]) -> None:
+    def __init__(self, workers: Workers) -> None:
+        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
+        config = workers.config
         self.config, self.algo = config, config.algo
-        self.stages = config.pipeline.stages
-        self.episodes = EpisodeList(config.seed, "train", tasks, group_size=config.algo.group_size)
+        self.episodes = EpisodeList(config.seed, "train", workers.tasks, group_size=config.algo.group_size)
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
-        self.text = False  # episodes are conversations
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.unusable = ""  # why no episode of the last batch counts
         self.warned = False  # that some do not
         self.handed = 0  # times that episodes were handed over
-
-    def start(self, workers: Workers) -> None:
-        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
-        self.rollouts, self.learners, self.text = workers.rollouts, workers.learners, workers.spec.text
+        self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.text = workers.spec.text  # episodes are conversations
         self.trajectories = self.outlets = workers.trajectory_channels()
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:

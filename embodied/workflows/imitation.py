@@ -31,20 +31,17 @@ def imitator_arguments(workers: Workers) -> tuple:
 
 
 class RecordedEpisodes:
-    """Demonstrations on disk, which every learner reads for itself: source and batch at once."""
+    """Demonstrations on disk, or answered prompts that it writes down, which every learner reads for itself: source and
+    batch at once."""
 
     exhausted = ""
-    stages = 0  # sims play evaluations only
-    journaled = None
     finished: list[EpisodeResult] = []  # noqa: RUF012  no episode is played in an iteration
 
-    def __init__(self, config: RunConfig, tasks: tuple[str, ...]) -> None:
-        self.config = config.sft
-
-    def start(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers) -> None:
         """The learners open the dataset, if it fits the env."""
-        self.learners = workers.learners
-        check_dataset(self.config, workers.spec, len(self.learners))
+        self.config, self.learners = workers.config.sft, workers.learners
+        if not workers.spec.text:
+            check_dataset(self.config, workers.spec, len(self.learners))
         self.num_steps = self.learners.open_data().wait()[0]
 
     def total_iterations(self) -> int:
@@ -73,15 +70,8 @@ class ImitationLoop(EmbodiedLoop):
 
     command = "sft"
     roles = (*PLAYERS, replace(LEARNER, worker="embodied.learners.bc:ImitationLearner", arguments=imitator_arguments))
+    plays = False
     make_source = RecordedEpisodes
-
-
-class Examples(RecordedEpisodes):
-    """Answered prompts that every learner writes down for itself."""
-
-    def start(self, workers: Workers) -> None:
-        self.learners = workers.learners
-        self.num_steps = self.learners.open_data().wait()[0]
 
 
 class TextImitationLoop(ImitationLoop):
@@ -95,7 +85,6 @@ class TextImitationLoop(ImitationLoop):
             arguments=lambda workers: (workers.config.env, *imitator_arguments(workers)),
         ),
     )
-    make_source = Examples
 
 
 def imitation_of(config: RunConfig) -> type[ImitationLoop]:

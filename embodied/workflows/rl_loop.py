@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
+from embodied.core.errors import ConfigError
 from embodied.core.types import BatchPart, EpisodeList, EpisodeResult, Merging, RolloutStats, Route, env_blocks
 from embodied.envs import env_class
 from embodied.policies import WORKERS
@@ -65,7 +66,7 @@ def learner_arguments(workers: Workers, algo: Any = None) -> tuple:
     """`algo` are the options of how the learners learn; None: the recipe's."""
     config = workers.config
     options = (config.policy, algo or config.algo, config.learner, config.seed)
-    return *options, workers.rendezvous, workers.torch_device("learner")
+    return *options, workers.cluster.rendezvous("learner"), workers.torch_device("learner")
 
 
 # By name: the driver never imports torch or a simulator.
@@ -88,21 +89,21 @@ class EmbodiedLoop:
 
     command: ClassVar[str] = "train"
     roles: ClassVar[tuple[Role, ...]] = (SIM, POLICY, LEARNER)
+    plays: ClassVar[bool] = True  # sims play the batches; else evaluations only
 
     def __init__(
         self,
         config: RunConfig,
         cluster: Cluster,
-        rendezvous: Any = None,
         notify: Callable[[str], None] = lambda line: None,
         start_folder: Path | None = None,
     ) -> None:
         """Launch all workers, build and connect them. `notify` is called with a line per restart of a worker or
         warning. `start_folder` holds the policy whose weights are the first ones."""
         self.config = config
-        self.source: BatchSource = self.make_source(config, env_class(config.env).tasks(config.env))
         start_folder = start_folder and start_folder.absolute()
-        self.workers = Workers(self.roles, config, cluster, self.source, rendezvous, notify, start_folder)
+        self.workers = Workers(self.roles, config, cluster, self.plays, notify, start_folder)
+        self.source: BatchSource = self.make_source(self.workers)
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
         self.rollouts, self.device_sharing = self.workers.rollouts, self.workers.device_sharing
@@ -114,9 +115,9 @@ class EmbodiedLoop:
         self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
 
     @staticmethod
-    def make_source(config: RunConfig, tasks: tuple[str, ...]) -> BatchSource:
+    def make_source(workers: Workers) -> BatchSource:
         """The collector of PPO (a fixed horizon), or of GRPO and conversations (whole episodes in groups)."""
-        return (GroupCollector if config.algo.whole_episodes else HorizonCollector)(config, tasks)
+        return (GroupCollector if workers.config.algo.whole_episodes else HorizonCollector)(workers)
 
     # One iteration
 
@@ -241,6 +242,7 @@ class RolloutParts:
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
     sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
     seconds: float = 0.0
+    relayed: dict[str, float] = field(default_factory=dict)  # metrics of the role that rollouts pass through
 
     @property
     def env_ids(self) -> np.ndarray:
@@ -260,16 +262,13 @@ class HorizonCollector:
 
     exhausted = ""  # there always is something to learn from
 
-    def __init__(self, config: RunConfig, tasks: tuple[str, ...]) -> None:
+    def __init__(self, workers: Workers) -> None:
+        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
+        config = workers.config
         assert isinstance(config.algo, PPOConfig)
         self.config, self.horizon = config, config.algo.rollout_decisions
-        self.stages = config.pipeline.stages
-        self.episodes = EpisodeList(config.seed, "train", tasks)
-        self.journaled = self.episodes
-
-    def start(self, workers: Workers) -> None:
-        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
         self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.episodes = self.rollouts.episodes = EpisodeList(config.seed, "train", workers.tasks)
         self.trajectories = self.outlets = workers.trajectory_channels()
         self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
 
@@ -325,6 +324,7 @@ class HorizonCollector:
             "time/reset_s": mean(lambda part: part.reset_s),
             "time/act_s": mean(lambda part: part.wait_s),
             "faults/lost_decisions": missing * self.horizon,
+            **batch.relayed,
         }
 
     def save(self) -> dict[str, np.ndarray]:
@@ -350,6 +350,29 @@ class HorizonCollector:
 
     def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
         return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)
+
+
+class RelayedRollouts(HorizonCollector):
+    """Rollouts that pass through a role of the program, whose workers are `RelayWorker`s, on their way to learners."""
+
+    role: ClassVar[str]
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(workers)
+        if pieces := self.config.pipeline.granularity:
+            raise ConfigError(f"pipeline.granularity={pieces}: {self.role} workers take whole rollouts; leave it out")
+        self.relays = workers.groups[self.role]
+        homes = [self.relays[rank % len(self.relays)] for rank in range(len(self.learners))]
+        channel = workers.cluster.channel
+        self.outlets = [channel(f"{self.role}-{rank}", home=home, capacity=None) for rank, home in enumerate(homes)]
+
+    def collect(self, version: int) -> RolloutParts:
+        batch = super().collect(version)
+        ways = (self.outlets, [batch.sources_of(block) for block in self.blocks], self.trajectories)
+        shares = [tuple(way[rank :: len(self.relays)] for way in ways) for rank in range(len(self.relays))]
+        self.rollouts.settle(passing := self.relays.pass_on.each(shares))
+        batch.relayed = passing.wait()[0]
+        return batch
 
 
 def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:

@@ -52,11 +52,11 @@ SAME_ERROR = 3  # times that a worker fails at one line before the run ends: not
 class RolloutManager:
     """Plays rounds; from its construction on, sim and policy workers that die are replaced."""
 
-    def __init__(self, workers: Workers, episodes: EpisodeList | None, router: type[RequestRouter]) -> None:
-        """All workers are built. `episodes` are those that a replaced sim worker goes on with by itself, if any.
-        `router` decides in a round which policy worker answers whom."""
+    def __init__(self, workers: Workers, router: type[RequestRouter]) -> None:
+        """All workers are built. `router` decides in a round which policy worker answers whom."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
-        self.spec, self.episodes, self.weight_sync = workers.spec, episodes, workers.weight_sync
+        self.spec, self.weight_sync = workers.spec, workers.weight_sync
+        self.episodes: EpisodeList | None = None  # that a replaced sim worker goes on with by itself, if any
         self.journal, self.notify, self.router = workers.journal, workers.notify, router
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing

@@ -18,7 +18,7 @@ from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
 from embodied.runtime.weights import Weights, WeightSync, new_name
-from embodied.workflows.contract import ROLLOUT, UPDATE, BatchSource, Role, check_roles
+from embodied.workflows.contract import ROLLOUT, UPDATE, Role, check_roles
 from embodied.workflows.prompt_routing import PromptRouter
 from embodied.workflows.rollout_manager import RequestRouter, RolloutManager
 
@@ -34,23 +34,22 @@ class Workers:
         roles: tuple[Role, ...],
         config: RunConfig,
         cluster: Cluster,
-        source: BatchSource | None = None,
-        rendezvous: Any = None,
+        plays: bool = False,
         notify: Callable[[str], None] = lambda line: None,
         start_folder: Path | None = None,
         eval_tasks: tuple[str, ...] = (),
     ) -> None:
         """Launch all groups, wait for the simulators, build policy and learner for what they offer, connect all.
 
-        `source` collects their batches; None: they play evaluations only. `notify` is called with a line per restart of
-        a worker or warning. `start_folder` holds the policy whose weights are the first ones. `eval_tasks` are all
+        Sims play batches where the program `plays`, else evaluations only. `notify` is called with a line per restart
+        of a worker or warning. `start_folder` holds the policy whose weights are the first ones. `eval_tasks` are all
         tasks of an evaluation of which this env plays some."""
         check_roles(roles)
         self.roles, self.config, self.cluster = roles, config, cluster
-        self.stages, self.rendezvous, self.notify = source.stages if source else 0, rendezvous, notify
+        self.stages, self.notify = config.pipeline.stages if plays else 0, notify
         self.timers = Timers()
         kind = env_class(config.env)
-        tasks = kind.tasks(config.env)
+        self.tasks = tasks = kind.tasks(config.env)
         self.protocol = choose_protocol(kind, config.env, config.eval.protocol)
         self.eval_env = self.protocol.apply(config.env)
         self.most_episodes = most_episodes(config, eval_tasks or tasks, self.protocol.stored_states)
@@ -70,9 +69,7 @@ class Workers:
         self.device_sharing = self._share_devices()
         self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing)
         router = PromptRouter if self.spec.text and len(self.policies) > 1 else RequestRouter
-        self.rollouts = RolloutManager(self, source.journaled if source else None, router)
-        if source:
-            source.start(self)
+        self.rollouts = RolloutManager(self, router)
 
     @property
     def learners(self) -> WorkerGroup:

@@ -10,7 +10,6 @@ from embodied.policies.policy_folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
 from embodied.run import launch
 from embodied.runtime import device_memory
-from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ARGUMENTS = [
@@ -36,9 +35,7 @@ class Trained:
         plan = make_plan(placement, (0,), config.env.num_envs)
         folder.mkdir(parents=True, exist_ok=True)
         with launch.cluster(config, plan, folder) as cluster:
-            loop = EmbodiedLoop(
-                config, cluster, rendezvous=rendezvous_point(plan.count("learner"), backend, folder, 60)
-            )
+            loop = EmbodiedLoop(config, cluster)
             timeline = Timeline(loop.groups, loop.timers, folder / "trace.json", iterations)
             loop.publish(0)
             for i in range(iterations):

@@ -11,7 +11,6 @@ from embodied.config.recipe import load
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
-from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 4
@@ -52,9 +51,7 @@ class Run:
 
     def __enter__(self):
         self.cluster = launch.cluster(self.config, self.plan, self.folder)
-        rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
-        options = {"rendezvous": rendezvous, "notify": self.told.append, "start_folder": self.start}
-        self.loop = EmbodiedLoop(self.config, self.cluster, **options)
+        self.loop = EmbodiedLoop(self.config, self.cluster, notify=self.told.append, start_folder=self.start)
         return self
 
     def __exit__(self, *args):

@@ -17,7 +17,6 @@ from embodied.learners.optimizer import PolicyOptimizer
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
-from embodied.runtime.rendezvous import rendezvous_point
 from embodied.workflows.group_collector import GroupStream
 from embodied.workflows.rl_loop import EmbodiedLoop
 
@@ -66,8 +65,7 @@ class Run:
 
     def __enter__(self):
         self.cluster = launch.cluster(self.config, self.plan, self.folder)
-        rendezvous = rendezvous_point(self.plan.count("learner"), self.config.cluster.backend, self.folder, 60)
-        self.loop = EmbodiedLoop(self.config, self.cluster, rendezvous=rendezvous, notify=self.told.append)
+        self.loop = EmbodiedLoop(self.config, self.cluster, notify=self.told.append)
         return self
 
     def __exit__(self, *args):
