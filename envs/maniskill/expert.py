@@ -28,7 +28,9 @@ OPEN, CLOSE = 1.0, -1.0
 HALF = 0.02  # of a cube's side
 MIDDLE = 0.75  # of the table, from the base of each of two arms
 HELD = 0.024, 0.013  # a finger's opening while it holds a cube: at most, at least
-HANDLE, TOOL_HALF = (0.029, 0.02), 0.025  # the same while it holds the L; half of what that is high
+HANDLE, TOOL_HALF = (0.029, 0.02), 0.025  # the same while it holds the L or a peg; half of what these are high
+PEG_HALF, PEG_GRIP = 0.12, 0.09  # of its length; from its middle to where it is gripped
+SOFTLY = 0.24  # fingers that hold a peg and let it turn between them
 ABOVE = 0.07  # the height over a cube from which the hand comes down
 
 
@@ -42,6 +44,7 @@ class World:
     finger: np.ndarray  # [N], how far a finger is open, 0 to 0.04
     place: Callable[[str], np.ndarray]  # name of a thing -> [N, 3]
     axis: Callable[[str], np.ndarray]  # name of a thing -> [N, 2], one of its horizontal axes
+    along: Callable[[str], np.ndarray]  # name of a thing -> [N, 3], its x axis
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def look(env: ManiSkillEnv, arm: int) -> World:
         finger=qpos[:, panda.JOINTS :].mean(axis=1),
         place=lambda name: seen(gather(lambda one: getattr(one, name).pose.p) - base, ahead),
         axis=lambda name: seen(horizontal_axis(gather(lambda one: getattr(one, name).pose.q)), ahead),
+        along=lambda name: seen(x_axis(gather(lambda one: getattr(one, name).pose.q)), ahead),
     )
 
 
@@ -117,9 +121,14 @@ def seen(vectors: np.ndarray, ahead: np.ndarray) -> np.ndarray:
 
 def horizontal_axis(quaternion: np.ndarray) -> np.ndarray:
     """[N, 2]: where the x axis points, seen from above, of something turned about the vertical."""
-    w, x, y, z = quaternion.T
-    axis = np.stack([1 - 2 * (y * y + z * z), 2 * (x * y + w * z)], axis=1)
+    axis = x_axis(quaternion)[:, :2]
     return axis / np.maximum(np.linalg.norm(axis, axis=1, keepdims=True), 1e-9)
+
+
+def x_axis(quaternion: np.ndarray) -> np.ndarray:
+    """[N, 3]: where the x axis of something turned points."""
+    w, x, y, z = quaternion.T
+    return np.stack([1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)], axis=1)
 
 
 def turn_to(turned: np.ndarray, closing: np.ndarray) -> np.ndarray:
@@ -241,6 +250,40 @@ def pull_cube_tool(world: World) -> HandTarget:
     return HandTarget(wish.hand, side, wish.grip)
 
 
+def poke_cube(world: World) -> HandTarget:
+    """Grasp the peg near its end (with the hand upright the arm reaches no further), put its head before the cube,
+    poke."""
+    cube, peg, goal = world.place("cube"), world.place("peg"), world.place("goal_region")
+    side = np.broadcast_to([0.0, 1.0], (len(cube), 2))
+    held, wish = pick(world, peg - np.array([PEG_GRIP, 0, 0]), side, HANDLE)
+    before = np.minimum(peg[:, 0], cube[:, 0] - HALF - PEG_HALF - 0.03)
+    poked = goal[:, 0] - HALF - PEG_HALF - 0.015
+    ahead = np.where(np.abs(cube[:, 1] - peg[:, 1]) < 0.01, poked, before)
+    target = np.column_stack([ahead, cube[:, 1], np.full(len(peg), TOOL_HALF)])
+    wish = carry(world, held, peg, target, wish)
+    return HandTarget(wish.hand, side, wish.grip)
+
+
+def lift_peg(world: World) -> HandTarget:
+    """Grasp the peg's near end, softly: it turns between the fingers while they go round its other end, which stays on
+    the table. Where the arm does not reach over that end, the fingers go up, and the peg follows."""
+    peg, along = world.place("peg"), world.along("peg")
+    lying = np.abs(along[:, 2]) < 0.1
+    end = along * np.where(lying, -np.sign(along[:, 0]), np.sign(along[:, 2]))[:, None]
+    gripped, foot = peg + PEG_GRIP * end, peg - PEG_HALF * end
+    _, wish = pick(world, gripped, np.broadcast_to([0.0, 1.0], (len(peg), 2)), HANDLE)
+    near = np.linalg.norm(gripped - world.hand, axis=1) < 0.03
+    held = near & (world.finger < HANDLE[0]) & (world.finger > HANDLE[1])
+    angle = np.arctan2(end[:, 2], -end[:, 0])  # a right one when it is upright
+    upright, radius = np.pi / 2, PEG_HALF + PEG_GRIP
+    onward = np.where(angle < upright - 0.05, np.minimum(angle + 0.15, upright + 0.12), upright)
+    ahead = np.minimum(foot[:, 0] - radius * np.cos(onward), 0.74)
+    height = radius * np.minimum(np.sin(onward), 1) + TOOL_HALF * np.maximum(np.cos(onward), 0)
+    height += 0.02 * ((ahead > 0.71) & (angle < upright - 0.1))
+    hand = world.hand + np.column_stack([ahead, foot[:, 1], height]) - gripped
+    return HandTarget(np.where(held[:, None], hand, wish.hand), wish.closing, np.where(held, SOFTLY, wish.grip))
+
+
 def push_over(world: World) -> HandTarget:
     """The first arm of two pushes the cube to the other one, and goes back."""
     cube = world.place("cube")
@@ -266,5 +309,7 @@ RULES: dict[str, tuple[Callable[[World], HandTarget], ...]] = {
     "StackCube-v1": (stack_cube,),
     "PlaceSphere-v1": (place_sphere,),
     "PullCubeTool-v1": (pull_cube_tool,),
+    "PokeCube-v1": (poke_cube,),
+    "LiftPegUpright-v1": (lift_peg,),
     "TwoRobotPickCube-v1": (push_over, take_over),  # one for each arm
 }
