@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from typing import Any
 
 from embodied.envs.maniskill.config import ManiSkillConfig
@@ -61,7 +62,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
 
             listed = config.task in BATCHED_TASKS
             planes = not listed or config.task in ROLLING
-            return [make_batched(make, num_envs, numbers, trimmed=listed, planes=planes)]
+            return [make_batched(make, num_envs, partial(numbers, config=config), trimmed=listed, planes=planes)]
         if config.backend == "cuda":
             return [make(num_envs).unwrapped]
         return [make().unwrapped for _ in range(num_envs)]

@@ -46,7 +46,7 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
     agents = getattr(env.agent, "agents", None) or [env.agent]
     controls = list(dict.fromkeys(mode for agent in agents for mode in agent.supported_control_modes))
     cameras = [f"{name} ({camera.config.width}x{camera.config.height})" for name, camera in cameras_of(env).items()]
-    state = groups(env, env.get_info(), relative=config.relative_positions)["state"]
+    state = groups(env, env.get_info(), config)["state"]
     limit = f"{spec.max_episode_steps} an episode" if spec.max_episode_steps else "no limit of its own: 100 an episode"
     return {
         "class": f"{cls.__name__} in {inspect.getsourcefile(cls)}",

@@ -54,8 +54,10 @@ class ManiSkillConfig(CommonEnvConfig):
         None,
         description="Contact solver's iterations in rollouts; unset: the task's own, often 15, as in evaluations.",
     )
-    state: Literal["full", "proprio"] = Field(
-        "full", description="Observed numbers: everything, or only what ManiSkill gives beside images: the robot's own."
+    state: Literal["full", "proprio", "joints"] = Field(
+        "full",
+        description="Observed numbers: everything; only what ManiSkill gives beside images, the robot's own and often "
+        "a goal; or joints and hand alone.",
     )
     relative_positions: bool = Field(
         False,

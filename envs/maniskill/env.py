@@ -217,7 +217,7 @@ class ManiSkillEnv(VectorEnv):
         with DRAWING:
             info = env.reset(seed=0)[1]
         limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
-        seen = numbers(env, info, config.privileged, config.relative_positions)
+        seen = numbers(env, info, config)
         spec = EnvSpec(
             action=ActionSpec(len(low)),
             state_dim=int(seen["state"].shape[-1]),
@@ -310,7 +310,7 @@ class ManiSkillEnv(VectorEnv):
         return {**self._numbers, **self._all_images(), **texts}
 
     def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
-        return numbers(env, info, self.config.privileged, self.config.relative_positions)
+        return numbers(env, info, self.config)
 
     def _instructions(self) -> list[str]:
         return [text for env in self.envs for text in env.get_language_instruction()]

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError
 
+if TYPE_CHECKING:
+    from embodied.envs.maniskill.config import ManiSkillConfig
 
-def numbers(env: Any, info: dict[str, Any], privileged: bool = False, relative: bool = False) -> dict[str, Any]:
+
+def numbers(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, Any]:
     """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
     from that, what does not."""
     from mani_skill.utils import common
 
-    parts = groups(env, info, privileged, relative)
+    parts = groups(env, info, config)
     return {name: common.flatten_state_dict(part, use_torch=True, device=env.device) for name, part in parts.items()}
 
 
-def groups(
-    env: Any, info: dict[str, Any], privileged: bool = False, relative: bool = False
-) -> dict[str, dict[str, Any]]:
-    """The same by ManiSkill's names; where `relative`, the state ends with its relative positions."""
+def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, dict[str, Any]]:
+    """The same by ManiSkill's names; with relative positions the state ends with these."""
     full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
     extra = {} if full else env._get_obs_extra(info)
+    if config.state == "joints":  # PullCube-v1's goal, say, lies where the cube lay, but for 20 cm
+        extra = {name: part for name, part in extra.items() if "tcp" in name and "_to_" not in name}
     parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
-    if privileged:
+    if config.privileged:
         before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
         env._obs_mode, env.obs_mode_struct.state = "state", True
         try:
@@ -34,7 +37,7 @@ def groups(
             env._obs_mode, env.obs_mode_struct.state = before
         if not parts["privileged"]:
             raise ConfigError(f"env.privileged=true, but {env.spec.id} hides no numbers where there are images")
-    if relative:
+    if config.relative_positions:
         parts["state"] = {**parts["state"], "relative": relative_positions(parts["state"].get("extra", {}))}
     return parts
 

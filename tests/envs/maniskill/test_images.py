@@ -74,6 +74,17 @@ def test_proprio_tells_nothing_of_the_cube(batched):
     assert np.abs(states[0][0] - states[1][0]).max() < 0.2  # only the arm's own start differs
 
 
+def test_joints_leave_out_a_goal_from_which_the_cube_is_known():
+    told, alone = (
+        build(1, task="PullCube-v1", cameras=(), privileged=False, state=state) for state in ("proprio", "joints")
+    )
+    states = [reset(env, [4])["state"][0] for env in (told, alone)]
+    goal, cube = states[0][-3:], told.envs[0].obj.pose.p[0].numpy()
+    np.testing.assert_allclose(cube[:2] - goal[:2], [0.2, 0.0], atol=1e-5)
+    np.testing.assert_array_equal(states[1], states[0][:-3])  # joints, speeds and the hand's pose
+    told.close(), alone.close()
+
+
 def test_privileged_numbers_are_those_of_the_scene(batched):
     known = reset(batched, [1, 2, 3])["privileged"]
     cube, goal = batched.envs[0].obj.pose, batched.envs[0].goal_region.pose
