@@ -207,7 +207,10 @@ def plan(
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
         known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
         have = ", ".join(str(c) for c in topology.classes())
-        raise PlacementError(f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}")
+        raise PlacementError(
+            f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}; measure them on such "
+            f"a machine: python -m embodied.profiling recipe={profile.made.get('recipe', 'NAME')}"
+        )
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()
     planner = Planner(profile.dataflow, profile, classes, stages)

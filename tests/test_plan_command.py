@@ -105,7 +105,8 @@ def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
         (("profile=nowhere.json",), "nowhere.json cannot be read"),
         (
             ("profile=published_maniskill_openvla", "cluster=8xCPU"),
-            "costs on gpu for sim, policy, learner, this cluster has cpu",
+            "costs on gpu for sim, policy, learner, this cluster has cpu; measure them on such a machine: "
+            "python -m embodied.profiling recipe=NAME",
         ),
         (("profile=published_maniskill_openvla", "cluster=many"), "does not describe machines"),
         (("recipe=pointmass_ppo", "profile=published_maniskill_openvla"), "costs something else; leave out recipe="),

@@ -107,7 +107,6 @@ def test_a_resumed_run_is_the_same_to_wandb(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_keeps_the_same_curves_in_the_runs_folder(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("wandb")
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     assert train.main([*RUN, f"run.dir={tmp_path}", "run.log=[tensorboard, wandb]"]) == 0
