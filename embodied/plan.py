@@ -153,6 +153,9 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
     return out
 
 
+# What is planned: a recipe, a profile of it, machines
+
+
 def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
     """The recipe, as it was when measured; None where a profile alone is planned."""
     if not any(arg.startswith("recipe=") for arg in rest):
@@ -206,6 +209,9 @@ def packaged(name: str) -> Path:
     return inside if inside.is_file() else Path(name)
 
 
+# The search
+
+
 def plan(
     profile: Profile,
     topology: Topology,
@@ -247,6 +253,9 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
         planner = Planner(dataflow.under(schedule), planner.pricer.profile, planner.classes, planner.stages)
         found = planner.best()
     return found or why_not_apart(planner)
+
+
+# What it found, in words, as a drawing, as JSON and as a page
 
 
 def describe(planned: Planned, name: str) -> list[str]:
