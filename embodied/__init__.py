@@ -6,9 +6,11 @@
     results = embodied.evaluate(run, "eval.episodes=200")
     group = embodied.sweep("pointmass_ppo", "algo.lr=3e-4,1e-3", "seeds=0-2")  # -> its runs (docs/comparing.md)
     bench = embodied.benchmark("pointmass_ppo", "seconds=30")
+    plan = embodied.plan("pointmass_ppo", "cluster=16xCPU")
 
-What a program of one's own is made of (docs/workflows.md) and what envs and policies of one's own derive from is named
-below. Nothing is imported before it is used.
+What a program of one's own is made of (docs/workflows.md) is named below, and what envs and policies of one's own
+derive from; the rest of what they need is in `embodied.envs` and `embodied.policies`. Nothing is imported before it is
+used.
 """
 
 from __future__ import annotations
@@ -24,70 +26,44 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from embodied.config.recipe import load_recipe as load_recipe
-    from embodied.core.arrays import load_training_state as load_training_state
-    from embodied.core.arrays import training_state as training_state
-    from embodied.core.errors import ConfigError as ConfigError
     from embodied.core.errors import EmbodiedError as EmbodiedError
-    from embodied.core.types import ActionSpec as ActionSpec
     from embodied.core.types import EnvSpec as EnvSpec
-    from embodied.core.types import EpisodeSpec as EpisodeSpec
-    from embodied.core.types import PolicyOutput as PolicyOutput
     from embodied.core.types import Trajectory as Trajectory
-    from embodied.envs import make_env as make_env
-    from embodied.envs.text.text_env import TextEnv as TextEnv
-    from embodied.envs.text.text_env import Turn as Turn
     from embodied.envs.vector_env import VectorEnv as VectorEnv
     from embodied.learners.relay import RelayWorker as RelayWorker
     from embodied.placement import make_plan as make_plan
-    from embodied.policies import load_policy as load_policy
     from embodied.policies.base import Policy as Policy
     from embodied.reporting.runs import read_run as read_run
     from embodied.run.devices import host_plans as host_plans
     from embodied.runtime import Channel as Channel
     from embodied.runtime import Cluster as Cluster
     from embodied.runtime import Worker as Worker
-    from embodied.runtime import WorkerGroup as WorkerGroup
     from embodied.system.discovery import discover as discover
-    from embodied.workflows.contract import BatchSource as BatchSource
     from embodied.workflows.contract import Role as Role
     from embodied.workflows.contract import Workflow as Workflow
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
-    from embodied.workflows.rl_loop import HorizonCollector as HorizonCollector
     from embodied.workflows.rl_loop import RelayedRollouts as RelayedRollouts
 
-_COMMANDS = ("train", "sweep", "evaluate", "benchmark")  # modules that can be called
+_COMMANDS = ("train", "sweep", "evaluate", "benchmark", "plan")  # modules that can be called
 _HOMES = {
-    "ActionSpec": "core.types",
-    "BatchSource": "workflows.contract",
     "Channel": "runtime",
     "Cluster": "runtime",
-    "ConfigError": "core.errors",
     "EmbodiedError": "core.errors",
     "EmbodiedLoop": "workflows.rl_loop",
     "EnvSpec": "core.types",
-    "EpisodeSpec": "core.types",
-    "HorizonCollector": "workflows.rl_loop",
     "Policy": "policies.base",
-    "PolicyOutput": "core.types",
     "RelayWorker": "learners.relay",
     "RelayedRollouts": "workflows.rl_loop",
     "Role": "workflows.contract",
-    "TextEnv": "envs.text.text_env",
     "Trajectory": "core.types",
-    "Turn": "envs.text.text_env",
     "VectorEnv": "envs.vector_env",
     "Worker": "runtime",
-    "WorkerGroup": "runtime",
     "Workflow": "workflows.contract",
     "discover": "system.discovery",
     "host_plans": "run.devices",
-    "load_policy": "policies",
     "load_recipe": "config.recipe",
-    "load_training_state": "core.arrays",
-    "make_env": "envs",
     "make_plan": "placement",
     "read_run": "reporting.runs",
-    "training_state": "core.arrays",
 }
 __all__ = [*_COMMANDS, *_HOMES]
 

@@ -6,7 +6,6 @@ lines: nothing is imported for it.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from embodied import __version__
 from embodied.config.recipe_files import RECIPES, by_family, recipe_names
+from embodied.core.errors import nearest
 
 HERE = Path(__file__).parent
 INDENT, WIDTH = 13, 118
@@ -96,8 +96,7 @@ def filled(title: str, names: list[str]) -> list[str]:
 def unknown(name: str, names: list[str]) -> str:
     if "=" in name:
         return f"{name}: name a command before it: embodied train {name}; the commands are {', '.join(names)}"
-    near = difflib.get_close_matches(name, names, 1, 0.5)
-    meant = f", did you mean {near[0]!r}?" if near else "."
+    meant = nearest(name, names, before=", ") or "."
     return f"embodied {name}: no such command{meant} Commands: {', '.join(names)}"
 
 

@@ -209,6 +209,9 @@ def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
     }
 
 
+# The runs that are timed
+
+
 def run_all(
     config: RunConfig,
     planned: Planned,
@@ -271,6 +274,9 @@ def measured(config: RunConfig, options: Options, there: Topology, program: type
     profile = measure_profile(config, options.seconds, print, program)
     write_profile(profile, profile_path(config, profile.made, roles))
     return profile
+
+
+# The command's own words
 
 
 def read_options(argv: list[str]) -> tuple[Options, list[str]]:

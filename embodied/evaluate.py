@@ -148,6 +148,9 @@ def one_env_each(config: RunConfig) -> list[RunConfig]:
     return [config.model_copy(update={"env": env}) for env in envs]
 
 
+# What is said and opened before episodes are played
+
+
 def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> None:
     """The first screen, and what would surprise: options without effect, policies trained in another env."""
     config, plan = parts[0]
@@ -202,12 +205,16 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
         os.close(lock)
 
 
+# Playing
+
+
 def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.rl_loop import PLAYERS
     from embodied.workflows.workers import Workers
 
+    # One env after the other, each with workers of its own; `kept` goes on where an earlier command was interrupted.
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     kept: PartialEvaluation | None = None
     episodes: list[EpisodeResult] = []
@@ -230,6 +237,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
                 episodes += evaluator.evaluate(out, dataset, kept)
             evaluators.append(evaluator)
     assert kept is not None, "there is at least one part"
+    # Written at once, so there are results only of whole evaluations.
     results = write_evaluation(kept, evaluators, episodes)
     print(f"{source.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     print(f"  results     {out / 'results.json'}")
@@ -278,6 +286,9 @@ def evaluate_in_run(evaluator: Evaluator, kept: PartialEvaluation, stop: Callabl
     finally:
         kept.write()
     return write_evaluation(kept, [evaluator], episodes)
+
+
+# The results
 
 
 def write_evaluation(

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from embodied import assets
+from embodied import assets, let_call
+from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
 from embodied.config.sections import RunSection
@@ -115,6 +116,18 @@ def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
 
 
 def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> int:
+    compare_predictions(argv, roles)
+    return 0
+
+
+def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Plan from Python, as the command does; returns what plan.json says:
+    embodied.plan("pointmass_ppo", "cluster=16xCPU")."""
+    return json.loads((compare_predictions(from_python(words)) / "plan.json").read_text())
+
+
+def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> Path:
+    """Plan, say what came out; returns the folder of the results."""
     program, argv = program_of(argv, EmbodiedLoop)
     roles = roles if program is EmbodiedLoop else roles_of(program.roles)
     values, problems, rest = launch.split(argv, OWN)
@@ -137,7 +150,10 @@ def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> int:
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.svg, plan.json")
-    return 0
+    return out
+
+
+# What is planned: a recipe, a profile of it, machines
 
 
 def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
@@ -193,6 +209,9 @@ def packaged(name: str) -> Path:
     return inside if inside.is_file() else Path(name)
 
 
+# The search
+
+
 def plan(
     profile: Profile,
     topology: Topology,
@@ -237,6 +256,9 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
         planner = Planner(dataflow.under(schedule), planner.pricer.profile, planner.classes, planner.stages)
         found = planner.best()
     return found or why_not_apart(planner)
+
+
+# What it found, in words, as a drawing, as JSON and as a page
 
 
 def describe(planned: Planned, name: str) -> list[str]:
@@ -364,5 +386,6 @@ def html(planned: Planned, name: str, picture: Html | None) -> str:
     )
 
 
+let_call(__name__)
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -92,6 +92,7 @@ def follow(
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
         return 0
+    # From here on there is a folder, which says how the run ended.
     command = command_of(program)
     with Interruption() as interruption:
         folder, checkpoint = open_folder(loaded, command)
@@ -169,6 +170,7 @@ def train(
         total = loop.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total, evaluated_otherwise(config, folder, state["version"]))
+        # Iteration by iteration, each followed by what is due: saving, evaluating. It stops between two of them.
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
             saves.saved(state["version"], state["train_s"])
@@ -191,6 +193,9 @@ def train(
     console.end(state, interruption.requested or bool(exhausted), spent, loop.evaluator.most)
     if exhausted:
         raise NothingToLearn(exhausted)
+
+
+# How a run begins
 
 
 def fresh(loop: Workflow, folder: RunFolder) -> dict:
@@ -222,6 +227,9 @@ def noted(folder: RunFolder, console: Console, line: str) -> None:
     if not line.startswith(WARNING):
         folder.count_restart()
     console.say(line)
+
+
+# An iteration, and what is due after it
 
 
 def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console: Console, clock) -> None:

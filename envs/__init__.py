@@ -95,7 +95,7 @@ def env_class(config: Any) -> type[Any]:
     if simulator := simulator_of(found):
         raise ConfigError(f"{config.name} is a task of env.name={simulator}: set env.task={config.name}")
     if inspect.isclass(found) and issubclass(found, gymnasium.Env):
-        return env_class({"name": "gym:"})
+        return plugin("gym")
     raise ConfigError(
         f"env.name={config.name!r} is not a class of embodied.envs.vector_env.VectorEnv or gymnasium.Env, and not a "
         f"task of a simulator: {found!r}"

@@ -73,6 +73,8 @@ class Checker:
         self.frames_change_nothing()
         self.a_saved_state_continues()
 
+    # The rules
+
     def spaces_match_the_spec(self) -> None:
         env = self.env
         if (mode := env.metadata.get("autoreset_mode")) != AutoresetMode.DISABLED:
@@ -265,7 +267,7 @@ class Checker:
         self.looks_right(self.env.set_state(state))
         self.equal("saved-state", expected, self.play(actions), "steps after set_state differ", exact=True)
 
-    # Tools.
+    # What rules are checked with
 
     def episodes(self, seed: int) -> list[EpisodeSpec]:
         spec = EpisodeSpec(self.env.config.task, -1, seed, 0)
@@ -354,6 +356,9 @@ def array_is(name: str, array: Any, dtype: Any, shape: tuple[int, ...], rule: st
     if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != shape:
         have = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
         fail(rule, f"{name} is {have}, not {np.dtype(dtype)} {list(shape)}")
+
+
+# What was played, and how two episodes are compared
 
 
 @dataclass

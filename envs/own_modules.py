@@ -82,7 +82,7 @@ def import_module(name: str, said: str) -> ModuleType:
 
 def import_all(config: Any) -> None:
     """Import what `env.modules` names: robots, controllers, tasks that register themselves."""
-    for name in getattr(config, "modules", ()):
+    for name in config.modules:
         import_module(name, "env.modules")
 
 

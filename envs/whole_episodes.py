@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import Observation, concatenate, host, is_text, map_obs
+from embodied.core.arrays import Observation, concatenate, flat_dict, host, is_text, map_obs, nested_dict
 from embodied.core.types import Array, EpisodeResult, Note, Trajectory, choose, decisions_of, join
 from embodied.envs.episode_player import Record
 from embodied.runtime import Channel, Worker, served_while_busy
@@ -107,29 +106,15 @@ def rows_of(rows: Sequence[int], *arrays: Array) -> Array:
 
 def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
     """Everything as flat arrays, for a checkpoint."""
-    flat: dict[str, Any] = {"ids": trajectory.ids, "lengths": trajectory.lengths}
-
-    def add(prefix: str, tree: Observation) -> None:
-        for name, part in tree.items():
-            if isinstance(part, dict):
-                add(f"{prefix}{name}.", part)
-            else:
-                flat[prefix + name] = part.astype(str) if is_text(part) else host(part)
-
-    add("", decisions_of(trajectory))
-    return flat
+    flat = {"ids": trajectory.ids, "lengths": trajectory.lengths, **flat_dict(decisions_of(trajectory))}
+    return {name: part.astype(str) if is_text(part) else host(part) for name, part in flat.items()}
 
 
 def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
     """The trajectory that `arrays_of` was made of."""
-    tree: dict[str, Any] = {"replay": {}}
-    for name, array in with_flags(arrays).items():
-        *groups, leaf = name.split(".")
-        inner = tree
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[leaf] = array.astype(object) if array.dtype.kind == "U" else array
-    return Trajectory(**tree)
+    flat = with_flags(arrays)
+    tree = nested_dict({name: part.astype(object) if part.dtype.kind == "U" else part for name, part in flat.items()})
+    return Trajectory(**{"replay": {}, **tree})
 
 
 def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -96,6 +96,8 @@ class LayoutReplay:
         self.schedule.seconds = now + self.dataflow.fixed_s
         return self.schedule
 
+    # Learners beside the others
+
     def _overlapped(self, layer: Layer, at: dict, start: float) -> float:
         """Learners on devices of their own, while the others collect."""
         collecting, learning = sides(self.pricer, layer)
@@ -151,6 +153,8 @@ class LayoutReplay:
         """The duration of work that begins then: `both` while the other side works, else `alone`."""
         since, until = self.beside
         return alone if begin < since else float(while_both(both, alone, until - begin))
+
+    # One thing after the other
 
     def _play(self, turns: Sequence[NodeTurn], layer: Layer, at: dict, start: float) -> float:
         """Nodes in order, on zones that come free, chunk by chunk."""
@@ -214,6 +218,9 @@ class LayoutReplay:
         for device in self.names[at[name][0]][:workers]:
             self.schedule.add(device, name, start, end)
         return end
+
+
+# Requests and answers of sims and policies, event by event
 
 
 class SimulatedRequest(NamedTuple):

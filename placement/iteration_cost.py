@@ -100,6 +100,8 @@ class Pricer:
         costs = [self.cost(component, name) for name in self.classes]
         return any(cost is not None and cost.offload_s is not None for cost in costs)
 
+    # Seconds of a layout
+
     def price(self, layout: Layout) -> Price:
         layers = []
         for layer in layout.layers:
@@ -207,6 +209,8 @@ class Pricer:
         if not schedule_overlap.overlaps(self.dataflow):
             return self.time_shared_s(layer, work, chunks)
         return max_of(*(self.time_shared_s(layer, work, 1, turns=side) for side in schedule_overlap.sides(self, layer)))
+
+    # Seconds of a node of the dataflow
 
     def node_seconds(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> Array:
         """One pass of a cycle, or of one component; `beside`: while the other side works."""

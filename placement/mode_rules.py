@@ -105,6 +105,9 @@ def choose(
     return as_map(groups, machines, draws), reason
 
 
+# From groups of roles to a map
+
+
 def as_map(groups: Groups, machines: Topology, draws: bool) -> dict[str, Any]:
     """The groups in the words of the grammar."""
     order = {node.name: place for place, node in enumerate(machines.nodes)}
@@ -191,6 +194,9 @@ def devices_of(machines: Topology, kind: str) -> list[Device]:
         for node in machines.nodes
     ]
     return [device for turn in zip_longest(*numbers) for device in turn if device is not None]
+
+
+# Which group gets which devices
 
 
 def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:

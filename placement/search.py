@@ -138,6 +138,9 @@ class Bounds:
         return tuple(min(each) for each in zip(*found)) if found else (np.inf, np.inf)
 
 
+# The search of one layer
+
+
 class LayerSearch:
     def __init__(
         self, bounds: Bounds, classes: Sequence[DeviceClass], nodes: frozenset[int], stages: int, chunks: int
@@ -271,6 +274,8 @@ class LayerSearch:
         found = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
         return np.broadcast_to(found, devices.shape[1])
 
+    # Numbers of devices to try
+
     def splits(self, layer: Layer, bound: float, coarse: int | None = None) -> tuple[np.ndarray, bool]:
         """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class one zone,
         of those that more devices never slow down the one with the most sizes, takes what the others leave. Where
@@ -336,6 +341,9 @@ class LayerSearch:
 
     def asks(self, components: Sequence[str]) -> bool:
         return any(self.pricer.dataflow[name].splits for name in components)
+
+
+# Sets of points
 
 
 def thinned(sizes: np.ndarray, most: int) -> np.ndarray:

@@ -57,6 +57,8 @@ class PolicyWorker(Worker):
         weights = make_policy(self.config, spec, self.seed).state_dict()
         return {name: blob_of(tensor) for name, tensor in weights.items()}
 
+    # Memory and weights
+
     def needs(self, shared: bool = False) -> Needs:
         """Its weights, unless it acts with those of a learner, and the memory it acts in: as much as it took so far."""
         self.shares = shared
@@ -87,6 +89,8 @@ class PolicyWorker(Worker):
         found = self.weights.load(publication, route, channel, whole)
         self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
         return self.weights.version
+
+    # Answering
 
     def serve(
         self,
@@ -213,6 +217,9 @@ def check_output(output: PolicyOutput, num: int, dim: int) -> None:
             f"the policy's act returned actions {actions}, logprobs {logprobs}, values {values}; they must be "
             f"[{num}, chunk, {dim} action dimensions], the same and [{num}]"
         )
+
+
+# What waits is answered together
 
 
 class RequestBatcher:

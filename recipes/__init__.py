@@ -1,1 +1,3 @@
 """One short YAML file per recipe."""
+
+__all__: list[str] = []

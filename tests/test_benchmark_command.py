@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import embodied
 from embodied import benchmark
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
@@ -225,9 +226,9 @@ GROUPED = ("recipe=pointmass_grpo", "env.num_envs=4", "algo.groups=2", "algo.gro
 def test_the_graph_is_what_went_through_the_channels_of_a_real_iteration(tmp_path, arguments):
     config = repeated(load([*arguments, "cluster.backend=inline"]).config)
     plan = make_plan({"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}, (0,), config.env.num_envs)
-    with TimedRun(config, plan, tmp_path) as timed_run:
-        timed_run.iterate()
-        assert traced_edges(timed_run.flows()) == dataflow_of(config).edges
+    with TimedRun(config, plan, tmp_path) as run:
+        run.iterate()
+        assert traced_edges(run.flows()) == dataflow_of(config).edges
 
 
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])
@@ -361,11 +362,9 @@ def test_real_runs_that_would_take_too_long_are_cut_short():
 @pytest.mark.slow
 def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
     out = tmp_path / "bench"
-    code = benchmark.main([*SMALL, f"run.dir={tmp_path}", "seconds=20", "rounds=2", f"out={out}"])
-    told = capsys.readouterr()
-    assert code == 0, told.err
-    assert "before anything is measured" in told.out
-    content = json.loads((out / "bench.json").read_text())
+    content = embodied.benchmark(*SMALL, f"run.dir={tmp_path}", "seconds=20", "rounds=2", f"out={out}")
+    assert "before anything is measured" in capsys.readouterr().out
+    assert content == json.loads((out / "bench.json").read_text())
     expected = json.loads((out / "expected-0.json").read_text())
     assert expected["rounds"] == {}
     (found,) = content["results"]
@@ -377,5 +376,5 @@ def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
 
 def test_the_idle_share_counts_every_core():
     groups = [SimpleNamespace(role="sim", workers=["a", "b"]), SimpleNamespace(role="policy", workers=["p"])]
-    timed_run = SimpleNamespace(loop=SimpleNamespace(groups=groups))
-    assert TimedRun.idle(timed_run, rounds(1.0, 1.0), 4) == pytest.approx(1 - (2 * 0.5 + 0.1) / 4)
+    run = SimpleNamespace(loop=SimpleNamespace(groups=groups))
+    assert TimedRun.idle(run, rounds(1.0, 1.0), 4) == pytest.approx(1 - (2 * 0.5 + 0.1) / 4)

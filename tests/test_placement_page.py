@@ -17,6 +17,7 @@ PAGES = ("placement.md", "placement_reference.md", "placement_measurements.md")
 PAGE = "\n".join((Path(__file__).parents[1] / "docs" / name).read_text() for name in PAGES)
 COMMANDS = re.findall(r"^python -m embodied\.(\w+) (.*)", PAGE, re.M)
 PUBLISHED = [arguments for command, arguments in COMMANDS if command == "plan" and "recipe=" not in arguments]
+SNIPPET = re.search(r"```python\n(.*?)```", PAGE, re.S)[1]
 SWAPPING = [arguments for command, arguments in COMMANDS if command == "benchmark" and "_tiny" in arguments]
 
 
@@ -37,6 +38,9 @@ def test_profile_plan_and_benchmark_follow_each_other(tmp_path, monkeypatch, cap
             short = {"seconds": "seconds=20", "rounds": "rounds=2"}
             words = [short.get(word.partition("=")[0], word) for word in arguments.split()]
             assert mains[command]([*words, *small]) == 0, capsys.readouterr().err
+    found = {}
+    exec(SNIPPET.replace('"rounds=7"', f'"rounds=2", *{small}'), found)
+    assert found["plan"]["modes"].keys() >= {"collocated", "hybrid"} and found["bench"]["results"]
     assert list(tmp_path.glob("runs/profiles/*.json"))
     assert list(tmp_path.glob("runs/bench/*/bench.html"))
 

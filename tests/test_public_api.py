@@ -1,6 +1,7 @@
 """What `import embodied` offers: names, and the commands as functions."""
 
 import importlib
+import json
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ FAST = ["run.iterations=2", "eval.episodes=4", "eval.videos=0", "cluster.backend
 
 
 def test_every_public_name_is_there_and_documented():
+    assert len(embodied.__all__) <= 23
     missing = [name for name in embodied.__all__ if not getattr(embodied, name).__doc__]
     assert not missing and {*embodied.__all__} <= {*dir(embodied)}
     with pytest.raises(AttributeError, match="embodied has no trane; it has train, sweep, evaluate"):
@@ -40,6 +42,11 @@ def test_three_lines_train_evaluate_and_say_what_the_commands_wrote(tmp_path, mo
     assert embodied.read_run(run.folder).last.results["overall"] == run.last.results["overall"]
 
 
+def test_a_plan_from_python_is_what_the_command_writes(tmp_path):
+    plan = embodied.plan("profile=published_maniskill_openvla", {"cluster": "8xGPU", "out": str(tmp_path)})
+    assert plan == json.loads((tmp_path / "plan.json").read_text()) and plan["winner"] == "collocated"
+
+
 def test_the_same_checks_as_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"try algo\.minibatch_size=512"):
@@ -49,7 +56,7 @@ def test_the_same_checks_as_on_the_command_line(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["train", "sweep", "evaluate", "benchmark"])
+@pytest.mark.parametrize("command", ["train", "sweep", "evaluate", "benchmark", "plan"])
 def test_a_command_is_both_a_module_and_a_function(command):
     module = importlib.import_module(f"embodied.{command}")
     assert module is getattr(embodied, command) and callable(module) and module.main

@@ -59,6 +59,7 @@ def gae(
         discount = np.full(played.shape, float(gamma))
         decay = np.full(played.shape, float(lam))
 
+    # What comes after each decision, and how much of the next advantage passes on to it
     following = np.where(truncated, final_values, values[1:])
     following = np.where(terminated, 0.0, following)
     delta = rewards.sum(axis=2) + discount * following - values[:-1]

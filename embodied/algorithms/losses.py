@@ -115,6 +115,9 @@ def _surrogate(
     return policy_loss, entropy_sum(entropy, items.mask, items.weights, within(level)), stats
 
 
+# The terms of a loss
+
+
 def reference_kl_sum(
     logprobs: Tensor,  # [B, C, A], with gradient
     old_logprobs: Tensor,  # [B, C, A]
@@ -178,10 +181,12 @@ def policy_loss_sum(
     With level "episode" (GSPO) all tokens of an answer have its ratio, the geometric mean of theirs: with ratios 2 and
     8 and A=1 each of the two gains clip(4).
     """
+    # Ratios of units to the policy that acted
     anchor = old_logprobs if proximal is None else proximal
     log_ratio = torch.where(mask[:, :, None], logprobs - anchor, 0.0)
     units, valid = _units(log_ratio, mask, level, answers)
     ratio, advantage = units.exp(), advantages[:, None]
+    # What each gains, clipped
     cut = torch.zeros_like(valid)
     if clip == "two_sided":
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -196,6 +201,7 @@ def policy_loss_sum(
         importance = _importance(proximal, old_logprobs, mask, level, importance_cap, answers)
     loss = -(weights * _mean(gain if importance is None else gain * importance, valid)).sum()
 
+    # For the metrics
     with torch.no_grad():
         outside = ratio > ratio_cap
         if clip == "two_sided":
@@ -268,6 +274,9 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> T
     """The entropy [B, C, A] of a unit, mean over an item's units, summed over items."""
     units, valid = _units(torch.where(mask[:, :, None], entropy, 0.0), mask, level)
     return (weights * _mean(units, valid)).sum()
+
+
+# Units of the loss: numbers, actions, decisions or answers
 
 
 def within(level: str) -> str:

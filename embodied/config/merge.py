@@ -71,6 +71,9 @@ class Tree:
             del self.sources[known]
 
 
+# Recipes and what they extend
+
+
 def recipe_of_task(task: str) -> str | None:
     """Our recipe with the settings of this task; None if it has none of its own."""
     told = {path.stem: read_yaml(path.read_text(encoding="utf-8")) for path in sorted(BY_TASK.glob("*.yaml"))}
@@ -148,6 +151,9 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
+# Checking what they say
+
+
 def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
     """Nested sections as a list of (key, value). A dotted key in a file means the same as a nested one."""
     found: dict[Key, Any] = {}
@@ -208,6 +214,9 @@ def with_own_task(source: Source, tree: Tree) -> Source:
     others = [(key, value) for key, value in source.values if key != ENV_NAME]
     task = [(ENV_TASK, named)] if ENV_TASK not in dict(others) else []
     return replace(source, values=[(ENV_NAME, simulator), *task, *others])
+
+
+# One over the other
 
 
 def lay(tree: Tree, root: Section, source: Source) -> None:

@@ -87,6 +87,8 @@ class RunConfig(Strict):
         """The same with other values in that section, which fit."""
         return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changes)})
 
+    # What must fit together
+
     def _both_speak(self) -> None:
         speaks, text = self.policy.speaks, isinstance(self.env, TextConfig)
         if text and not speaks:
@@ -267,6 +269,9 @@ class RunConfig(Strict):
                 f"policy.name={self.policy.name} keeps its norms in float32; try policy.dtype=float32, with "
                 "learner.precision=bf16 for speed"
             )
+
+
+# Loading
 
 
 def failure(check: Callable[[], None]) -> ValueError | None:

@@ -104,6 +104,26 @@ def leaves(obs: Observation) -> Iterator[Any]:
         yield from leaves(part) if isinstance(part, dict) else (part,)
 
 
+def flat_dict(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """{"images": {"top": 1}} -> {"images.top": 1}"""
+    flat: dict[str, Any] = {}
+    for name, part in tree.items():
+        flat |= flat_dict(part, f"{above}{name}.") if isinstance(part, dict) else {f"{above}{name}": part}
+    return flat
+
+
+def nested_dict(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"images.top": 1} -> {"images": {"top": 1}}"""
+    tree: dict[str, Any] = {}
+    for name, part in flat.items():
+        *groups, leaf = name.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[leaf] = part
+    return tree
+
+
 def is_text(part: Any) -> bool:
     """True if a leaf holds texts, as a list or as an array."""
     return isinstance(part, list) or (isinstance(part, np.ndarray) and part.dtype.kind == "O")

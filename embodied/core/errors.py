@@ -83,7 +83,7 @@ class DeadlineExceeded(EmbodiedError):
     """A wait lasted longer than its deadline (`faults.timeout_s` unless named otherwise)."""
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = "; ") -> str:
-    """ "; did you mean ...?", or nothing where no known name is near."""
-    near = difflib.get_close_matches(name, list(known), 1, cutoff)
-    return f"{before}did you mean {near[0]!r}?" if near else ""
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = "; ", count: int = 1) -> str:
+    """ "; did you mean ...?" with at most `count` known names, or nothing where none is near."""
+    near = difflib.get_close_matches(name, list(known), count, cutoff)
+    return f"{before}did you mean {' or '.join(map(repr, near))}?" if near else ""

@@ -72,6 +72,9 @@ def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:
     return (env_ids * GOLDEN_RATIO % 1 * max_episode_steps).astype(np.int64)
 
 
+# What an env offers
+
+
 @dataclass(frozen=True)
 class ActionSpec:
     """Continuous: `dim` numbers in [-1, 1]. Discrete: one integer in [0, num_choices) (then dim is 1)."""
@@ -143,6 +146,9 @@ class ChunkResult:
         return (self.terminated | self.truncated).any(axis=1)
 
 
+# What a policy answers
+
+
 @dataclass(frozen=True)
 class NoiseSpec:
     """The randomness one decision of one env needs: `width` independent numbers of this kind."""
@@ -159,6 +165,9 @@ class PolicyOutput:
     logprobs: np.ndarray  # [N, C, A]
     values: np.ndarray  # [N]
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # extra [N, ...] inputs that `forward` needs again
+
+
+# What was played
 
 
 @dataclass(frozen=True)
@@ -246,6 +255,9 @@ class BatchEnd:
     iteration: int
     total: int
     seconds: float  # since the learners began to wait for groups
+
+
+# What roles send each other while they collect
 
 
 @dataclass(frozen=True)
@@ -347,6 +359,9 @@ class Route:
 
 FIELDS = ("actions", "logprobs", "rewards", "terminated", "truncated", "mask", "versions", "episodes")
 DECISIONS = (*FIELDS, "values", "next_values")  # arrays with a row per decision, besides `obs` and `replay`
+
+
+# Trajectories taken apart and put together
 
 
 def decisions_of(trajectory: Trajectory) -> Observation:

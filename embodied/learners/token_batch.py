@@ -112,6 +112,9 @@ class ConversationBatch(ItemBatch):
         return [torch.from_numpy(np.concatenate([rows[number] for number in pack])) for pack in packs]
 
 
+# What a rank learns from, by algorithm
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch(RankBatch):
     """This rank's tokens of an iteration; `num_items` are the trained tokens of all ranks.
@@ -166,6 +169,9 @@ class JudgedTokens(TokenBatch, PPOBatch):
     def summary(self) -> dict[str, float]:
         """Metrics of the data."""
         return self.about
+
+
+# From trajectories to it
 
 
 def build_token_batch(

@@ -158,6 +158,9 @@ class GRPOBatch(RankBatch):
         return grpo_loss_sum(scores.logprobs, scores.entropy, GRPOItems(**self.known(part, weight)), config)
 
 
+# From trajectories to a rank's batch
+
+
 def build_rank_batch(
     trajectory: Trajectory,
     part: BatchPart,
@@ -303,6 +306,9 @@ def penalised_rewards(rewards: np.ndarray, divergences: np.ndarray, kl_coef: flo
     paid = np.array(host(rewards), np.float64)
     paid[:, 0] -= kl_coef * divergences
     return paid
+
+
+# Log-probs and other scores of a whole batch
 
 
 def divergences(batch: ItemBatch, reference: Tensor) -> np.ndarray:

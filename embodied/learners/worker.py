@@ -99,6 +99,8 @@ class LearnerWorker(Worker):
             policy.begin_with(read_weights(start))
         return policy.to(self.device)
 
+    # Learning
+
     @done_together
     def update(
         self, trajectories: Channel, sources: tuple[str, ...], part: BatchPart, iteration: int, total: int
@@ -197,6 +199,8 @@ class LearnerWorker(Worker):
         """True if what frozen parts of the policy make of an observation is kept for all epochs."""
         return self.algo.epochs > 1 and not self.config.shard and self.packing is None
 
+    # Memory
+
     def needs(self, shared: bool = False) -> Needs:
         """Weights, gradients, the optimizer's two averages of them, the reference, and what updates took besides;
         weights that others act with stay."""
@@ -226,6 +230,8 @@ class LearnerWorker(Worker):
     def _frozen_copy(self) -> Model:
         """The reference: the policy as the run begins."""
         return Model(self.policy.reference(), self.config, self.tick)
+
+    # Weights and checkpoints
 
     @done_together
     def publish(self, version: int) -> Publication | None:

@@ -66,6 +66,9 @@ def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
     return dict(sorted(found.items(), key=lambda item: item[1]["measured_s"]))
 
 
+# In words
+
+
 def describe(result: Any) -> list[str]:
     """The one table, and what it shows."""
     lines = ["", f"{result.task}, {result.num_envs} envs, {result.where}; medians of {num_rounds(result)} rounds"]
@@ -159,6 +162,9 @@ def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, flo
 
 def num_rounds(result: Any) -> int:
     return len(next(iter(result.rounds.values())))
+
+
+# The page
 
 
 def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:

@@ -12,6 +12,7 @@ from shlex import join as join_words
 from typing import Any
 
 from embodied.config.yaml_values import read_yaml
+from embodied.core.arrays import flat_dict
 from embodied.reporting import seed_sets_page
 from embodied.reporting.evaluation_page import (
     MEASURES,
@@ -45,7 +46,7 @@ MOST_PROMPTS = 20  # whose answers are shown side by side
 # Keys of a protocol that decide how an episode is played
 SAME = ("env", "eval", "name", "backend", "max_episode_steps")
 SHOWN = (*MEASURES, "return", "episodes")  # figures of each run in the first table
-IRRELEVANT = {("env", "num_envs"), ("eval", "num_envs"), ("eval", "videos")}  # keys that change no episode
+IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that change no episode
 
 
 @dataclass(frozen=True)
@@ -327,20 +328,8 @@ def percentage_points(value: float) -> str:
 def other_conditions(first: Run, second: Run) -> list[str]:
     """The keys in which the protocols of two runs differ, except those that change no episode."""
     protocols = [run.last.results.get("protocol", {}) for run in (first, second)]
-    ours, theirs = (flat({key: protocol[key] for key in SAME if key in protocol}) for protocol in protocols)
-    return [".".join(key) for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-
-
-def flat(tree: dict[str, Any], above: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Nested keys as paths, without those that change no episode."""
-    found: dict[tuple[str, ...], Any] = {}
-    for key, value in tree.items():
-        path = (*above, str(key))
-        if isinstance(value, dict):
-            found |= flat(value, path)
-        elif path not in IRRELEVANT:
-            found[path] = value
-    return found
+    ours, theirs = (flat_dict({key: protocol[key] for key in SAME if key in protocol}) for protocol in protocols)
+    return sorted(key for key in {*ours, *theirs} - IRRELEVANT if ours.get(key) != theirs.get(key))
 
 
 def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Html]:
@@ -384,7 +373,8 @@ def settings_of(one: SeedSet) -> dict[str, Any]:
 
 def settings(run: Run) -> dict[str, Any]:
     """The recipe's keys and the facts of provenance."""
-    found = {".".join(key): value for key, value in flat(read_yaml(run.config) or {}).items() if key != ("run", "dir")}
+    flat = flat_dict(read_yaml(run.config) or {})
+    found = {key: value for key, value in flat.items() if key not in {"run.dir", *IRRELEVANT}}
     made_by = run.provenance
     for key in ("commit", "python", "platform", "cores"):
         found[key] = made_by.get(key)

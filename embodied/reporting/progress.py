@@ -225,6 +225,9 @@ def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, f
     }
 
 
+# Metrics, in metrics.jsonl and with other loggers
+
+
 class RunLogger(Protocol):
     def add(self, step: int, numbers: dict[str, float]) -> None:
         """A point of every curve, after so many env steps."""

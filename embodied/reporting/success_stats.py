@@ -78,6 +78,9 @@ def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict
     return {"count": count, "of": len(known), "rate": count / len(known), "interval": list(interval)}
 
 
+# Conversations: several answers to a prompt
+
+
 def of_text(episodes: Iterable[EpisodeResult]) -> bool:
     """True if a language policy played them."""
     return any(episode.truncated is not None for episode in episodes)
@@ -147,6 +150,9 @@ def effective_sample_size(shares: list[float], answers: int) -> float:
 
 def mean(values: list[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+# Two policies on the same episodes
 
 
 def compare(first: Iterable[EpisodeResult], second: Iterable[EpisodeResult]) -> dict[str, Any]:
@@ -241,6 +247,9 @@ def compare_means(differences: list[float]) -> dict[str, Any] | None:
     variance = math.fsum((one - centre) ** 2 for one in differences) / (len(differences) - 1)
     half = Z95 * math.sqrt(variance / len(differences))
     return {"difference": centre, "interval": [centre - half, centre + half]}
+
+
+# Several seeds
 
 
 def iqm(scores: Any) -> Any:

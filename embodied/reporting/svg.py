@@ -175,6 +175,9 @@ def as_file(drawing: Html) -> str:
     return f'{opening} xmlns="http://www.w3.org/2000/svg">{style}{rest}\n'
 
 
+# Parts of a drawing
+
+
 def figure(title: str, *parts: object) -> Html:
     return tag("figure", tag("figcaption", title), *parts)
 
@@ -273,6 +276,9 @@ def thinned(one: Series) -> Series:
         dashed=one.dashed,
         faint=one.faint,
     )
+
+
+# Axes and the numbers on them
 
 
 def x_axis(values: list[float]) -> Axis:

@@ -14,6 +14,7 @@ from embodied.config.merge import COMMAND_LINE, recipe_sources
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.config.yaml_values import read_yaml, write_yaml
+from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.run.checkpoints import read_json, run_to_resume
 from embodied.run.policy_source import find_start
@@ -138,20 +139,12 @@ def same_task(run: Path, config: RunConfig) -> bool:
 
 def same_training(run: Path, first: Loaded) -> bool:
     """True if a run was trained as the recipe asks now; options that it did not know do not count."""
-    then, now = flat(stored(run)), flat(first.config.model_dump(mode="json"))
+    then, now = flat_dict(stored(run)), flat_dict(first.config.model_dump(mode="json"))
     return all(
         then.get(key, value) == value
         for key, value in now.items()
         if key.startswith(DECIDES) and key.partition(".")[2] not in WHERE
     )
-
-
-def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """{"sft": {"lr": 1}} -> {"sft.lr": 1}"""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
-    return found
 
 
 def stored(run: Path) -> dict[str, Any]:

@@ -104,6 +104,9 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
+# What a recipe becomes on these machines
+
+
 def planned(
     config: RunConfig, learn: bool = True, dry: bool = False, roles: Iterable[Any] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
@@ -115,6 +118,7 @@ def planned(
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
+    # The env decides what the recipe leaves open.
     there = machines(config)
     check_simulator(config, there)
     env = kind.proven(config.env, proofs(config))
@@ -122,6 +126,7 @@ def planned(
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
     config = config.model_copy(update={"env": kind.resolve(env)})
+    # The policy is here and speaks the env's language.
     config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
     if config.eval.dataset:
         from embodied.datasets.lerobot_layout import check_pyarrow
@@ -138,6 +143,7 @@ def planned(
         check_log(config.run.log)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
+    # Roles get their devices, and these hold what runs there.
     config = chosen_cluster(config, len(there.nodes) > 1)
     try:
         config, plan = placed(config, there, learn, roles)
@@ -293,6 +299,9 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
 
 
+# What a command says before it begins
+
+
 def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
     """The first screen: what will run, and where. `weights` is the folder of those played, where
     the recipe does not say it."""
@@ -418,6 +427,9 @@ def cluster(
     own = modules_of(config, program)
     plans = host_plans(plan) if program is None else host_plans(plan, [r.name for r in program.roles if r.holds_policy])
     return Cluster(options.backend, plans, *about, own, options.start_s, on_start)
+
+
+# Programs of the user's own
 
 
 def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:

@@ -132,6 +132,9 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     return counted[said]
 
 
+# What workers hold where
+
+
 def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | None) -> Iterator[Load]:
     """Everything that is counted, where it is."""
     sims, learners = plan.count("sim"), [host for host in plan.hosts if "learner" in host.roles]
@@ -220,6 +223,9 @@ def describe_memory(found: list[Need]) -> list[str]:
     return lines
 
 
+# Refusals, with a recipe that fits
+
+
 def check_memory(
     config: RunConfig,
     plan: PlacementPlan,
@@ -299,6 +305,9 @@ def copies(config: RunConfig) -> int:
     """The number of times an iteration's images are held: batches that are collected ahead wait in the learners."""
     pipeline = config.pipeline
     return COPIES + (pipeline.async_level if pipeline.schedule == "async" else 0)
+
+
+# Images and simulators
 
 
 def image_bytes(config: RunConfig) -> int:

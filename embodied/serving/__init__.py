@@ -3,4 +3,4 @@ policies; `language_server`, `openai_protocol` and `generation` speak OpenAI's H
 holds the options.
 """
 
-__all__ = ["config", "robot_protocol", "robot_server"]
+__all__ = ["config", "language_server", "robot_protocol", "robot_server"]

@@ -110,6 +110,8 @@ class GroupCollector:
             "another env.reward, a larger algo.group_size or algo.filter=resample"
         )
 
+    # A batch
+
     def collect(self, version: int) -> GroupedEpisodes:
         batch = GroupedEpisodes(version)
         self.pool.counts.clear()
@@ -117,12 +119,14 @@ class GroupCollector:
             self.prompts.counts.clear()
         if self.config.pipeline.schedule == "periodic":
             self.stream = GroupStream(self, batch)
+        # Rounds of whole groups, until the algorithm has what it asks for.
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
             self._play([self.spec_of(index) for index in self.pool.deal(count)], batch)
         taken = self.pool.take()
         if self.prompts is not None:
             self.prompts.keep(self.pool.open)
             batch.drawn = self.prompts.counts.copy()
+        # Learners get them now, unless they took them as they came; what is carried over stays with the sims.
         if self.stream is None:
             batch.groups = taken
             self._hand_over(batch)

@@ -1,1 +1,3 @@
 """Any single Gymnasium env."""
+
+__all__ = ["config", "env"]

@@ -6,7 +6,6 @@ predicates, classes) when its env is about to be built.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 from collections.abc import Iterator
@@ -150,10 +149,8 @@ def check_buildable(files: TaskFiles) -> None:
     for what, names in used.items():
         for name in names:
             if name not in known[what]:
-                near = difflib.get_close_matches(name, known[what], 3, 0.5)
-                hint = (
-                    f"; near: {', '.join(near)}" if near else f"; there are {', '.join(sorted(known[what])[:12])}, ..."
-                )
+                some = f"; there are {', '.join(sorted(known[what])[:12])}, ..."
+                hint = nearest(name, known[what], count=3) or some
                 raise ConfigError(f"{files.name}: LIBERO has no {what} {name!r}{hint}")
     declared = rooms | {name for names in found["objects"].values() for name in names} | {*found["regions"]}
     for name in mentioned(found):

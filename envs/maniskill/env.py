@@ -50,6 +50,8 @@ BRIDGE_RULES = "the task's own initial states in turn, all of them before any tw
 class ManiSkillEnv(VectorEnv):
     draws_on_gpus = True
 
+    # What the class knows of a recipe, before anything is built
+
     @classmethod
     def plays_together(cls, config: ManiSkillConfig) -> bool:
         return config.backend != "cpu"
@@ -203,6 +205,8 @@ class ManiSkillEnv(VectorEnv):
                 check_reward(one)
                 check_robot(one)
         check_bridge(config)
+
+    # The env
 
     def __init__(self, config: ManiSkillConfig, num_envs: int) -> None:
         config = self.resolve(config)

@@ -112,6 +112,9 @@ def look(env: ManiSkillEnv, arm: int) -> World:
     )
 
 
+# Geometry
+
+
 def seen(vectors: np.ndarray, ahead: np.ndarray) -> np.ndarray:
     """Vectors [N, 2 or 3] of the table, as an arm sees them that looks `ahead` [N, 2]."""
     x = (vectors[:, :2] * ahead).sum(1)
@@ -152,6 +155,9 @@ def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None
         for at, side in enumerate((axis, other)):
             cost[at] = cost[at] + near * np.abs((side * avoid).sum(1)) / distance
     return np.where((cost[0] <= cost[1])[:, None], axis, other)
+
+
+# Rules: what a hand does about a task
 
 
 def pick(

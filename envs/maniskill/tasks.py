@@ -6,7 +6,6 @@ ManiSkill asks at the keyboard whether to download what is missing; here it is s
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import importlib.util
 import io
@@ -79,10 +78,9 @@ def find_task(task: str) -> Any:
         return find_own(task)
     tasks = registered()
     if task not in tasks:
-        near = ", ".join(difflib.get_close_matches(task, tasks, 3, 0.5))
         raise ConfigError(
-            f"env.task={task!r} is no ManiSkill task{f'; near: {near}' if near else ''}; one of your own is named with "
-            f"its module: env.task=my_tasks:{task if task.isidentifier() else 'MyTask-v1'}"
+            f"env.task={task!r} is no ManiSkill task; one of your own is named with its module: "
+            f"env.task=my_tasks:{task if task.isidentifier() else 'MyTask-v1'}{nearest(task, tasks, count=3)}"
         )
     return tasks[task]
 

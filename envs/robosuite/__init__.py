@@ -1,1 +1,3 @@
 """robosuite's tasks."""
+
+__all__ = ["config", "env"]

@@ -1,1 +1,15 @@
 """Text envs: tasks in words, with answers that are scored."""
+
+__all__ = [
+    "config",
+    "math",
+    "reasoning_gym",
+    "reverse_text",
+    "scoring_process",
+    "sort",
+    "sums",
+    "text_env",
+    "text_env_checker",
+    "verifiers",
+    "worker",
+]

@@ -111,7 +111,7 @@ class TextEnv(EnvCapabilities):
     def draw(self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question]) -> Question:
         """The held-out question number `spec.init_state_id`, or one to train on, never one of these. `question`
         makes one of a generator's numbers; the held-out ones are the first that differ from each other."""
-        key = type(self), spec.task, repr(getattr(self.config, "kwargs", None))
+        key = type(self), spec.task, repr(self.config)
         if key not in self._held_out:
             first = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
             self._held_out[key] = first, set(first)

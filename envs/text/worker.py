@@ -183,6 +183,9 @@ class TextWorker(EpisodeKeeper):
             self.kind.unload(shared)
 
 
+# Conversations, from prompt to trajectory
+
+
 @dataclass
 class Part:
     """Conversations to be held with envs of one config, at most so many `rows` at a time."""
@@ -318,6 +321,9 @@ class Conversation:
             versions=np.concatenate(self.versions),
             episodes=np.full(count, self.spec.index, np.int64),
         )
+
+
+# Playing them with the policy workers' answers
 
 
 class ConversationClient:

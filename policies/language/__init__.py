@@ -1,1 +1,3 @@
 """Language policies: causal language models that answer text envs."""
+
+__all__ = ["config", "engine", "http_messages", "policy", "slots", "worker"]

@@ -4,3 +4,5 @@
 prompt and action tokens, `action_stats` the action ranges, `settings` the sizes, `folder` and `components` the
 published layout.
 """
+
+__all__ = ["config", "oft", "policy", "settings"]

@@ -4,3 +4,5 @@
 upstream's key names, `inputs` turns images, words and numbers into what they take, `settings` has the sizes, `folder`
 the layouts that others publish.
 """
+
+__all__ = ["config", "policy"]

@@ -3,3 +3,5 @@
 `actors` are the hosts, `nodes` the connection and what is there, `private_cluster` a Ray of one's own, `object_store`
 how large arrays travel, `guard` the parent of a host's process there.
 """
+
+__all__ = ["actors", "nodes", "private_cluster"]

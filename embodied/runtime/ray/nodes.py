@@ -165,6 +165,9 @@ def last_words(exit_file: str, log: str | None) -> tuple[int | None, bytes]:
     return int(code) if code else None, printed
 
 
+# Connecting
+
+
 def join(address: str, modules: Sequence[str]) -> None:
     """The user's own cluster: with the token that the user has, and with our code and the user's for its nodes."""
     host, _, port = address.rpartition(":")

@@ -326,7 +326,7 @@ def test_what_was_loaded_is_let_go_of_though_a_rule_is_broken():
 
 
 OWN = """
-from embodied import TextEnv, Turn
+from embodied.envs import TextEnv, Turn
 
 class Adding(TextEnv):
     num_held_out = 20
