@@ -101,11 +101,8 @@ class Profile:
             movable = [name for name, on in self.costs.items() if {*on} - {"cpu"}] or list(self.costs)
             networks = [name for name in NETWORKS if name in self.costs]
             wanted = [(name, c) for c in new if not self.knows(c) for name in movable]
-            wanted += [(name, c) for c in new if self.on_any(networks, c) for name in networks]
+            wanted += [(name, c) for c in new if any(self.cost(n, c) for n in networks) for name in networks]
         return [(name, c) for name, c in wanted if self.cost(name, c) is None]
-
-    def on_any(self, components: Sequence[str], on: DeviceClass) -> bool:
-        return any(self.cost(name, on) for name in components)
 
 
 def read_profile(path: Path) -> Profile:

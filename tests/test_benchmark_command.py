@@ -10,7 +10,6 @@ import embodied
 from embodied import benchmark
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.learners.memory_estimate import size_of
 from embodied.learners.optimizer import learning_rates
 from embodied.placement import make_plan
 from embodied.placement.cost_curves import Curve, constant
@@ -26,6 +25,7 @@ from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, 
 from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import describe, html, paired_ratio, timeline, warnings
 from embodied.reporting.timeline import TraceWriter
+from embodied.runtime.device_memory import num_bytes
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
 
@@ -274,7 +274,7 @@ def test_what_a_policy_and_a_learner_with_shards_need_is_what_a_run_counts():
     probes.config = sharing
     split = probes.moves(2)["learner"]
     parameters = list(policy.policy.parameters())  # all of them trained, in float32
-    weights, blocks = size_of(parameters), [size_of(block.parameters()) for block in policy.policy.blocks()]
+    weights, blocks = num_bytes(parameters), [num_bytes(block.parameters()) for block in policy.policy.blocks()]
     for ranks in (2, 4):
         # Its rows of the weights, of two moments and twice of the gradient; the whole gradient; a block and the rest.
         needed = split.bytes - split.split_bytes * (1 - 1 / ranks)

@@ -66,15 +66,11 @@ def section_of(field: FieldInfo) -> Section | None:
             kind, *marks = get_args(kind)
             tag = next((mark.tag for mark in marks if isinstance(mark, Tag)), None)
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            found[tag or ("" if not union else _literal_name(kind))] = kind
+            found[tag or ("" if not union else get_args(kind.model_fields["name"].annotation)[0])] = kind
     if not found:
         return None
     mark = field.discriminator or next((m for m in field.metadata if isinstance(m, Discriminator)), None)
     return Section(found, mark.discriminator if isinstance(mark, Discriminator) else mark)
-
-
-def _literal_name(model: type[BaseModel]) -> str:
-    return get_args(model.model_fields["name"].annotation)[0]
 
 
 def root(model: type[BaseModel]) -> Section:

@@ -279,7 +279,8 @@ def drop_what_belongs_to(tree: Tree, root: Section, key: Key, value: Any) -> Non
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
     """The value, where it is a path (or a task's file) relative to the folder of its source."""
     if key == ENV_TASK:
-        files = [str(folder / Path(one).expanduser()) if is_task_file(one) else one for one in as_list(value)]
+        named = value if isinstance(value, list) else [value]
+        files = [str(folder / Path(one).expanduser()) if str(one).endswith(".bddl") else one for one in named]
         return files if isinstance(value, list) else files[0]
     section = root.at(key[:-1])
     found = section.field(key[-1]) if section else None
@@ -288,11 +289,3 @@ def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
         return value
     path = folder / Path(value).expanduser()
     return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)
-
-
-def as_list(value: Any) -> list:
-    return value if isinstance(value, list) else [value]
-
-
-def is_task_file(value: Any) -> bool:
-    return isinstance(value, str) and value.endswith(".bddl")

@@ -8,7 +8,6 @@ shards of them still adds up the whole float32 gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.model import recompute
 from embodied.learners.sharding import HALVES
 from embodied.policies.base import Policy
+from embodied.runtime.device_memory import num_bytes
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -74,7 +74,7 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size or items
     inputs = conversations(longest_pass(policy, config.learner)) if kind.speaks else made_up(policy, rows)
-    copied = size_of(p for p in policy.parameters() if p.requires_grad)
+    copied = num_bytes(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, inputs)
     return replace(found, reference=copied) if config.algo.kl_coef else found
 
@@ -91,21 +91,17 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
     it."""
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    weights, blocks = size_of(parameters), [size_of(block.parameters()) for block in policy.blocks()]
+    weights, blocks = num_bytes(parameters), [num_bytes(block.parameters()) for block in policy.blocks()]
     return Memory(
         num_weights=sum(p.numel() for p in parameters),
         num_trained=sum(p.numel() for p in trained),
         weights=weights,
         training=sum(p.numel() * training_bytes(p) for p in trained),
-        trained=size_of(trained),
+        trained=num_bytes(trained),
         gathered=weights - sum(blocks) + max(blocks, default=0),
         acting=acting_bytes(policy, config),
         activations=saved_bytes(policy, config, inputs),
     )
-
-
-def size_of(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def acting_bytes(policy: Policy, config: LearnerConfig) -> int:

@@ -75,7 +75,8 @@ class LearnerWorker(Worker):
         self.belongings = DeviceTensors(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
-        self.reference = self._frozen_copy() if self.algo.kl_coef else None
+        # The policy as the run begins
+        self.reference = Model(self.policy.reference(), self.config, self.tick) if self.algo.kl_coef else None
         self.model = Model(self.policy, self.config, self.tick)
         self.packing = packing_of(self.policy, self.config, self.algo)
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
@@ -226,10 +227,6 @@ class LearnerWorker(Worker):
     def _reference(self) -> list[Tensor]:
         policy = self.reference.policy if self.reference else None
         return [*policy.parameters(), *policy.buffers()] if policy else []
-
-    def _frozen_copy(self) -> Model:
-        """The reference: the policy as the run begins."""
-        return Model(self.policy.reference(), self.config, self.tick)
 
     # Weights and checkpoints
 

@@ -35,12 +35,12 @@ from embodied.core.types import (
 )
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.whole_episodes import arrays_of
-from embodied.learners.memory_estimate import Memory, size_of
+from embodied.learners.memory_estimate import Memory
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Timers, Worker
-from embodied.runtime.device_memory import Computing
+from embodied.runtime.device_memory import Computing, num_bytes
 from embodied.runtime.weights import new_name
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -163,7 +163,7 @@ class ProbeWorker(Worker):
         with self._away(part):
             for epochs, found in times.items():
                 algo = self.config.algo.model_copy(update={"minibatch_size": minibatch, "epochs": epochs})
-                encoded, num_bytes = self._updates(algo, part, repeats, found)
+                encoded, needed = self._updates(algo, part, repeats, found)
                 encoding += [seconds / items for seconds in encoded]
         less, more = min(times[first]), min(times[first + 1])
         epoch = max(more - less, 0.1 * less)
@@ -174,7 +174,7 @@ class ProbeWorker(Worker):
             "fixed": [fixed],
             "ahead": encoding if first > 1 else [0.0],
             "whole": [less + more],
-            "bytes": [num_bytes],
+            "bytes": [needed],
             "item_bytes": [sum(array.nbytes for array in arrays_of(part.kept.get()).values()) / items],
         }
 
@@ -192,9 +192,9 @@ class ProbeWorker(Worker):
                 encoding += [0.0] if self.grouped else learner.timers.seconds_since(before, "look")
                 found.append(perf_counter() - started - encoding[-1])
             self.tick()
-        num_bytes = learner.needs().num_bytes
+        needed = learner.needs().num_bytes
         learner.close()
-        return encoding, num_bytes
+        return encoding, needed
 
     @contextmanager
     def _away(self, part: ProbedPart) -> Iterator[None]:
@@ -307,16 +307,16 @@ def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
     """Moves of one of several learners that share out this one's weights; bytes as if it were alone."""
     parameters = list(learner.policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    blocks = [size_of(block.parameters()) for block in learner.policy.blocks()]
+    blocks = [num_bytes(block.parameters()) for block in learner.policy.blocks()]
     memory = Memory(
         num_weights=sum(p.numel() for p in parameters),
         num_trained=sum(p.numel() for p in trained),
-        weights=size_of(parameters),
+        weights=num_bytes(parameters),
         training=0,
         activations=learner.computing.num_bytes,
-        reference=size_of(learner._reference()),
-        trained=size_of(trained),
-        gathered=size_of(parameters) - sum(blocks) + max(blocks, default=0),
+        reference=num_bytes(learner._reference()),
+        trained=num_bytes(trained),
+        gathered=num_bytes(parameters) - sum(blocks) + max(blocks, default=0),
     )
     split = 2 * (memory.sharded(1) - memory.sharded(2))
     return replace(moves, bytes=memory.sharded(1), split_bytes=split)

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodied.runtime.fork_server import Forked, ForkServers
-from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress
-from embodied.runtime.host import DRIVER, Host, HostPlan, Links
+from embodied.runtime.host import DRIVER, HostPlan
 from embodied.runtime.payload import Payload, decode, encode, segments
 from embodied.runtime.processes import (
     HostProcess,
@@ -66,16 +65,9 @@ class LocalBackend(Processes):
     def __init__(
         self, run: str, plans: Sequence[HostPlan], log_dir: Path | None, timeout_s: float, events: Events
     ) -> None:
-        super().__init__()
+        super().__init__(run, log_dir, timeout_s, events, encode, decode)
         self._first = {plan.name for plan in plans}  # which are not started yet
         self._fork_servers = ForkServers()
-        self.pack, self.unpack = encode, decode
-        self._run = run
-        self._log_dir = log_dir
-        self._timeout_s = timeout_s
-        self._events = events
-        links = Links(encode, decode, self._post, lambda *report: events.on_report(DRIVER, *report))
-        self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
         self._control, self._channels = Loop(), Loop()
         self._threads = [
             threading.Thread(target=self._control.run, name="control", daemon=True),

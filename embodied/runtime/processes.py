@@ -12,13 +12,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress, Pulse, Sign
-from embodied.runtime.host import Host, HostPlan, ranges
+from embodied.runtime.host import DRIVER, Host, HostPlan, Links, ranges
+
+if TYPE_CHECKING:
+    from embodied.runtime.backend import Events
 
 _log = logging.getLogger(__name__)
 
@@ -63,10 +67,15 @@ class Processes:
     """The half of a backend that only reads its `HostProcess`es; starting, calling and killing them is the other."""
 
     isolates = True
-    host: Host
 
-    def __init__(self) -> None:
+    def __init__(
+        self, run: str, log_dir: Path | None, timeout_s: float, events: Events, pack: Callable, unpack: Callable
+    ) -> None:
+        self._run, self._log_dir, self._timeout_s, self._events = run, log_dir, timeout_s, events
+        self.pack, self.unpack = pack, unpack
         self._processes: dict[str, Any] = {}
+        links = Links(pack, unpack, self._post, lambda *report: events.on_report(DRIVER, *report))
+        self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
 
     def where(self, host: str) -> str:
         return self._processes[host].where()

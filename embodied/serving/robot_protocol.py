@@ -152,7 +152,8 @@ def longest_request(spec: EnvSpec) -> int:
 def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
     """The request as an observation of one row. With `any_size` the policy scales images itself."""
     flat = {key: value for key, value in request.items() if isinstance(key, str)}
-    flat |= {f"images/{camera}": image for camera, image in dict_of(flat.get("images")).items()}
+    if isinstance(images := flat.get("images"), dict):
+        flat |= {f"images/{camera}": image for camera, image in images.items()}
     obs: Observation = {}
     if spec.images:
         obs["images"] = {
@@ -169,10 +170,6 @@ def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
 def names_of(camera: str, number: int) -> list[str]:
     aliases = [f"observation/{ALIASES[number]}"] if number < len(ALIASES) else []
     return [f"images/{camera}", f"observation/{camera}", camera, *aliases]
-
-
-def dict_of(value: Any) -> dict:
-    return value if isinstance(value, dict) else {}
 
 
 def found(flat: dict[str, Any], *names: str) -> Any:

@@ -98,17 +98,10 @@ class RayBackend(Processes):
         modules: Sequence[str] = (),
         start_s: float = START_S,
     ) -> None:
-        super().__init__()
-        self.pack, self.unpack = encode, decode
-        self._run = run
-        self._log_dir = log_dir.absolute() if log_dir is not None else None
-        self._timeout_s = timeout_s
-        self._events = events
         self._lives = itertools.count(1)
         self._stopping = False
         self._connection = Connection(address, modules, start_s)
-        links = Links(encode, decode, self._post, lambda *report: events.on_report(DRIVER, *report))
-        self.host = Host(run, [DRIVER], links, Progress(bytearray(PROGRESS_BYTES)), timeout_s)
+        super().__init__(run, log_dir and log_dir.absolute(), timeout_s, events, encode, decode)
         once = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         self._actor_class = ray.remote(**once, concurrency_groups=_ONE_THREAD_EACH)(RayHost)
 
