@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
+from embodied.core.options import Requirement
 from embodied.envs.common_config import PRIVILEGED, CommonEnvConfig, check_privileged
 from embodied.envs.option_values import SIZE_HELP, ImageSize, Region, Tasks
 
@@ -14,6 +15,7 @@ REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tas
 
 
 class ManiSkillConfig(CommonEnvConfig):
+    needs = Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True)
     of_task: ClassVar = ("max_episode_steps", "solver_iterations")
 
     name: Literal["maniskill"] = Field(
