@@ -72,7 +72,8 @@ def advice(problems: set[str], machine: Machine) -> Iterable[str]:
     if any(problem.startswith("not installed") for problem in problems - {NO_VLLM}):
         yield "What is not installed: python -m embodied.doctor says how to."
     if lacking := [problem for problem in problems if problem.startswith(LACKS)]:
-        yield from itertools.chain.from_iterable(plugin(name).advice(lacking, machine) for name in PLUGINS)
+        for options in dict.fromkeys(ENV_CONFIGS.values()):
+            yield from options.advice(lacking, machine.environ)
 
 
 def show(title: str, items: list[Item]) -> None:

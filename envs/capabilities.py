@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -51,11 +51,6 @@ class EnvCapabilities:
     def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
         """Files that the config's task needs and this `system.machine.Machine` lacks: name -> how to get it."""
         return {}
-
-    @classmethod
-    def advice(cls, problems: Collection[str], machine: Any) -> list[str]:
-        """Lines on how to get what these say is missing, after `missing_files` or `catalogued`."""
-        return []
 
     @classmethod
     def catalogued(cls) -> dict[str, CataloguedTask]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, Field, model_validator
@@ -56,6 +57,11 @@ class CommonEnvConfig(Strict):
         field = cls.model_fields["task"]
         fixed = get_args(field.annotation) if get_origin(field.annotation) is Literal else ("",)
         return [(task, field.description or "") for task in fixed]
+
+    @classmethod
+    def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:
+        """Lines on where its files are looked for, if some are among those that these lines say are missing."""
+        return []
 
     @property
     def physics(self) -> str:

@@ -9,7 +9,7 @@ generator, so each row's draw gets a generator of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,6 @@ class ManiSkillEnv(VectorEnv):
         here = asset_folder(machine.environ)
         tasks = [task for task in cls.tasks(config) if is_bridge(task)]
         return {asset: source_of(asset) for task in tasks for asset in absent(task, here, machine.exists)}
-
-    @classmethod
-    def advice(cls, problems: Collection[str], machine: Any) -> list[str]:
-        if not any("mani_skill" in problem or "MS_ASSET_DIR" in problem for problem in problems):
-            return []
-        here = asset_folder(machine.environ)
-        return [
-            f"Files of ManiSkill's tasks are looked for in {here}; MS_ASSET_DIR names another folder that has data/."
-        ]
 
     @classmethod
     def catalogued(cls) -> dict[str, CataloguedTask]:
