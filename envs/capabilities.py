@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
@@ -22,10 +22,20 @@ class Expert(Protocol):
         """[N, A]: the next action of every row; those of rows without an open episode are ignored."""
 
 
+class CataloguedTask(TypedDict):
+    """What `embodied.list tasks` and `embodied.doctor` say of a task."""
+
+    about: str
+    problem: str  # why it cannot be trained, wherever; empty if it can
+    missing: dict[str, str]  # downloads that it needs and this machine lacks -> how to get each
+
+
 class EnvCapabilities:
     """Answers of an env's class before a run; a plug-in overrides the methods for which it has one."""
 
     draws_on_gpus = False  # whether its cameras can, beside a simulator on cores
+    catalogue = ""  # the name of the simulator whose own list of tasks `catalogued` asks
+    other_folder = ""  # how one says where the downloads are that these tasks need
 
     @classmethod
     def plays_together(cls, config: Any) -> bool:
@@ -41,6 +51,11 @@ class EnvCapabilities:
     def missing_files(cls, config: Any, machine: Any) -> dict[str, str]:
         """Files that the config's task needs and this `system.machine.Machine` lacks: name -> how to get it."""
         return {}
+
+    @classmethod
+    def catalogued(cls) -> dict[str, CataloguedTask]:
+        """The tasks that the simulator lists, by name. Imports it: called in a process of its own (`system.probes`)."""
+        raise NotImplementedError
 
     @classmethod
     def longest_episode(cls, config: Any) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, Field, model_validator
 
-from embodied.core.options import Strict
+from embodied.core.options import Requirement, Strict
 from embodied.envs.option_values import Modules, known_reward
 
 OnSuccess = Literal["truncate", "terminate", "continue"]
@@ -19,6 +20,9 @@ PRIVILEGED = Field(
 
 
 class CommonEnvConfig(Strict):
+    needs: ClassVar[Requirement] = Requirement()
+    """What has to be installed for it."""
+
     shaped: ClassVar[str] = ""
     """The `reward_mode` to try in place of one that pays for success alone; empty where none is set."""
 
@@ -45,6 +49,19 @@ class CommonEnvConfig(Strict):
         description="Cut the first training episode of each env short, each at another step, so that a rollout "
         "holds early and late parts of episodes from the start; evaluation is not affected.",
     )
+
+    @classmethod
+    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
+        """The name and description of each value of `env.task` where it takes fixed names, else one description; for
+        `embodied.list tasks`. `name` is that of the env, where several have these options."""
+        field = cls.model_fields["task"]
+        fixed = get_args(field.annotation) if get_origin(field.annotation) is Literal else ("",)
+        return [(task, field.description or "") for task in fixed]
+
+    @classmethod
+    def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:
+        """Lines on where its files are looked for, if some are among those that these lines say are missing."""
+        return []
 
     @property
     def physics(self) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from embodied.core.options import Strict
+from embodied.core.options import Requirement, Strict
 
 
 class PolicyOptions(Strict):
     """Attributes that the toolkit asks of every family."""
+
+    needs: ClassVar[Requirement] = Requirement()
+    """What has to be installed for it."""
 
     merged_rows: ClassVar[int] = 1
     """Env rows that a policy worker answers at once unless the recipe says otherwise."""

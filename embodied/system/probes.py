@@ -68,14 +68,10 @@ def mujoco() -> dict[str, Any]:
 
 def scoring(kind: str) -> dict[str, Any]:
     """Score a right and a wrong answer as the text envs of this kind do."""
-    from embodied.envs.text.scoring_process import Scorer, dataset_of
+    from embodied.envs import plugin
+    from embodied.envs.text.scoring_process import Scorer
 
-    if kind == "math":
-        right, question = "0.5", {"solutions": ["\\frac{1}{2}"]}
-    else:
-        question = {"name": "chain_sum", "options": json.dumps({"seed": 0, "size": 1})}
-        question |= {"index": 0, "partial": False}
-        right = dataset_of(question["name"], question["options"])[0]["answer"]
+    right, question = plugin(kind).scored_example()
     scorer = Scorer(kind)
     try:
         scores = [scorer.score(60.0, answer=answer, **question) for answer in (right, "elephant")]
@@ -116,22 +112,11 @@ def process_id() -> int:
     return os.getpid()
 
 
-def tasks() -> dict[str, Any]:
-    """ManiSkill's tasks: step limit, rewards, and the downloads that each lacks here."""
-    from embodied.envs.maniskill.config import REWARD_MODES
-    from embodied.envs.maniskill.rewards import reward_modes
-    from embodied.envs.maniskill.tasks import missing_assets, registered
-    from embodied.system.vulkan_driver import ensure_vulkan
+def tasks(kind: str) -> dict[str, Any]:
+    """The tasks that this kind of simulator lists, and the downloads that each lacks here."""
+    from embodied.envs import plugin
 
-    ensure_vulkan()
-    return {
-        name: {
-            "steps": spec.max_episode_steps,
-            "missing": missing_assets(name),
-            "rewards": [mode for mode in reward_modes(spec.cls) if mode in REWARD_MODES],
-        }
-        for name, spec in sorted(registered().items())
-    }
+    return {**plugin(kind).catalogued()}
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {

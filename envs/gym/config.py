@@ -16,3 +16,8 @@ class GymConfig(NamedWithKind):
     task: str = Field(description="How results name the task; unset: the Gymnasium id.")
     on_success: OnSuccess = Field("terminate", description="As for all envs, where the env reports success.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
+
+    @classmethod
+    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
+        listing = 'python -c "import gymnasium; gymnasium.pprint_registry()"'
+        return [("", f"env.name=gym:ID for any ID of: {listing}")]

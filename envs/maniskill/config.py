@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
+from embodied.core.options import Requirement
 from embodied.envs.common_config import PRIVILEGED, CommonEnvConfig, check_privileged
+from embodied.envs.maniskill.bridge.bridge_tasks import asset_folder
 from embodied.envs.option_values import SIZE_HELP, ImageSize, Region, Tasks
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
 
 
 class ManiSkillConfig(CommonEnvConfig):
+    needs = Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True)
     of_task: ClassVar = ("max_episode_steps", "solver_iterations")
 
     name: Literal["maniskill"] = Field(
@@ -84,6 +88,15 @@ class ManiSkillConfig(CommonEnvConfig):
         "default", description="ManiSkill shader pack of the camera that records videos; rt traces rays, slowly."
     )
     video_size: int = Field(256, gt=15, multiple_of=2, description="Width and height of video frames, in pixels.")
+
+    @classmethod
+    def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:
+        if not any("mani_skill" in line or "MS_ASSET_DIR" in line for line in lacking):
+            return []
+        here = asset_folder(environ)
+        return [
+            f"Files of ManiSkill's tasks are looked for in {here}; MS_ASSET_DIR names another folder that has data/."
+        ]
 
     @property
     def physics(self) -> str:

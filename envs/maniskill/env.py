@@ -19,7 +19,7 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import Expert
+from embodied.envs.capabilities import CataloguedTask, Expert
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import build
@@ -35,6 +35,7 @@ from embodied.envs.maniskill.tasks import (
     control_of,
     find_task,
     is_listed,
+    registered,
     to_prove,
 )
 from embodied.envs.own_modules import explained, try_out
@@ -49,6 +50,8 @@ BRIDGE_RULES = "the task's own initial states in turn, all of them before any tw
 
 class ManiSkillEnv(VectorEnv):
     draws_on_gpus = True
+    catalogue = "ManiSkill"
+    other_folder = "MS_ASSET_DIR=folder with data/"
 
     # What the class knows of a recipe, before anything is built
 
@@ -66,6 +69,13 @@ class ManiSkillEnv(VectorEnv):
         here = asset_folder(machine.environ)
         tasks = [task for task in cls.tasks(config) if is_bridge(task)]
         return {asset: source_of(asset) for task in tasks for asset in absent(task, here, machine.exists)}
+
+    @classmethod
+    def catalogued(cls) -> dict[str, CataloguedTask]:
+        from embodied.envs.maniskill.rewards import catalogued
+
+        ensure_vulkan()
+        return {name: catalogued(name, spec) for name, spec in sorted(registered().items())}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:

@@ -6,10 +6,13 @@ playing those fails: they are left out here.
 
 from __future__ import annotations
 
+from typing import Any
+
 from embodied.core.errors import ConfigError, nearest
-from embodied.envs.maniskill.bridge.bridge_tasks import TWINS
-from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.tasks import find_task
+from embodied.envs.capabilities import CataloguedTask
+from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, source_of
+from embodied.envs.maniskill.config import REWARD_MODES, ManiSkillConfig
+from embodied.envs.maniskill.tasks import find_task, missing_assets
 
 SHAPED = ("dense", "normalized_dense")
 
@@ -39,6 +42,15 @@ def check_reward(config: ManiSkillConfig) -> None:
     if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
         text += f"; its class does not write compute_{config.reward_mode}_reward"
     raise ConfigError(text + nearest(config.reward_mode, known))
+
+
+def catalogued(task: str, spec: Any) -> CataloguedTask:
+    """What `embodied.list tasks` says of a task that ManiSkill registered so."""
+    rewards = [mode for mode in reward_modes(spec.cls) if mode in REWARD_MODES]
+    limit = f"{spec.max_episode_steps} steps" if spec.max_episode_steps else "no step limit"
+    way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
+    missing = {asset: source_of(asset) for asset in missing_assets(task)}
+    return {"about": limit + way, "problem": "" if rewards else "it has no reward", "missing": missing}
 
 
 def class_of(task: str) -> type:

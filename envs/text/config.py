@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
-from embodied.core.options import LocalPath
+from embodied.core.options import LocalPath, Requirement
 from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, with_task
 from embodied.envs.option_values import Tasks
 
@@ -45,6 +45,10 @@ class ToyTextConfig(TextConfig):
         "sort4. What they ask: python -m embodied.list tasks",
     )
 
+    @classmethod
+    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
+        return list(TOY_TASKS[name].items())
+
     @model_validator(mode="before")
     @classmethod
     def _usual_task(cls, values: Any) -> Any:
@@ -78,6 +82,8 @@ class ReverseTextConfig(TextConfig):
 
 
 class MathConfig(TextConfig):
+    needs = Requirement(("math-verify",), "reasoning")
+
     name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
     task: str = Field("math", description="How results name it.")
     file: LocalPath | None = Field(
@@ -90,6 +96,7 @@ class MathConfig(TextConfig):
 
 
 class ReasoningGymConfig(TextConfig, NamedWithKind):
+    needs = Requirement(("reasoning-gym",), "reasoning")
     written = "reasoning_gym:<task>"
 
     name: str = Field(pattern=r"^reasoning_gym:\w+$", description="reasoning_gym:<name>, any of its tasks.")
@@ -97,6 +104,11 @@ class ReasoningGymConfig(TextConfig, NamedWithKind):
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Options of that task, as reasoning_gym has them.")
     partial_scores: bool = Field(False, description="Reward the task's scores below 1 too; only 1 is a success.")
     score_s: float = Field(5.0, gt=0, description="As for math.")
+
+    @classmethod
+    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
+        listing = 'python -c "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"'
+        return [("", f"env.name=reasoning_gym:NAME for any NAME of: {listing}")]
 
 
 class VerifiersConfig(TextConfig, NamedWithKind):
@@ -109,3 +121,8 @@ class VerifiersConfig(TextConfig, NamedWithKind):
     full_score: float = Field(1.0, description="The reward from which on an answer is a success.")
     score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
     start_s: float = Field(600.0, gt=0, description="Seconds that loading it may take, data sets included.")
+
+    @classmethod
+    def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
+        how = "for any NAME that the package verifiers loads there (docs/text_envs.md)"
+        return [("", f"env.name=verifiers:NAME env.python=FOLDER/bin/python {how}")]

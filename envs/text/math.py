@@ -54,6 +54,10 @@ class Math(TextEnv):
         return {} if config.file else {"questions": "env.file=FILE.jsonl"}
 
     @classmethod
+    def scored_example(cls) -> tuple[str, dict[str, Any]]:
+        return "0.5", {"solutions": ["\\frac{1}{2}"]}
+
+    @classmethod
     def held_out(cls, config: Any) -> int:
         return len(questions(config)[1])
 

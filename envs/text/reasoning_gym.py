@@ -57,6 +57,12 @@ class ReasoningGym(TextEnv):
             raise ConfigError(f"env.name={config.name} env.kwargs={config.kwargs}: {text}") from err
 
     @classmethod
+    def scored_example(cls) -> tuple[str, dict[str, Any]]:
+        name, made = "chain_sum", json.dumps({"seed": 0, "size": 1})
+        question = {"name": name, "options": made, "index": 0, "partial": False}
+        return entry_of(name, made, 0)["answer"], question
+
+    @classmethod
     def load(cls, config: Any) -> HeldOutQuestions:
         """The held-out questions, and the process that scores."""
         from reasoning_gym.utils import SYSTEM_PROMPTS

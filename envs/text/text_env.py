@@ -106,6 +106,11 @@ class TextEnv(EnvCapabilities):
         """The number of held-out prompts of each task."""
         return cls.num_held_out
 
+    @classmethod
+    def scored_example(cls) -> tuple[str, dict[str, Any]]:
+        """A right answer, and what else a `Scorer` takes with it, for `embodied.doctor`; of envs that need packages."""
+        raise NotImplementedError
+
     # What a plug-in uses
 
     def draw(self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question]) -> Question:

@@ -7,10 +7,11 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt
 
 from embodied.policies.common_config import PolicyOptions
-from embodied.policies.vla.config import MERGED_ROWS
+from embodied.policies.vla.config import MERGED_ROWS, TOKENIZERS
 
 
 class Pi0Config(PolicyOptions):
+    needs = TOKENIZERS
     merged_rows = MERGED_ROWS
     published = True
 

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt
 
+from embodied.core.options import Requirement
 from embodied.policies.common_config import PolicyOptions
 
+TOKENIZERS = Requirement(("tokenizers",), "vla")
 MERGED_ROWS = 64  # of a large network, most of whose time goes into reading its weights
 SETS = ("linear", "reference")  # of layers
 
@@ -22,6 +24,7 @@ LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_o
 
 
 class VLAConfig(PolicyOptions):
+    needs = TOKENIZERS
     merged_rows = MERGED_ROWS
     published = True
 

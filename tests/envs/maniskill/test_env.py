@@ -309,3 +309,11 @@ def test_envs_in_threads_draw_as_they_do_alone():
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(states, tasks))
     assert all(np.array_equal(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def test_tasks_are_listed_with_their_limit_rewards_and_what_they_lack():
+    listed = env_class({"name": "maniskill"}).catalogued()
+    assert listed["PushCube-v1"] == {"about": "50 steps", "problem": "", "missing": {}}
+    assert listed["DrawTriangle-v1"]["about"] == "300 steps, with env.reward_mode=sparse"
+    assert listed["Empty-v1"]["problem"] == "it has no reward"
+    assert all(source for facts in listed.values() for source in facts["missing"].values())
