@@ -66,6 +66,11 @@ def roles_of(declared: Iterable[Any]) -> tuple[PlacedRole, ...]:
     )
 
 
+def is_loop(roles: Sequence[PlacedRole]) -> bool:
+    """True if simulators, policies and learners are among the roles of a program."""
+    return {*EMBODIED} <= {*roles}
+
+
 def others(roles: Sequence[PlacedRole]) -> tuple[PlacedRole, ...]:
     """The roles that a program has besides simulators, policies and learners."""
     names = {role.name for role in EMBODIED}

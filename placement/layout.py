@@ -16,7 +16,14 @@ from itertools import combinations, product
 
 from embodied.placement.dataflow import Dataflow
 
-NAMED = ("sim", "policy", "learner")  # the roles whose relations name a mode; others may be anywhere
+LOOP = ("sim", "policy", "learner")
+
+
+def named(components: Iterable[str]) -> tuple[str, ...]:
+    """The components whose relations name a mode: the loop's, while others may be anywhere; all of a program that lacks
+    one of these."""
+    every = tuple(components)
+    return LOOP if {*LOOP} <= {*every} else every
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,10 @@ class Layout:
     @property
     def mode(self) -> str:
         """The mode's name, or "custom" where roles are combined in another way."""
-        placed = {name for zone in self.zones for name in zone.components}
-        if not {*NAMED} <= placed:
-            return "custom"
+        names = named(name for zone in self.zones for name in zone.components)
+        if names != LOOP:
+            apart = [self.apart(a, b) for a, b in combinations(names, 2)]
+            return "collocated" if not any(apart) else "disaggregated" if all(apart) else "custom"
         sims = self.apart("sim", "policy")
         if self._simulates_beside():
             return self._mode_beside()
@@ -87,7 +95,7 @@ class Layout:
 
     def _simulates_beside(self) -> bool:
         """True if simulators have the cores beside the devices that networks compute on: they share none anyway."""
-        homes = {name: self.zone_of(name).device_class for name in NAMED}
+        homes = {name: self.zone_of(name).device_class for name in LOOP}
         return homes["sim"] == "cpu" and "cpu" not in (homes["policy"], homes["learner"])
 
     def _mode_beside(self) -> str:

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from embodied.placement.grammar import EMBODIED, PlacedRole, others, text_of
+from embodied.placement.grammar import EMBODIED, PlacedRole, is_loop, others, text_of
 from embodied.placement.placement_errors import PlacementError
 from embodied.placement.topology import Topology
 
@@ -78,7 +78,7 @@ def choose(
         key = overlap if mode == "auto" else f"placement={mode}"
         asked = DeviceRequest(key, "placement=auto" if several else "pipeline.schedule=sync")
     more, draws = others(roles), draws and not gpu_sims
-    if len(roles) - len(more) < len(EMBODIED):
+    if not is_loop(roles):
         apart = [role for role in roles if networks == "gpu" and not (role.network or gpu_sims)]
         held = cores[: even_workers(num_envs, stages, min(len(cores), most_sims or len(cores)))]
         left, devices = [role for role in roles if role not in apart], gpus if networks == "gpu" else cores

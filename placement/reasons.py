@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from embodied.placement.event_replay import simulate
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import NAMED, Layout
+from embodied.placement.layout import LOOP, Layout, named
 from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.schedule_overlap import overlaps
 
 GB = 1e9
-APART = {"disaggregated": NAMED, "hybrid": ("sim", "policy and learner")}
 SMALL = 0.01  # of an iteration; not worth a word below
 
 
@@ -89,7 +88,7 @@ def why_not_apart(planner: Planner) -> str:
         return f"{schedule}, 2 at least, and there is {devices}"
     runs_on = planner.pricer.runs_on()
     for c in planner.classes:
-        if c.count < 2 and runs_on["learner"] == runs_on.get("policy") == {c.name}:
+        if c.count < 2 and runs_on.get("learner") == runs_on.get("policy") == {c.name}:
             return f"{schedule}, and there is {c.count} of {c}"
     return f"{schedule}, with memory for {planner.dataflow.level + 1} batches where it is async"
 
@@ -99,7 +98,10 @@ def why_not(planner: Planner, mode: str) -> str:
     if overlaps(planner.dataflow) and mode in ("collocated", "hybrid"):
         return f"with pipeline.schedule={planner.dataflow.schedule} learners take no turns with others on a device"
     devices = sum(c.count for c in planner.classes)
-    apart = APART.get(mode, ())
+    names = named(planner.dataflow.by_name)
+    if mode == "hybrid" and names != LOOP:
+        return "it is for simulators apart from policies and learners"
+    apart = {"disaggregated": names, "hybrid": ("sim", "policy and learner")}.get(mode, ())
     if devices < len(apart):
         return f"{', '.join(apart)} need {len(apart)} devices of their own, and there are {devices}"
     runs_on = planner.pricer.runs_on()

@@ -18,7 +18,7 @@ import numpy as np
 
 from embodied.placement.cost_tables import Array, max_of
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import NAMED, DeviceClass, Layer, Zone, arrangements, components_of
+from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of, named
 from embodied.placement.schedule_overlap import allowed
 
 HALVINGS = 20
@@ -151,9 +151,10 @@ class LayerSearch:
         self.stages, self.chunks = stages, chunks
         self.components = components_of(self.pricer.dataflow, nodes)
         self.groups: dict[tuple, list[Layer]] = {}  # by what decides the mode
+        names = named(self.pricer.dataflow.by_name)
         for layer in arrangements(self.components, classes, self.pricer.runs_on()):
             if allowed(self.pricer.dataflow, layer):
-                self.groups.setdefault(label_of(layer), []).append(layer)
+                self.groups.setdefault(label_of(layer, names), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
         self.bound = bounds.least_of(sorted(nodes), stages, chunks)
@@ -351,10 +352,10 @@ def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
     return sizes[np.unique(np.linspace(0, len(sizes) - 1, most).astype(int))] if len(sizes) > most else sizes
 
 
-def label_of(layer: Layer) -> tuple:
-    """The facts that decide a mode: which roles share a zone, and the class of each role."""
+def label_of(layer: Layer, names: Sequence[str]) -> tuple:
+    """The facts that decide a mode: which of these roles share a zone, and the class of each."""
     home = {name: zone for zone in layer for name in zone.components}
-    placed = [role for role in NAMED if role in home]
+    placed = [role for role in names if role in home]
     together = tuple((a, b) for a, b in combinations(placed, 2) if home[a] is home[b])
     return together, tuple((role, home[role].device_class) for role in placed)
 

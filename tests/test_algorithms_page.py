@@ -2,12 +2,13 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
+
+from idle_collector import idle_collector
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.config.recipe import load
 from embodied.envs.option_values import REWARDS
-from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes
+from embodied.workflows.group_collector import GroupedEpisodes
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
 
@@ -32,7 +33,5 @@ def test_the_table_of_relatives_is_that_of_the_presets():
 def test_every_reward_and_every_number_of_groups_is_named():
     assert all(f"| `{reward}` |" in PAGE for reward in REWARDS)
     config = load(["recipe=pointmass_grpo"]).config
-    groups = GroupCollector(config, ("reach",))
-    groups.rollouts = SimpleNamespace(sims=[None])
-    numbers = groups.metrics(GroupedEpisodes(0))
+    numbers = idle_collector(config, ("reach",)).metrics(GroupedEpisodes(0))
     assert all(f"`{name}`" in PAGE for name in numbers if name.startswith(("groups/", "faults/")))

@@ -111,6 +111,35 @@ def test_a_mode_that_such_a_program_has_no_devices_for_names_a_map_that_works():
         make_plan({"climber": "cpu:0", "jury": "cpu:1"}, CORES, roles=CLIMBERS)
 
 
+def test_a_command_plans_a_workflow_of_other_roles():
+    """Nothing is counted of workers that are not known, such as the memory of simulators."""
+    roles = (embodied.Role("climber", "hill:Climber"), embodied.Role("judge", "hill:Judge", phase="update"))
+    _, plan = launch.planned(load([*SMALL, "placement=collocated"]).config, roles=roles)
+    assert {host.roles for host in plan.hosts} == {("climber",), ("judge",)} and not plan.memory
+
+
+def test_the_planner_places_components_of_any_names(tmp_path, capsys):
+    """Four cores climb 24 steps of 10 ms in 60 ms, then one judges for 20 ms; three in 80 ms beside one that judges."""
+    climber, judge = (
+        {"name": "climber", "calls": 1, "items": 24, "even": True},
+        {"name": "judge", "calls": 1, "items": 24},
+    )
+    edges = [{"source": "climber", "target": "judge"}, {"source": "judge", "target": "climber", "next_iteration": True}]
+    costs = {
+        "climber": {"cpu": {"seconds": {"sizes": [1, 24], "values": [0.01, 0.24]}}},
+        "judge": {"cpu": {"seconds": 0.02}},
+    }
+    workflow = {"components": [climber, judge], "edges": edges, "env_steps": 24}
+    file = tmp_path / "hill.json"
+    file.write_text(json.dumps({"format": "embodied-profile/1", "workflow": workflow, "costs": costs}))
+    assert plan.main([f"profile={file}", "cluster=4xCPU", f"out={tmp_path}/plan"]) == 0
+    told = capsys.readouterr().out
+    modes = json.loads((tmp_path / "plan/plan.json").read_text())["modes"]
+    assert modes["collocated"]["placement"] == {"climber": "cpu:0-3*4", "judge": "cpu:0"}
+    assert modes["disaggregated"]["placement"] == {"climber": "cpu:0-2*3", "judge": "cpu:3"}
+    assert "collocated wins" in told and "it is for simulators apart from policies and learners" in told
+
+
 def test_a_declared_role_may_have_devices_of_its_own_or_the_policys():
     apart, near = (embodied.Role("reward", "my_reward:Worker", beside=beside) for beside in ("", "policy"))
     for declared, expected in ((apart, ("reward",)), (near, ("policy", "reward"))):
@@ -174,6 +203,10 @@ def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     assert 0 < measured["rounds"]["collocated"][0]["busy"]["reward"] < 1
 
 
+class NoLearner(EmbodiedLoop):
+    roles = (*EmbodiedLoop.roles[:2], embodied.Role("trainer", "my_trainer:Trainer", phase="update"))
+
+
 class TwoSims(EmbodiedLoop):
     roles = (*EmbodiedLoop.roles, EmbodiedLoop.roles[0])
 
@@ -186,6 +219,7 @@ class TwoSims(EmbodiedLoop):
             "is not a workflow: it has no command, roles, .*; derive it from embodied.EmbodiedLoop",
         ),
         (f"{__name__}:TwoSims", "roles need names of their own: sim, policy, learner, sim"),
+        (f"{__name__}:NoLearner", "lacks learner: EmbodiedLoop, from which it derives, calls their workers"),
     ],
 )
 def test_a_program_that_cannot_run_is_refused_before_anything_starts(program, told):

@@ -59,7 +59,7 @@ def check_program(program: type) -> None:
     if not issubclass(program, EmbodiedLoop):
         raise ConfigError(
             f"program={program.__module__}:{program.__qualname__}: only training loops can be measured, "
-            f"classes that derive from embodied.EmbodiedLoop"
+            f"classes that derive from embodied.EmbodiedLoop (docs/workflows.md)"
         )
 
 

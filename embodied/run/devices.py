@@ -96,7 +96,7 @@ def environment(host: PlannedHost) -> dict[str, str]:
     return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
 
 
-def host_plans(plan: PlacementPlan, with_policy: Collection[str] = ("policy", "learner")) -> list[HostPlan]:
+def host_plans(plan: PlacementPlan, with_policy: Collection[str] = ()) -> list[HostPlan]:
     """The hosts that a cluster starts for this plan. Roles `with_policy` have networks."""
     return [
         HostPlan(

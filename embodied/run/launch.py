@@ -25,7 +25,7 @@ from embodied.envs import env_class, import_class, speaks
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.own_modules import own_modules
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
-from embodied.placement.grammar import EMBODIED
+from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.wandb_logger import check_log
@@ -150,6 +150,8 @@ def planned(
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
+    if not is_loop(roles):
+        return config, plan  # nothing is known of what its workers hold
     plan = plan if learn else plan.only("sim", "policy")
     replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
     if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
@@ -425,8 +427,8 @@ def cluster(
     """The processes of a plan; `program` is the workflow."""
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.address)
     own = modules_of(config, program)
-    plans = host_plans(plan) if program is None else host_plans(plan, [r.name for r in program.roles if r.holds_policy])
-    return Cluster(options.backend, plans, *about, own, options.start_s, on_start)
+    with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy"]
+    return Cluster(options.backend, host_plans(plan, with_policy), *about, own, options.start_s, on_start)
 
 
 # Programs of the user's own
@@ -442,6 +444,7 @@ def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
 def own_program(name: str) -> type:
     """The workflow my_module:MyLoop. Raises ConfigError for what is none, and for roles that do not fit together."""
     from embodied.workflows.contract import Workflow, check_roles
+    from embodied.workflows.rl_loop import EmbodiedLoop
 
     program = import_class(name, "program")
     parts = ["command", "roles", *(part for part in vars(Workflow) if not part.startswith("_"))]
@@ -451,6 +454,12 @@ def own_program(name: str) -> type:
             f"embodied.EmbodiedLoop (docs/workflows.md)"
         )
     check_roles(program.roles)
+    lacking = [role.name for role in EmbodiedLoop.roles if role.name not in [own.name for own in program.roles]]
+    if lacking and issubclass(program, EmbodiedLoop):
+        raise ConfigError(
+            f"program={name} lacks {', '.join(lacking)}: EmbodiedLoop, from which it derives, calls their workers; "
+            "declare these roles, or derive it from nothing (docs/workflows.md)"
+        )
     return program
 
 

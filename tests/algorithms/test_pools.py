@@ -4,11 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from idle_collector import idle_collector
 
 from embodied.algorithms.groups import PromptPools, pool_of
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
-from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes
+from embodied.workflows.group_collector import GroupedEpisodes
 
 SIZE = 4
 
@@ -74,7 +75,7 @@ def test_groups_that_never_end_are_forgotten():
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_collector_plays_drawn_prompts_and_keeps_the_rates_in_its_checkpoint(size):
     options = ["recipe=sums_grpo", "env.num_envs=4", "algo.groups=2", "algo.pools=[1e9,1e9,1e9]"]
-    found = GroupCollector(load([*options, f"algo.group_size={size}"]).config, ("sums",))
+    found = idle_collector(load([*options, f"algo.group_size={size}"]).config, ("sums",), text=True)
     specs = [found.spec_of(index) for index in found.pool.deal(2 * size)]
     assert specs == [found.episodes[index] for index in range(2 * size)]
     results = [

@@ -14,13 +14,14 @@ def steps(seconds, rewards, tokens=100.0):
 
 
 def test_the_peer_answers_the_prompts_of_our_groups():
+    from idle_collector import idle_collector
+
     from embodied.config.recipe import load
-    from embodied.workflows.group_collector import GroupCollector
 
     found = compare_trl.prompts(3, 4)
     assert all(str(sum(map(int, one["prompt"][:-1].split("+")))) == one["answer"] for one in found)
     config = load([f"recipe={RECIPE}", "seed=3"]).config
-    collector = GroupCollector(config, ("add2",))
+    collector = idle_collector(config, ("add2",), text=True)
     size, env = config.algo.group_size, compare_trl.new_env(config.env)
     ours = [env.reset(collector.spec_of(number)) for number in range(4 * size)]
     assert ours == [one["prompt"] for one in found for _ in range(size)]

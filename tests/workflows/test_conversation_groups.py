@@ -1,16 +1,16 @@
 """What a collector of groups does for policies that speak."""
 
 import pytest
+from idle_collector import idle_collector
 
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
-from embodied.workflows.group_collector import GroupCollector, GroupedEpisodes
+from embodied.workflows.group_collector import GroupedEpisodes
 
 
 def collector(*options, learners=3, text=True):
-    found = GroupCollector(load(["recipe=sums_grpo", "env.num_envs=4", *options]).config, ("sums",))
-    found.learners, found.text = [None] * learners, text
-    return found
+    config = load(["recipe=sums_grpo", "env.num_envs=4", *options]).config
+    return idle_collector(config, ("sums",), learners, text)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 7])

@@ -1,0 +1,13 @@
+"""A collector of groups whose workers nobody has launched, to be asked what it deals, keeps and says."""
+
+from types import SimpleNamespace
+
+from embodied.workflows.group_collector import GroupCollector
+
+
+def idle_collector(config, tasks, learners=1, text=False):
+    """One sim and so many learners would work for it."""
+    groups = {"rollouts": SimpleNamespace(sims=[None]), "learners": [None] * learners, "trajectory_channels": list}
+    about = {"spec": SimpleNamespace(text=text, has_success=True), "journal": None}
+    cluster = SimpleNamespace(watch=lambda channel: None)
+    return GroupCollector(SimpleNamespace(config=config, tasks=tasks, cluster=cluster, **groups, **about))
