@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from embodied import __version__
-from embodied.config.recipe_files import RECIPES, by_family, recipe_names
+from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
 from embodied.core.errors import nearest
 
 HERE = Path(__file__).parent
@@ -78,7 +78,7 @@ def listing() -> str:
         "",
         "recipes, by family (recipe=NAME; embodied list says what each is for and whether it runs here)",
     ]
-    for family, names in by_family(recipe_names(RECIPES)).items():
+    for family, names in by_family(recipe_names(RECIPES, *BY_TASK)).items():
         lines += filled(family, names)
     return "\n".join([*lines, "", "to begin with: embodied train recipe=pointmass_ppo"])
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from embodied.config.key_tree import Section, leaves
-from embodied.config.recipe_files import RECIPES, by_family, recipe_names
+from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
 from embodied.config.suggestions import USUAL, as_word, hint
 from embodied.config.yaml_values import write_yaml
 
@@ -77,7 +77,7 @@ def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
 def recipe_lines() -> list[str]:
     """The recipes by family, and how one is named."""
     lines = wrapped("recipe", "a name of these, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml")
-    for family, names in by_family(recipe_names(RECIPES)).items():
+    for family, names in by_family(recipe_names(RECIPES, *BY_TASK)).items():
         lines += wrapped(f"  {family}", ", ".join(names))
     return lines
 
