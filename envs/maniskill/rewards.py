@@ -46,7 +46,7 @@ def check_reward(config: ManiSkillConfig) -> None:
 
 def catalogued(task: str, spec: Any) -> CataloguedTask:
     """What `embodied.list tasks` says of a task that ManiSkill registered so."""
-    rewards = [mode for mode in reward_modes(spec.cls) if mode in REWARD_MODES]
+    rewards = [mode for mode in reward_modes(class_of(task)) if mode in REWARD_MODES]
     limit = f"{spec.max_episode_steps} steps" if spec.max_episode_steps else "no step limit"
     way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
     missing = {asset: source_of(asset) for asset in missing_assets(task)}

@@ -33,6 +33,13 @@ def test_the_arm_gets_the_control_it_has():
     assert config(task="PushCube-v1").control_mode == "pd_joint_delta_pos"
 
 
+def test_the_list_of_tasks_knows_the_rewards_of_our_twins():
+    from embodied.envs.maniskill.rewards import catalogued
+    from embodied.envs.maniskill.tasks import find_task
+
+    assert [catalogued(task, find_task(task))["problem"] for task in TWINS] == [""] * len(TWINS)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
