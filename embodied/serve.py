@@ -22,6 +22,7 @@ from embodied.config.merge import COMMAND_LINE, Tree
 from embodied.config.mistakes import config_error, explain
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies.config import POLICY_CONFIGS
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.policy_folder import published_family
 from embodied.run import launch
@@ -185,10 +186,9 @@ async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int],
 def find_language(checkpoint: str) -> PolicySource | None:
     """The language model that is to be served; None where it is a policy of actions."""
     here = folder_of(checkpoint)
-    if (family := published_family(here)) == "language":
-        return PolicySource(
-            here.resolve().name, LanguageConfig(name="language", pretrained=str(here)), folder=here.resolve()
-        )
+    family = published_family(here)
+    if family and (options := POLICY_CONFIGS.get(family)) and options.speaks:
+        return PolicySource(here.resolve().name, options(name=family, pretrained=str(here)), folder=here.resolve())
     if family or not (source := find(checkpoint)).config.speaks:
         return None
     return source

@@ -23,6 +23,9 @@ class CommonEnvConfig(Strict):
     needs: ClassVar[Requirement] = Requirement()
     """What has to be installed for it."""
 
+    task_base: ClassVar[str] = ""
+    """The simulator's class whose subclasses are its tasks, where a user's may be: env.task=my_pkg.my_module:MyTask."""
+
     shaped: ClassVar[str] = ""
     """The `reward_mode` to try in place of one that pays for success alone; empty where none is set."""
 

@@ -72,4 +72,5 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
     kind: model for kind, model in variants(EnvConfig).items() if kind != "external"
 }
 NAMED = {kind: model for kind, model in ENV_CONFIGS.items() if issubclass(model, NamedWithKind)}  # env.name=KIND:NAME
-SIMULATORS = ("maniskill", "libero", "robosuite")  # whose tasks can be the user's own: env.task=my_pkg.my_module:MyTask
+SIMULATORS = {model.task_base: kind for kind, model in ENV_CONFIGS.items() if model.task_base}
+"""Those whose tasks can be the user's own, by the class that these derive from."""

@@ -30,11 +30,6 @@ if TYPE_CHECKING:
     from embodied.envs.vector_env import VectorEnv
 
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-BASES = {  # whose subclasses are tasks -> env.name of what runs them
-    "mani_skill.envs.sapien_env.BaseEnv": "maniskill",
-    "libero.libero.envs.bddl_base_domain.BDDLBaseDomain": "libero",
-    "robosuite.environments.base.MujocoEnv": "robosuite",
-}
 
 
 def prepare_libero() -> None:
@@ -107,8 +102,8 @@ def registered_with_libero(module: ModuleType, name: str) -> type | None:
 
 def simulator_of(found: Any) -> str | None:
     """The `env.name` that runs this class as a task; None if it is not a simulator's task."""
-    bases = found.__mro__ if inspect.isclass(found) else ()
-    return next((BASES[name] for base in bases if (name := f"{base.__module__}.{base.__qualname__}") in BASES), None)
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in (found.__mro__ if inspect.isclass(found) else ())]
+    return next((SIMULATORS[base] for base in bases if base in SIMULATORS), None)
 
 
 def as_a_task(name: Any) -> str | None:
@@ -145,7 +140,7 @@ def tasks_in(module: ModuleType, simulator: str) -> dict[str, type]:
 def own_modules(env: Any) -> list[str]:
     """All modules of the user's that this env section names, for machines that have to be sent them."""
     tasks = [env.task] if isinstance(env.task, str) else list(env.task)
-    named = tasks if env.name in SIMULATORS else []
+    named = tasks if env.name in SIMULATORS.values() else []
     named += [where for where in (env.name, env.reward) if names_a_class(where)]
     return list(dict.fromkeys([*env.modules, *(where.partition(":")[0] for where in named if is_own(where))]))
 

