@@ -251,7 +251,7 @@ def runnable(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The recipe under this placement and schedule."""
     keys = ("stages", "granularity", "schedule", "async_level")
-    changed = config.with_pipeline(**{key: expected[key] for key in keys})
+    changed = config.with_values("pipeline", **{key: expected[key] for key in keys})
     changed = changed.model_copy(update={"placement": expected["placement"]})
     shares = (config.env.num_envs, expected["stages"])
     shared = speaks(env_class(config.env))

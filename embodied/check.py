@@ -29,7 +29,7 @@ def start(argv: list[str]) -> int:
         return 0
     kind = env_class(loaded.config.env)
     for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
-        check(loaded.config.model_copy(update={"env": loaded.config.env.model_copy(update={"task": task})}))
+        check(loaded.config.with_values("env", task=task))
     return 0
 
 

@@ -78,7 +78,7 @@ def demonstrated(loaded: Loaded) -> Loaded:
     else:
         launch.say(f"demonstrations  sft.data names none: {config.collect.episodes} episodes of the expert first")
         collect(loaded, out, None)
-    return replace(loaded, config=config.model_copy(update={"sft": config.sft.model_copy(update={"data": out})}))
+    return replace(loaded, config=config.with_values("sft", data=out))
 
 
 def check_whole(out: Path) -> None:

@@ -144,8 +144,7 @@ def one_env_each(config: RunConfig) -> list[RunConfig]:
     tasks = kind.tasks(config.env)
     if kind.mixes_tasks or len(tasks) == 1:
         return [config]
-    envs = [config.env.model_copy(update={"task": task}) for task in dict.fromkeys(tasks)]
-    return [config.model_copy(update={"env": env}) for env in envs]
+    return [config.with_values("env", task=task) for task in dict.fromkeys(tasks)]
 
 
 # What is said and opened before episodes are played

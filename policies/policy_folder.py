@@ -23,6 +23,15 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 VALUES = "values"
+OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
+TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (
+    TOKENIZER,
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 
 
 def read_description(folder: Path) -> tuple[Any, EnvSpec]:

@@ -308,7 +308,7 @@ def test_every_iteration_that_is_timed_does_the_same_work():
 
 
 def test_whole_episodes_that_would_take_too_long_become_fewer_and_then_shorter():
-    config = timed_run.with_algo(load([*GROUPED]).config, groups=8)
+    config = load([*GROUPED]).config.with_values("algo", groups=8)
     short, length = timed_run.fewer_episodes(config, 0.25, 8)
     assert (short.algo.groups, length) == (2, 8)
     short, length = timed_run.fewer_episodes(config, 0.0625, 8)  # half a group: four episodes of half the length

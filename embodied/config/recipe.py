@@ -83,9 +83,9 @@ class RunConfig(Strict):
         """Env rows that a policy worker answers at once, at most; 1: one request after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
 
-    def with_pipeline(self, **changes: Any) -> RunConfig:
-        """The same with other values in that section, which fit."""
-        return self.model_copy(update={"pipeline": self.pipeline.model_copy(update=changes)})
+    def with_values(self, section: str, **changes: Any) -> RunConfig:
+        """The same with other values in a section, which fit."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
 
     # What must fit together
 

@@ -36,7 +36,6 @@ from embodied.profiling.stored_profiles import (
     processor,
     profile_path,
     repeated,
-    without_limit,
 )
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate, check_program
 from embodied.run import devices, launch
@@ -92,7 +91,7 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> int:
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
     """Probe the parts, then calibrate with short real runs of the program, which also show what other roles cost."""
     roles = roles_of(program.roles)
-    config = in_turns(without_limit(repeated(config)))
+    config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # whatever the parts need
     clock = Clock(seconds)
     there = devices.machines(config)
     counts, nodes = device_counts(there), len(there.nodes)
@@ -283,7 +282,7 @@ def beside(config: RunConfig, hosts: list[PlannedHost]) -> RunConfig:
     """The recipe with plain processes where all are on this machine."""
     if any(host.node for host in hosts):
         return config
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": "local"})})
+    return config.with_values("cluster", backend="local")
 
 
 def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:

@@ -41,21 +41,16 @@ AMOUNTS = {
 PAYS = 0.05  # of an iteration; a gain below that may be an error of the prices
 
 
-def without_limit(config: RunConfig) -> RunConfig:
-    """The recipe without a limit of memory, for measuring what its parts cost."""
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"memory_gb": None})})
-
-
 def in_turns(config: RunConfig) -> RunConfig:
     """The recipe with rollouts and updates one after the other, as its parts are measured."""
-    return config.with_pipeline(schedule="sync", async_level=1)
+    return config.with_values("pipeline", schedule="sync", async_level=1)
 
 
 def repeated(config: RunConfig) -> RunConfig:
     """The recipe with the same work in every iteration: groups are played once, and learned from; the learning rate is
     zero, since a robot that learns to touch things gives its simulator more to do."""
     same = {"lr": 0.0, "value_lr": 0.0} if config.algo.name == "ppo" else {"lr": 0.0, "filter": "none"}
-    return config.model_copy(update={"algo": config.algo.model_copy(update=same)})
+    return config.with_values("algo", **same)
 
 
 def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequence[PlacedRole] = EMBODIED) -> Dataflow:
@@ -251,7 +246,7 @@ def plan_from_profile(
     plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages, roles=roles)
     pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
     reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"), schedule)
-    config = config.with_pipeline(stages=best.layout.stages, granularity=pieces, schedule=schedule)
+    config = config.with_values("pipeline", stages=best.layout.stages, granularity=pieces, schedule=schedule)
     return config, replace(plan, mode="auto", reason=reason)
 
 

@@ -340,17 +340,13 @@ def shortened(
     decisions = profile.dataflow["sim"].calls
     if not config.algo.whole_episodes:
         kept = max(min(FEWEST_DECISIONS, decisions), int(share * decisions))
-        short, length = with_algo(config, rollout_decisions=kept), 1
+        short, length = config.with_values("algo", rollout_decisions=kept), 1
     else:
         short, length = fewer_episodes(config, share, profile.made["episode_decisions"])
     kept = dataflow_of(short, length, roles)["sim"].calls / decisions
     minibatch = config.algo.minibatch_size
-    short = with_algo(short, minibatch_size=minibatch and max(1, round(kept * minibatch)), epochs=1)
+    short = short.with_values("algo", minibatch_size=minibatch and max(1, round(kept * minibatch)), epochs=1)
     return short, replace(profile, dataflow=dataflow_of(short, length, roles))
-
-
-def with_algo(config: RunConfig, **changes: Any) -> RunConfig:
-    return config.model_copy(update={"algo": config.algo.model_copy(update=changes)})
 
 
 def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunConfig, int]:
@@ -359,9 +355,9 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
     fewest = min(-(-config.env.num_envs // algo.group_size), algo.groups)
     groups = max(fewest, int(share * algo.groups))
     cut = max(min(FEWEST_DECISIONS, length), min(length, int(length * share * algo.groups / groups)))
-    steps = cut * config.policy.chunk
-    env = config.env if cut == length else config.env.model_copy(update={"max_episode_steps": steps})
-    return with_algo(config, groups=groups).model_copy(update={"env": env}), cut
+    if cut < length:
+        config = config.with_values("env", max_episode_steps=cut * config.policy.chunk)
+    return config.with_values("algo", groups=groups), cut
 
 
 def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type) -> RunTimings:

@@ -154,4 +154,4 @@ def stored(run: Path) -> dict[str, Any]:
 
 def starting_from(config: RunConfig, folder: Path) -> RunConfig:
     """The same with this folder's policy as the start, which resuming needs to know."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"start_from": folder.absolute()})})
+    return config.with_values("run", start_from=folder.absolute())

@@ -155,8 +155,7 @@ def planned(
     plan = plan if learn else plan.only("sim", "policy")
     replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
     if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
-        whole = config.learner.model_copy(update={"shard": False})
-        check_memory(config.model_copy(update={"learner": whole}), plan, there, learn, replan)
+        check_memory(config.with_values("learner", shard=False), plan, there, learn, replan)
     if learn:
         check_learners(config, plan, there, roles)
     if not is_large(config):
@@ -270,7 +269,7 @@ def placed(
         if path:
             return plan_from_profile(config, machines, path, roles)
     if config.pipeline.schedule == "auto":
-        config = config.with_pipeline(schedule="sync")
+        config = config.with_values("pipeline", schedule="sync")
     kind, env = env_class(config.env), config.env
     plan = make_plan(
         config.placement,
@@ -298,7 +297,7 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
         raise ConfigError(
             f"cluster.backend={backend} keeps to one machine, and here are several; try cluster.backend=auto"
         )
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"backend": backend})})
+    return config.with_values("cluster", backend=backend)
 
 
 # What a command says before it begins

@@ -13,14 +13,13 @@ import threading
 import time
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import replace_text
 from embodied.reporting.progress import RunLog, now
 from embodied.run.checkpoints import name_of, read_json
+from embodied.system.machine import version_of
 
 DRIVER = "driver"
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")
@@ -168,17 +167,9 @@ def provenance() -> dict:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)),
-        "packages": {name: version for name in PACKAGES if (version := installed(name))},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name))},
         "time": time.time(),
     }
-
-
-@cache
-def installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def commit() -> str | None:

@@ -25,22 +25,11 @@ from transformers.initialization import no_init_weights
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.language.tokenizer import ConversationTokenizer
-from embodied.policies.policy_folder import CONFIG, copy_files, read_blobs, read_json
+from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
 from embodied.runtime.tensor_bytes import Blob
 
-OURS = ("policy", "env_spec", "base", "base_names")
 GENERATION = "generation_config.json"
-COMPANIONS = (
-    GENERATION,
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.*",
-)
+COMPANIONS = (GENERATION, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
 BUILDING = threading.Lock()  # transformers replaces functions of torch meanwhile, for all threads of the process
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no weights, in older files
 

@@ -34,11 +34,6 @@ class Packed:
     takes: np.ndarray  # int64 [M]
     scored: np.ndarray  # int64 [M]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that go through the network, without padding."""
-        return int((self.blocks >= 0).sum())
-
 
 @dataclass(frozen=True)
 class PromptBlock:

@@ -16,27 +16,16 @@ from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.action_stats import RANGES
 from embodied.policies.openvla.components import component_weights, find_components
 from embodied.policies.openvla.settings import OpenVLASettings, settings_of
-from embodied.policies.policy_folder import CONFIG, copy_files, read_blobs, read_json
+from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
 from embodied.policies.vla.lora import ADAPTER_CONFIG
 from embodied.policies.vla.shards import write_shards, write_tensors
-from embodied.policies.vla.vla_tokenizer import TOKENIZER
 from embodied.runtime.tensor_bytes import Blob, blob_of
 
 OFT = "openvla_oft"
-OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 STATISTICS = "dataset_statistics.json"
 PREPROCESSOR = "preprocessor_config.json"
 # Files beside the weights that travel along unchanged
-COMPANIONS = (
-    "generation_config.json",
-    PREPROCESSOR,
-    "special_tokens_map.json",
-    STATISTICS,
-    "added_tokens.json",
-    TOKENIZER,
-    "tokenizer.model",
-    "tokenizer_config.json",
-)
+COMPANIONS = ("generation_config.json", PREPROCESSOR, STATISTICS, *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)

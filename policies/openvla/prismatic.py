@@ -21,7 +21,7 @@ from embodied.policies.openvla.config import PrismaticConfig
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, unwrapped, write_published
 from embodied.policies.openvla.llama import LanguageModel
 from embodied.policies.openvla.settings import PRESETS, settings_of
-from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaWords, prompt, template_of, tokenizer_of
+from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaTokenizer, LlamaWords, prompt, template_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.policy_folder import copy_files, read_blobs
 from embodied.policies.vla.compiling import for_acting
@@ -30,7 +30,7 @@ from embodied.policies.vla.layers import smooth_filters, with_adapter
 from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
 from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
-from embodied.policies.vla.vla_tokenizer import Tokenizer, align
+from embodied.policies.vla.vla_tokenizer import align
 from embodied.runtime.tensor_bytes import Blob
 
 VALUE = "value_head."
@@ -41,6 +41,7 @@ class PrismaticPolicy(VLAPolicy):
     """A family says how actions are read from the language model: `act`, `value`, `forward`."""
 
     own_scales = (RANGES,)
+    tokenizers = (LlamaTokenizer, LlamaWords)
     extras: tuple[str, ...] = (VALUE, RANGES, KEYFRAMES)  # beginnings of names that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
@@ -86,13 +87,9 @@ class PrismaticPolicy(VLAPolicy):
 
     @classmethod
     def for_memory_estimate(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
-        words = {"choose_tokenizer": lambda self: LlamaWords(self.settings)}
         config = as_adapted(config, Path(config.lora_path)) if config.lora_path else config
         without = config.model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})
-        return type(cls.__name__, (cls,), words)(without, spec)
-
-    def choose_tokenizer(self) -> Tokenizer:
-        return tokenizer_of(self.origin, self.settings)
+        return type(cls.__name__, (cls,), {"hashes_words": True})(without, spec)
 
     def check_env(self) -> None:
         super().check_env()

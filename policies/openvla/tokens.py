@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.openvla.settings import OpenVLASettings
-from embodied.policies.vla.vla_tokenizer import Tokenizer, fast_tokenizer, hashed_words
+from embodied.policies.vla.vla_tokenizer import fast_tokenizer, hashed_words
 
 BOS, STOP = 1, 2
 SPACE = 29871  # Llama's "▁", which every published model has seen in front of the first action token
@@ -67,11 +67,6 @@ class LlamaWords:
 
     def encode(self, text: str) -> list[int]:
         return [BOS, *(3 + number for number in hashed_words(text, self.words))]
-
-
-def tokenizer_of(folder: Path | None, settings: OpenVLASettings) -> Tokenizer:
-    """The tokenizer of a published folder, or that of a small model."""
-    return LlamaWords(settings) if settings.tokenizer == "words" else LlamaTokenizer(folder)
 
 
 class ActionTokens:

@@ -18,19 +18,16 @@ from embodied.core.errors import CheckpointError
 from embodied.policies.pi0.inputs import NORM_STATS, Figures, read_figures
 from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.settings import Pi0Settings, settings_of
-from embodied.policies.policy_folder import CONFIG, copy_files, read_blobs, read_json
-from embodied.policies.vla.vla_tokenizer import TOKENIZER
+from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of, write_safetensors
 
 MODEL = "model."  # what our names, and lerobot's, begin with
 SCALED = "action_scale.scale"  # a folder of ours has the figures among its weights
 UNUSED = "unused.safetensors"
 LAYOUT = "published_weights"  # in our config.json: the names and precisions of the folder that the weights came from
-OURS = (LAYOUT, "policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 TIED = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
-COMPANIONS = (TOKENIZER, "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "policy_*.json")
-FIGURES = ("policy_*.safetensors", NORM_STATS, f"assets/**/{NORM_STATS}")
+COMPANIONS = (*TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", NORM_STATS, f"assets/**/{NORM_STATS}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def read_published(path: Path | str, kind: str) -> PublishedPi0:
         layout = layout or {}  # of what began with fresh weights
         unused = read_unused(path, config.get("base"), kind)
         weights, names = dict(stored), {name: name for name in stored}
-    config = {key: value for key, value in config.items() if key not in OURS}
+    config = {key: value for key, value in config.items() if key not in (LAYOUT, *OURS)}
     settings = settings_of(config, layout or stored, str(path / CONFIG))
     if settings.kind != kind:
         raise CheckpointError(f"{path} holds a {settings.kind}, not a {kind}: policy.name={settings.kind}")
@@ -103,7 +100,7 @@ def write_back(path: Path, source: PublishedPi0, own: dict[str, Tensor]) -> dict
     """Write the files that belong to the weights; -> the weights under published names, in the precision they had."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(source.settings.published, indent=2) + "\n", encoding="utf-8")
-    copy_files(source.path, path, (*COMPANIONS, *FIGURES))
+    copy_files(source.path, path, COMPANIONS)
     weights = {name: tensor_of(blob) for name, blob in source.unused.items()}
     weights |= {name: own[own_name(name)] for name in source.layout if name not in weights}
     return {name: weights[name].to(getattr(torch, dtype)) for name, dtype in source.layout.items()}
@@ -111,7 +108,7 @@ def write_back(path: Path, source: PublishedPi0, own: dict[str, Tensor]) -> dict
 
 def save_beside(path: Path, source: PublishedPi0, whole: bool) -> None:
     """Write what a checkpoint needs besides config.json and weights, `whole` or only those that are trained."""
-    copy_files(source.path, path, (*COMPANIONS, *FIGURES))
+    copy_files(source.path, path, COMPANIONS)
     if whole and source.unused and source.path.resolve() != path.resolve():
         specs = {name: blob.spec for name, blob in source.unused.items()}
         write_safetensors(path / UNUSED, specs, source.unused.items())

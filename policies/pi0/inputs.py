@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.pi0.settings import MEAN_STD, Pi0Settings
-from embodied.policies.policy_folder import read_json
+from embodied.policies.policy_folder import TOKENIZER, read_json
 from embodied.policies.vla.image_processor import resize
 from embodied.policies.vla.statistics import choose_key
-from embodied.policies.vla.vla_tokenizer import TOKENIZER, Tokenizer, fast_tokenizer, hashed_words
+from embodied.policies.vla.vla_tokenizer import fast_tokenizer, hashed_words
 from embodied.runtime.tensor_bytes import array_of, read_safetensors
 
 BOS = 2
@@ -141,11 +141,6 @@ class GemmaWords:
         if word.lstrip("-").isdecimal() and -1 <= int(word) < 256:
             return 4 + int(word)
         return 260 + (hashed_words(word, self.words) or [0])[0]
-
-
-def tokenizer_of(folder: Path | None, settings: Pi0Settings) -> Tokenizer:
-    """The tokenizer of a published folder, or that of a small model."""
-    return GemmaWords(settings) if settings.tokenizer == "words" else GemmaTokenizer(folder)
 
 
 def padded(sequences: list[list[int]], most: int, least: int = 0) -> tuple[np.ndarray, np.ndarray]:

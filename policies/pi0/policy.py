@@ -25,6 +25,7 @@ from embodied.policies.pi0.config import Pi0Config
 from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_published, save_beside, write_back
 from embodied.policies.pi0.inputs import (
     DRAWS,
+    GemmaTokenizer,
     GemmaWords,
     Scale,
     augmented,
@@ -34,7 +35,6 @@ from embodied.policies.pi0.inputs import (
     pixels_of,
     prompt,
     resize_with_pad,
-    tokenizer_of,
     width_of,
 )
 from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half, start
@@ -44,7 +44,6 @@ from embodied.policies.vla.lora import add_lora, is_adapter
 from embodied.policies.vla.policy import VLAPolicy
 from embodied.policies.vla.shards import write_shards
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
-from embodied.policies.vla.vla_tokenizer import Tokenizer
 from embodied.runtime.tensor_bytes import Blob
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -56,6 +55,7 @@ SCALES = ("action_scale.", "state_scale.")
 
 class Pi0Policy(VLAPolicy):
     own_scales = SCALES
+    tokenizers = (GemmaTokenizer, GemmaWords)
 
     def __init__(self, config: Pi0Config, spec: EnvSpec) -> None:
         super().__init__(config, spec)
@@ -112,9 +112,6 @@ class Pi0Policy(VLAPolicy):
     @classmethod
     def for_memory_estimate(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
         return CountedPi0(config.model_copy(update={"pretrained": None, "statistics": None}), spec)
-
-    def choose_tokenizer(self) -> Tokenizer:
-        return tokenizer_of(self.source and self.source.path, self.settings)
 
     def read_stored(self) -> dict[str, Blob]:
         stored = self.source.weights if self.source else {}
@@ -388,8 +385,7 @@ def lerobots_own(published: dict[str, Any]) -> dict[str, Any]:
 class CountedPi0(Pi0Policy):
     """A Pi0 without files, whose memory is counted on shapes alone."""
 
-    def choose_tokenizer(self) -> Tokenizer:
-        return GemmaWords(self.settings)
+    hashes_words = True
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Scores of a chain of the right shape."""

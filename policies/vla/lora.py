@@ -8,6 +8,7 @@ trained is shared by all copies of a policy, such as the reference of a KL term.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,8 @@ def as_adapted(config: Any, folder: Path) -> Any:
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or alpha <= 0:
         raise CheckpointError(f"{damaged} its rank r is {rank!r} and its lora_alpha {alpha!r}")
     if isinstance(targets, str) or found.get("layers_to_transform") or found.get("exclude_modules"):
-        targets = sorted({layer for layer, _ in map(split, weights_in(folder)) if layer})  # by a pattern of peft's
+        names = map(own_name, weights_in(folder))  # chosen by a pattern of peft's
+        targets = sorted({name.removesuffix(DOWN) for name in names if name.endswith(DOWN)})
     if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(
             f"{damaged} target_modules is {targets!r}, not the names of layers; save it with peft again"
@@ -213,17 +215,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> dict[str, Blob]:
     """Adapters by our names, which must be `wanted`; `stored` are the weights of the model that they are for."""
-    found, more = {}, {}
-    for name, blob in weights_in(folder).items():
-        layer, end = split(name)
-        if layer:
-            found[f"{layer}.{end.replace('.', f'.{ADAPTER}.')}"] = blob
-        else:
-            more[name.removeprefix(WRAPPED)] = blob
+    named = {own_name(name): blob for name, blob in weights_in(folder).items()}
+    found = {name: named.pop(name) for name in [*named] if is_adapter(name)}
     if odd := sorted(found.keys() ^ wanted):
         where = "the policy has no such adapter" if odd[0] in found else "the folder lacks it"
         raise CheckpointError(f"{folder} does not fit this policy: {odd[0].replace(f'.{ADAPTER}.', '.')}: {where}")
-    for name, blob in more.items():  # peft saves words' weights beside their adapters, as they were
+    for name, blob in named.items():  # peft saves words' weights beside their adapters, as they were
         there, tensor = stored.get(own_layer(name)), tensor_of(blob)
         if there is None or not torch.equal(tensor, tensor_of(there).to(tensor.dtype)):
             raise CheckpointError(f"{folder} changes {own_layer(name)}, which is not an adapter; merge it with peft")
@@ -238,7 +235,6 @@ def weights_in(folder: Path) -> dict[str, Blob]:
     return read_safetensors(folder / ADAPTER_WEIGHTS)
 
 
-def split(name: str) -> tuple[str, str]:
-    """The layer that an adapter's tensor is of, and what of it; no layer where it is not an adapter's."""
-    layer, found, part = name.removeprefix(WRAPPED).partition(".lora_")
-    return (layer, f"lora_{part}") if found and part in ("A.weight", "B.weight") else ("", "")
+def own_name(saved: str) -> str:
+    """Our name of a weight, of that in peft's files, which leave out which adapter it is of."""
+    return re.sub(r"\.(lora_[AB])\.weight$", rf".\1.{ADAPTER}.weight", saved.removeprefix(WRAPPED))

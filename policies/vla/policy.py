@@ -6,6 +6,7 @@ tokens where the robot will be when its gripper opens or closes next, and at the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import Observation
 from embodied.policies.published import PublishedPolicy
+from embodied.policies.vla.vla_tokenizer import Tokenizer
 
 KEYFRAMES = "keyframe_head."
 AHEAD = 2  # the next keyframe and the end
@@ -27,6 +29,13 @@ class VLAPolicy(PublishedPolicy):
 
     any_image_size = True
     value_names = ("value_head.",)
+    tokenizers: tuple[Callable[..., Tokenizer], Callable[..., Tokenizer]]  # of a published folder; of a small model
+    hashes_words = False  # as a small model's tokenizer does, whatever the size
+
+    def choose_tokenizer(self) -> Tokenizer:
+        of_folder, of_words = self.tokenizers
+        small = self.hashes_words or self.settings.tokenizer == "words"
+        return of_words(self.settings) if small else of_folder(self.origin)
 
     def vision_encoder(self) -> nn.Module:
         """The module that returns image tokens, those of a row's cameras one after the other."""

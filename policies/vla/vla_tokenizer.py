@@ -9,8 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from embodied.core.errors import CheckpointError, ConfigError
-
-TOKENIZER = "tokenizer.json"
+from embodied.policies.policy_folder import TOKENIZER
 
 
 class Tokenizer(Protocol):
