@@ -10,7 +10,7 @@ import pytest
 
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
-from embodied.envs import env_class, make_env
+from embodied.envs import env_class, make_env, plugin
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.env_checker import check_vector_env
 from embodied.envs.maniskill import tasks
@@ -312,7 +312,7 @@ def test_envs_in_threads_draw_as_they_do_alone():
 
 
 def test_tasks_are_listed_with_their_limit_rewards_and_what_they_lack():
-    listed = env_class({"name": "maniskill"}).catalogued()
+    listed = plugin("maniskill").catalogued()
     assert listed["PushCube-v1"] == {"about": "50 steps", "problem": "", "missing": {}}
     assert listed["DrawTriangle-v1"]["about"] == "300 steps, with env.reward_mode=sparse"
     assert listed["Empty-v1"]["problem"] == "it has no reward"
