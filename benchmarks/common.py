@@ -97,7 +97,7 @@ def machine() -> dict:
 
 
 def environment() -> dict[str, str]:
-    """For every process of a benchmark: a Vulkan driver, and one thread unless its own program says otherwise."""
+    """The environment of every process of a benchmark: a Vulkan driver, and one thread unless it sets more."""
     from embodied.system.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
@@ -131,13 +131,13 @@ def measure(
 
 
 def children_cpu_s() -> float:
-    """Of the children that have ended, and of theirs that they waited for."""
+    """CPU seconds of the children that have ended, and of theirs that they waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def process_cpu_s(pid: int) -> float:
-    """Of a running process and all its threads."""
+    """CPU seconds of a running process and all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 

@@ -55,7 +55,7 @@ def cost(work) -> tuple[float, float]:
 
 
 def cpu_s() -> float:
-    """Of this process and of those it has waited for."""
+    """CPU seconds of this process and of those it has waited for."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system
 
@@ -90,13 +90,13 @@ def replay(env, asked: list[tuple[str, Any]]) -> None:
 
 
 def draw(env, frames: int) -> None:
-    """As many frames as an evaluation films, of one row."""
+    """Renders as many frames as an evaluation records, of one row."""
     for _ in range(frames):
         env.render_rows(np.array([0]))
 
 
 def bare_stepping(env, episodes: int) -> None:
-    """As many episodes as an evaluation plays, with random actions."""
+    """Plays as many episodes as an evaluation does, with random actions."""
     rng = np.random.default_rng(0)
     size = (env.num_envs, 1, env.env_spec.action.dim)
     env.reset(seed=0)
@@ -111,7 +111,7 @@ def bare_stepping(env, episodes: int) -> None:
 
 
 def slope(megabytes: list[float], episodes: int) -> float:
-    """Of memory, in MB per 100 episodes, once warm."""
+    """Growth of memory in MB per 100 episodes, once warm."""
     warm = megabytes[WARM_UP:]
     return float(np.polyfit(np.arange(len(warm)) * episodes / 100, warm, 1)[0])
 

@@ -74,7 +74,7 @@ def by_mode(found: Rows, phases: Iterable[str], dies: Callable[[str], Iterable[s
 
 
 def kills() -> str:
-    """Of processes that are started again."""
+    """The table of processes that are started again."""
     struck = [row for row in rows() if not row["inside"] and row["recipe"] != SIMULATOR and row["wanted"] == RECOVERED]
     return f"{by_mode(struck, PHASES, lambda mode: HOSTS[mode][0])}\n\n{total(struck)}"
 
@@ -85,7 +85,7 @@ def simulator_kills() -> str:
 
 
 def schedule_kills() -> str:
-    """Of any process, where learners work beside the others."""
+    """The table of any process, where learners work beside the others."""
     struck = [row for row in all_rows() if row.get("schedule", SYNC) != SYNC]
     cells = [(schedule, recipe) for schedule, recipes in SCHEDULES.items() for recipe in recipes]
     table = []
@@ -102,7 +102,7 @@ def schedule_kills() -> str:
 
 
 def ends() -> str:
-    """Of processes that take the run along."""
+    """The table of processes whose death ends the run."""
     struck = [row for row in rows() if not row["inside"] and row["recipe"] != SIMULATOR and row["wanted"] == TOLD]
     killed = [row for row in struck if row["fault"] == "sigkill"]
     learners = [row for row in killed if "learner" in row["victim"]]
@@ -118,7 +118,7 @@ def ends() -> str:
 
 
 def faults() -> str:
-    """Of code that goes wrong inside a worker."""
+    """The table of code that goes wrong inside a worker."""
     found = [row for row in rows() if row["inside"] and row["wanted"] == RECOVERED]
     cells = [(victim, backend) for victim in ("sim", "policy") for backend in ("local", "ray")]
     header = ["what goes wrong", *(f"in a {victim} worker, `{backend}`" for victim, backend in cells)]

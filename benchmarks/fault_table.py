@@ -209,7 +209,7 @@ def the_end(run: StruckRun, case: Case) -> Outcome:
 
 
 def at_the_start(run: StruckRun, case: Case) -> tuple[float, str]:
-    """While it is constructed."""
+    """Strikes a worker while it is constructed."""
     role = "learner" if "learner" in case.victim else case.victim.partition("+")[0]
     recovering, ending = HOSTS[case.mode]
     host = next(f"{roles}-0" for roles in (*recovering, ending) if role in roles.split("+"))

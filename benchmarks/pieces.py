@@ -54,7 +54,7 @@ def compare(rounds: dict[str, list[Round]], what: str) -> tuple[float, float, fl
 
 
 def parser_of(text: str) -> argparse.ArgumentParser:
-    """Of a benchmark of iterations of a recipe in turns."""
+    """The arguments of a benchmark of iterations of a recipe in turns."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("more", nargs="*", help="key=value of the recipe")

@@ -136,7 +136,7 @@ def main(settings: dict) -> dict:
         eval_envs.training, eval_envs.obs_rms = False, trained.obs_rms
 
     def evaluate() -> None:
-        """Between iterations, outside both phases."""
+        """Does nothing: between iterations, outside both phases."""
         if len(model.update_s) % evaluation["every"]:
             return
         rate = success_once(model, eval_envs, evaluation["episodes"], evaluation["seed"])

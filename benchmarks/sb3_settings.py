@@ -27,7 +27,7 @@ def items(config: dict) -> int:
 
 
 def gradient_steps(config: dict) -> int:
-    """In one iteration; the last minibatch of an epoch may be smaller."""
+    """Gradient steps in one iteration; the last minibatch of an epoch may be smaller."""
     return config["algo"]["epochs"] * -(-items(config) // config["algo"]["minibatch_size"])
 
 

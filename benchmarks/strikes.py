@@ -72,7 +72,7 @@ class StruckRun:
         return self.relative("\n".join(line.text for line in self.lines))
 
     def relative(self, said: str) -> str:
-        """Without the folder of this run, which says nothing to whoever reads it elsewhere."""
+        """The text without the folder of this run, which says nothing elsewhere."""
         return said.replace(f"{self.folder}/", "")
 
     def iteration(self) -> int:
@@ -104,7 +104,7 @@ class StruckRun:
         return named[turn % len(named)]
 
     def wait(self, what: str, done: Callable[[], object], seconds: float) -> object:
-        """Until `done` returns something."""
+        """Wait until `done` returns something."""
         until = time.monotonic() + seconds
         while not (found := done()):
             if self.process.poll() is not None:

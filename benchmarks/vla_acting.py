@@ -141,7 +141,7 @@ def reference_of(policy) -> Callable:
 
 
 def published_prefix(policy, obs) -> tuple:
-    """With what the published code computes beside, and does not use: the last block of both towers."""
+    """The prefix, with what the published code computes beside and does not use: the last block of both towers."""
     settings = policy.settings
     for tower, sizes in zip(policy.vision_backbone.towers(), settings.towers, strict=True):
         tower.blocks[-1](torch.zeros(1, sizes.prefix + settings.patches, sizes.dim))

@@ -97,7 +97,7 @@ class EnvCapabilities:
 
     @classmethod
     def explained(cls, config: Any) -> AbstractContextManager[None]:
-        """Around building and stepping: mistakes in the code of a user's task become one line."""
+        """Turns mistakes in the code of a user's task into one line, around building and stepping."""
         return nullcontext()
 
     @classmethod

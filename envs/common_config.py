@@ -90,7 +90,7 @@ class NamedWithKind(CommonEnvConfig):
     """Envs whose name is KIND:NAME: the task is NAME, unless results are to call it something else."""
 
     written: ClassVar[str]
-    """How `env.name` says it, for messages."""
+    """The task as `env.name` gives it, for messages."""
 
     @model_validator(mode="before")
     @classmethod

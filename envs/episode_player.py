@@ -228,7 +228,7 @@ class Stage(EpisodePlayer):
         self.begin(rows, [episodes[index] for index in next_index], self._head_start())
 
     def _head_start(self) -> np.ndarray:
-        """How much of the step limit counts as used: with `env.stagger` a part of every env's first episode."""
+        """The part of the step limit that counts as used: with `env.stagger` a part of every env's first episode."""
         first = (self.rows.started == 0) & self.env.config.stagger
         return first * head_start(self.env_ids, self.env.env_spec.max_episode_steps)
 

@@ -36,7 +36,7 @@ class Recorder(Protocol):
         """These rows, a mask, have taken an env step."""
 
     def played(self, result: ChunkResult) -> None:
-        """What came of the decision."""
+        """The decision had this result."""
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
         """The episodes of these rows are over."""

@@ -90,7 +90,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         raise NotImplementedError
 
     def _observe(self) -> Observation:
-        """What all rows see now; images may be left to `_paint`."""
+        """The observations of all rows now; images may be left to `_paint`."""
         raise NotImplementedError
 
     def _paint(self, rows: np.ndarray) -> Images:
@@ -227,7 +227,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
     # How it is done.
 
     def _observation(self, rows: np.ndarray | None = None) -> Observation:
-        """What all rows see now; images are up to date for these rows (None: for all)."""
+        """The observations of all rows now; images are up to date for these rows (None: for all)."""
         obs = self._observe()
         if self.env_spec.images and "images" not in obs:
             obs["images"] = self._image_cache.images(rows)
@@ -318,7 +318,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         return {"success": self._success.copy()} if self.env_spec.has_success else {}
 
     def _check(self, obs: Observation, rows: np.ndarray) -> None:
-        """What these rows see is what the spec promises, in shape, and finite."""
+        """Refuse observations of these rows that are not finite or not what the spec promises, in shape."""
         if self.env_spec.state_dim is not None:
             self._check_shape("state", obs.get("state"), (self.env_spec.state_dim,))
         if self.env_spec.privileged_dim is not None:

@@ -17,7 +17,7 @@ from embodied.runtime import Channel, Worker, served_while_busy
 
 
 class EpisodeKeeper(Worker):
-    """What sim workers of every kind share: whole episodes are kept where they were played until wanted."""
+    """Keeps whole episodes where they were played until learners want them, for sim workers of every kind."""
 
     def __init__(
         self, config, stages: int = 1, journal: Channel | None = None, eval_config=None, eval_rows: int = 1

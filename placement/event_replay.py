@@ -122,7 +122,7 @@ class LayoutReplay:
         return end - start, self._arrivals(at, end) if self.dataflow.schedule == "periodic" else []
 
     def _arrivals(self, at: dict, end: float) -> list[float]:
-        """When each group is finished, of a rollout that ends then."""
+        """The times at which the groups of a rollout that ends then are finished."""
         asker = next(c for c in self.dataflow.components if c.splits)
         waves = num_waves(self.dataflow, asker.items)
         if waves == 1:
@@ -186,7 +186,7 @@ class LayoutReplay:
         return max(free.values())
 
     def _encode(self, name: str, at: dict, now: float, ready: list[list[float]]) -> float:
-        """When frozen parts have computed what has come, chunk by chunk."""
+        """The time at which frozen parts have computed what has come, chunk by chunk."""
         each = float(self.pricer.encoding_seconds(name, at)) / len(ready)
         for times in ready:
             begin = max([now, *times])

@@ -172,7 +172,7 @@ class Pricer:
         return max_of(*free)
 
     def _after_encoding(self, turn: NodeTurn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
-        """When frozen parts have computed all of their input: chunk by chunk, where that is made on other devices."""
+        """The time at which frozen parts have computed all input: chunk by chunk, where it is made on other devices."""
         for chunk in range(chunks):
             there = (ready[source][chunk] for source in turn.waits if source in ready)
             time = max_of(time, *there) + seconds / chunks

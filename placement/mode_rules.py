@@ -142,8 +142,8 @@ def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[st
         return overlap, f"with {overlap} learners work while the others do, on {kind} of their own"
     if networks == "gpu" and not gpu_sims:
         return "hybrid", "hybrid: sims on cores; policy and learner of a GPU share its weights"
-    who = "all" if networks == "gpu" else "sims and learners"
-    return "collocated", f"collocated: {who} take turns on all {kind}"
+    roles = "all" if networks == "gpu" else "sims and learners"
+    return "collocated", f"collocated: {roles} take turns on all {kind}"
 
 
 def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:

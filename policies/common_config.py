@@ -23,7 +23,7 @@ class PolicyOptions(Strict):
     """True if its weights are not all of one precision."""
 
     speaks: ClassVar[bool] = False
-    """Whether this family answers text envs; what a class of yours does, `Policy.speaks` says."""
+    """True if this family answers text envs; what a class of yours does, `Policy.speaks` says."""
 
     @property
     def few_weights(self) -> float:

@@ -116,7 +116,7 @@ def newest(pattern: str) -> Path | None:
 
 
 def weights_digest(start: Path) -> str:
-    """Of the weights to start from."""
+    """The digest of the weights to start from."""
     from embodied.run.checkpoints import digest, locate
 
     return digest(locate(str(start))[0] / "model.safetensors")[:16]
@@ -147,7 +147,7 @@ def gain(asked: Trained, env: dict) -> dict:
 
 
 def in_order(folder: Path) -> list[Path]:
-    """Where the results of each of the compared policies lie."""
+    """The folders with the results of the compared policies."""
     return [folder / name for name in json.loads((folder / "comparison.json").read_text())["policies"]]
 
 

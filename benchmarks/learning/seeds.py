@@ -72,7 +72,7 @@ def evaluate(run: Path, env: dict) -> dict:
 
 
 def last_results(run: Path) -> dict:
-    """Of the newest evaluation, which was of the held-out episodes."""
+    """The results of the newest evaluation, which was of the held-out episodes."""
     newest = max(run.glob("eval/*/results.json"), key=lambda path: path.stat().st_mtime_ns)
     results = json.loads(newest.read_text())
     assert results["overall"]["episodes"] == EPISODES, results["overall"]

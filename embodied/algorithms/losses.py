@@ -94,7 +94,7 @@ def _divergence(logprobs: Tensor, items: PPOItems | GRPOItems, config: PPOConfig
 def _surrogate(
     logprobs: Tensor, entropy: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig
 ) -> tuple[Tensor, Tensor, Stats]:
-    """What PPO and GRPO share: the clipped policy loss, the entropy, and their parts."""
+    """The clipped policy loss and the entropy, which PPO and GRPO share, and their parts."""
     level = config.logprob_level
     policy_loss, stats = policy_loss_sum(
         logprobs,

@@ -1,4 +1,4 @@
-"""How a policy imitates demonstrations."""
+"""Options of imitation: how a policy learns from demonstrations."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ class Tree:
 
 def recipe_of_task(task: str) -> str | None:
     """Our recipe with the settings of this task; None if it has none of its own."""
-    told = {name: read_yaml(recipe_file(name).read_text(encoding="utf-8")) for name in recipe_names(*BY_TASK)}
-    return next((name for name, values in told.items() if values["env"]["task"] == task), None)
+    recipes = {name: read_yaml(recipe_file(name).read_text(encoding="utf-8")) for name in recipe_names(*BY_TASK)}
+    return next((name for name, values in recipes.items() if values["env"]["task"] == task), None)
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:

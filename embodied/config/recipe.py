@@ -158,7 +158,7 @@ class RunConfig(Strict):
             )
 
     def _answers_fit(self) -> None:
-        """What is said of answers needs a policy that speaks, which learns from whole groups of conversations."""
+        """Refuse options of answers where no policy speaks and learns from whole groups of conversations."""
         algo, policy = self.algo, self.policy
         if not isinstance(policy, LanguageConfig):
             packing = {"pack_tokens": 4096, "share_prompts": True}

@@ -1,4 +1,4 @@
-"""Which key or word was meant. Knows what other toolkits call our keys: Stable-Baselines3, CleanRL, rsl_rl,
+"""Finds the key or word that was meant. Knows what other toolkits call our keys: Stable-Baselines3, CleanRL, rsl_rl,
 ManiSkill's scripts, RLinf, TRL.
 
 A mistyped key is answered with the nearest of ours by its last part, their words included: `learning_rat` is algo.lr.

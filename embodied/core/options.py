@@ -32,7 +32,7 @@ class Strict(BaseModel):
 
 
 def types_of(annotation: Any) -> list[Any]:
-    """What an annotation is made of, `X | None` and `Annotated[X, ...]` taken apart."""
+    """The types that an annotation is made of, `X | None` and `Annotated[X, ...]` taken apart."""
     parts = [part for part in get_args(annotation) if isinstance(part, type) or get_args(part)]
     return [annotation, *(kind for part in parts for kind in types_of(part))]
 

@@ -2,7 +2,7 @@
 
 `worker` is the role, `update` an iteration of RL, `bc` and `text_imitation` imitation (of `examples`), `model` the
 policy as it is trained, `optimizer` Adam and learning rates, `rollout_buffer` and its neighbours the batches,
-`relay` a role before it, `sharding` weights split over several ranks, who agree by `embodied/runtime/collective.py`.
+`relay` a role before it, `sharding` weights split over several ranks, which agree by `embodied/runtime/collective.py`.
 """
 
 __all__ = [

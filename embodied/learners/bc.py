@@ -187,7 +187,7 @@ class Demonstrations:
         self._keyframes = np.concatenate(keyframes) + np.repeat(self._ends - lengths, lengths)
 
     def batch(self, items: Tensor) -> dict[str, Any]:
-        """What `Policy.imitate` is given of these items: the actions from each on, and which there are."""
+        """The targets of these items for `Policy.imitate`: the actions from each on, and which there are."""
         rows = items.numpy()
         episodes = np.searchsorted(self._ends, rows, side="right")
         steps = rows[:, None] + np.arange(self.horizon)

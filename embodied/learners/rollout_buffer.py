@@ -111,7 +111,7 @@ class RolloutBuffer:
     """The pieces of one iteration that have arrived."""
 
     def __init__(self, batch_size: int, horizon: int = 0) -> None:
-        """About `batch_size` items are encoded together; rollouts that come in pieces have `horizon` decisions."""
+        """`batch_size` is about how many items are encoded together; rollouts in pieces have `horizon` decisions."""
         self.horizon = horizon
         self.batch_size = batch_size
         self.coming: dict[

@@ -60,7 +60,7 @@ class TextImitationLearner(ImitationLearner):
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
     def _packs(self, items: np.ndarray) -> list[slice]:
-        """Which of these conversations, of whatever rank, go through the network together."""
+        """The groups of these conversations, of whatever rank, that go through the network together."""
         return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
 
 

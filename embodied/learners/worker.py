@@ -149,8 +149,8 @@ class LearnerWorker(Worker):
 
     @done_together
     def accumulate(self, trajectories: Channel, version: int) -> dict[str, float]:
-        """While the sims play: learn from this rank's groups as they come, all of them played with this version; after
-        the last one do one update with all ranks."""
+        """Learn from this rank's groups as they come, while the sims play, all of them with this version; after the
+        last one do one update with all ranks."""
         self.model.first_backward, started = None, perf_counter()
         groups = Groups(trajectories)
         sums = Accumulation(self.model, self.algo, version, self.device, self.reference, self.packing)
@@ -180,8 +180,7 @@ class LearnerWorker(Worker):
         return buffer.encoded(whole.ids)
 
     def take_in(self, trajectories: Channel, rows: np.ndarray) -> None:
-        """While the sims play, for env rows `rows` of this rank: put together and encode what they hand on, until they
-        are done."""
+        """Put together and encode what the sims hand on of env rows `rows`, this rank's, while they play."""
         self.rollout_buffer = self._new_buffer(self.algo.rollout_decisions)
         while True:
             with self.timers.measure("wait"):

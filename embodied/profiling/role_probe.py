@@ -148,7 +148,7 @@ class ProbeWorker(Worker):
         return self.config.policy.chunk
 
     def _num_decisions(self, direct: DirectChannel) -> int:
-        """What a rollout's seconds are divided by."""
+        """The number that a rollout's seconds are divided by."""
         return len(direct.act_s)
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
@@ -179,7 +179,7 @@ class ProbeWorker(Worker):
         }
 
     def _num_items(self, played: Trajectory) -> int:
-        """What gradient steps and their minibatches count."""
+        """The number of items that gradient steps and their minibatches count."""
         return len(played.mask)
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:

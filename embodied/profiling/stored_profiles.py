@@ -1,4 +1,4 @@
-"""Which stored profile belongs to a recipe, and the dataflow that a recipe asks for. Free of torch and simulators.
+"""Finds the stored profile of a recipe, and the dataflow that it asks for. Free of torch and simulators.
 
 A profile holds for everything that costs the same: the same env, task, policy and algorithm on the same kind of
 processor, and on as many machines with as many devices of the same kinds. How many envs, decisions, epochs and

@@ -45,7 +45,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bars:
-    """What one colour covers of a row: pieces from start to end, with `words` for the pointer."""
+    """The part of a row that one colour covers: pieces from start to end, with `words` for the pointer."""
 
     pieces: Sequence[tuple[float, float]]
     words: str

@@ -31,10 +31,10 @@ from embodied.run.run_group import ENDED, FINISHED, MISSING, OVER, Member, RunGr
 
 LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2
-TELL_S = 60.0  # between two lines about the runs in progress, off a terminal
+REPORT_S = 60.0  # between two lines about the runs in progress, off a terminal
 CLOSE_S = 30.0  # for a run that is stopped at once
 TRAIN = ("-m", "embodied.train")
-STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was told to stop
+STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was asked to stop
 WIDTH = 150
 # Keeps to its cores, stops in good order when the command that started it dies, and becomes the run.
 BEGIN = """import ctypes, json, os, signal, sys
@@ -76,7 +76,7 @@ class Children:
         self.group, self.shared, self.parent, self.places, self.train = group, words, parent, places, train
         self.going: list[ActiveRun] = []
         self.live = bool(sys.stdout and sys.stdout.isatty())
-        self.told, self.told_at = "", time.monotonic()
+        self.reported, self.reported_at = "", time.monotonic()
 
     def run(self, members: Sequence[Member], interruption: Interruption) -> None:
         """All of these, as many at a time as there are places; whatever happens, none is left behind."""
@@ -138,17 +138,20 @@ class Children:
         return self.group.folder / "logs" / f"{slug(str(member))}.log"
 
     def look(self) -> None:
-        """Note folders that have appeared and runs that are over, and tell how the others are doing."""
+        """Note folders that have appeared and runs that are over, and say how the others are doing."""
         for one in list(self.going):
             if one.folder is None:
                 self.find_folder(one)
             if one.process.poll() is not None:
                 self.find_folder(one)
                 self.over(one)
-        if self.going and (self.live or time.monotonic() - self.told_at > TELL_S):
-            self.told_at, text = time.monotonic(), " | ".join(f"{one.member}: {last_line(one)}" for one in self.going)
-            if text != self.told:
-                self.told = text
+        if self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
+            self.reported_at, text = (
+                time.monotonic(),
+                " | ".join(f"{one.member}: {last_line(one)}" for one in self.going),
+            )
+            if text != self.reported:
+                self.reported = text
                 print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
 
     def find_folder(self, one: ActiveRun) -> None:
@@ -196,7 +199,7 @@ class Children:
                 one.process.send_signal(sign)
 
     def close(self) -> None:
-        """Wait for what was told to stop at once; kill what does not."""
+        """Wait for what was asked to stop; kill what does not."""
         until = time.monotonic() + CLOSE_S
         for one in self.going:
             try:

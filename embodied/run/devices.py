@@ -41,7 +41,7 @@ def machines(config: RunConfig) -> Topology:
 
 
 def with_hardware(node, first: bool, declared: tuple[str, ...]):
-    """Also what only the user can name: arm:0 is on the first machine, node1/arm:0 where it says."""
+    """The node with what only the user can name: arm:0 is on the first machine, node1/arm:0 where it says."""
     parted = [name.rpartition("/") for name in declared]
     mine = tuple(device for where, _, device in parted if (where == node.name if where else first))
     return replace(node, devices=(*node.devices, *mine))

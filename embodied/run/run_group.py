@@ -180,7 +180,7 @@ def joined(found: RunGroup, wanted: RunGroup) -> RunGroup:
 
 @contextmanager
 def held(group: RunGroup) -> Iterator[None]:
-    """While this command goes on, no other one does with the same group."""
+    """Keeps other commands from going on with the same group meanwhile."""
     logs = group.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     lock = os.open(logs / "group.log", os.O_RDWR | os.O_CREAT)

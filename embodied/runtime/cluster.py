@@ -1,7 +1,7 @@
 """Starts the hosts of a plan, launches worker groups on them, makes channels, and leaves nothing behind.
 
 One rule for errors: whatever fails first is what every wait reports. A failed worker closes the channels it was given,
-so those who wait for it there notice at once; the ChannelClosed they raise follows from it and never hides it.
+so workers that wait for it there notice at once; the ChannelClosed they raise follows from it and never hides it.
 The exception are hosts that are supervised: what happens there is a loss that `settle` reports and `replace` mends.
 """
 
@@ -136,7 +136,7 @@ class Cluster:
         return channel
 
     def rendezvous(self, role: str) -> RendezvousFile | InProcessRendezvous | None:
-        """Where the ranks of a role meet on one machine, for sums over them; None for a single rank."""
+        """The place where the ranks of a role meet on one machine, for sums over them; None for a single rank."""
         return rendezvous_point(len(self._homes[role]), self._backend.name, self._log_dir, self.timeout_s)
 
     def call(self, group: WorkerGroup, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:

@@ -202,7 +202,9 @@ def done_together(method: Callable[..., Any]) -> Callable[..., Any]:
 
             if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
                 raise
-            role, told = role_of(worker), str(error).strip().splitlines()[-1]
-            raise ChannelClosed(f"between the {role}s", role, f"the connection to another one ended: {told}") from error
+            role, cause = role_of(worker), str(error).strip().splitlines()[-1]
+            raise ChannelClosed(
+                f"between the {role}s", role, f"the connection to another one ended: {cause}"
+            ) from error
 
     return call

@@ -162,7 +162,7 @@ class DeviceSharing:
             raise
 
     def _wait_for_others(self, gang: str, until: float) -> None:
-        """Until something changes. Of this thread's own phases only those are waited for that end with a call."""
+        """Wait until something changes. Of this thread's own phases only those are waited for that end with a call."""
         holders = self.coordinator.in_the_way(gang)
         phases = {n: p for n, p in self._phases.items() if holders.intersection((n, *self.parts.get(n, ())))}
         mine = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}

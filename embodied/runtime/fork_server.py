@@ -112,7 +112,7 @@ class ForkServer:
 
 
 class _Adopting:
-    """While it is entered, orphaned descendants become children of this process."""
+    """Makes orphaned descendants children of this process while it is entered."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

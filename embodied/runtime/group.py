@@ -31,7 +31,7 @@ class Handle:
         return [self._cluster.unpack(self._results[worker]) for worker in self.workers]
 
     def survivors(self) -> dict[str, Any]:
-        """Like `wait`, without the ranks whose host died and waits to be replaced: worker -> result."""
+        """The results by worker, waited for as in `wait`, without ranks whose host died and is to be replaced."""
         self._cluster.wait_for(self, None, without_losses=True)
         return {worker: self._cluster.unpack(result) for worker, result in self._results.items()}
 

@@ -233,7 +233,7 @@ class Host:
         return spec.name if spec is not None else self.name
 
     def waiting(self) -> AbstractContextManager[None]:
-        """While the worker whose thread this is waits on a channel: it may be silent then."""
+        """Lets the worker whose thread this is be silent while it waits on a channel."""
         spec = getattr(self._current, "spec", None)
         return nullcontext() if spec is None else self._progress.waiting(spec.slot)
 

@@ -123,11 +123,11 @@ def progress_memory(more_bytes: int = 0) -> tuple[int, mmap.mmap]:
     return fd, mmap.mmap(fd, PROGRESS_BYTES)
 
 
-def check_cores(plan: HostPlan, usable: Iterable[int], who: str = "this process") -> None:
-    """Refuses a host that is to run on cores which `who` may not use."""
+def check_cores(plan: HostPlan, usable: Iterable[int], what: str = "this process") -> None:
+    """Refuses a host that is to run on cores which `what` may not use."""
     if not set(usable).issuperset(plan.cores):
         raise ValueError(
-            f"host {plan.name} is to run on cores {ranges(plan.cores)}, but {who} may use only {ranges(tuple(usable))}"
+            f"host {plan.name} is to run on cores {ranges(plan.cores)}, but {what} may use only {ranges(tuple(usable))}"
         )
 
 

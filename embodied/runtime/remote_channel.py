@@ -19,9 +19,9 @@ _CANCEL_S = 5.0  # how long a home may take to answer that a get was given up
 
 
 class Remote:
-    """While a home that died is started again, what is put is lost, as is what waited there, and a get raises. Messages
-    leave under the lock, so that none meant for one life of the home reaches the next.
-    """
+    """A channel that lives in another process. While a home that died is started again, what is put is lost, as is what
+    waited there, and a get raises. Messages leave under the lock, so that none meant for one life of the home reaches
+    the next."""
 
     def __init__(self, channel: Channel, host: Host) -> None:
         self.channel = channel

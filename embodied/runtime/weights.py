@@ -9,7 +9,7 @@ Where a reader is decides how it gets at a version:
 
 Which tensors a version holds (all of them first and after a load, then those that training may change: a LoRA, nothing
 frozen) the worker that trains says, where it calls `WeightStore.publish`. How far behind a rollout's version may be is
-the loop's business (`workflows/rl_loop.py`); here an actor has the version it was told to have, or an error. Besides
+the loop's business (`workflows/rl_loop.py`); here an actor has the version it is meant to have, or an error. Besides
 the live tensors there is at most one snapshot and what is in flight. The snapshot is memory without a name (memfd):
 readers open it through the process that owns it, and the kernel frees it with its last user.
 """

@@ -30,7 +30,7 @@ class LoadMeter:
 
     def others(self) -> float | None:
         """The number of our cores that programs other than this one and its ended children kept busy, on average; None
-        where the system does not tell."""
+        where the system does not say."""
         begun, busy_s, own_s = self.begun
         now, elapsed = self.busy_s(), self.clock() - begun
         if now is None or busy_s is None or elapsed <= 0:
@@ -67,5 +67,5 @@ def under_load(load: Mapping[str, Any], cores: int) -> str:
     """Says when other programs kept more of these cores busy than a measurement bears; "" where they did not.
     `load`: cores that they kept busy `before` and `during` it."""
     kept = {when: load[when] for when in ("before", "during") if load.get(when) is not None}
-    told = [f"{others:.1f} {when} it" for when, others in kept.items() if others > BUSY * cores]
-    return f"other programs kept cores busy ({' and '.join(told)}, of {cores})" if told else ""
+    times = [f"{others:.1f} {when} it" for when, others in kept.items() if others > BUSY * cores]
+    return f"other programs kept cores busy ({' and '.join(times)}, of {cores})" if times else ""

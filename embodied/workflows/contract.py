@@ -132,7 +132,7 @@ class Workflow(Protocol):
     evaluator: Evaluator
 
     spec: EnvSpec
-    """What the env offers."""
+    """The observations and actions that the env offers."""
 
     def __init__(
         self,

@@ -188,7 +188,7 @@ def play_fixed(
 
 @contextmanager
 def listening(rollouts: RolloutManager, notes: Channel, heard: Heard, stop: Callable[[], bool]) -> Iterator[list[Note]]:
-    """While sims play: collect their notes, hand on what is finished, and stop them when asked to."""
+    """Collects the notes of the sims while they play, hands on what is finished, and stops them when asked to."""
     noted: list[Note] = []
     over = threading.Event()
     problems: list[Exception] = []

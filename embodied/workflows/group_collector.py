@@ -276,8 +276,8 @@ class GroupCollector:
                 return
 
     def _learner_blocks(self, episodes: int) -> list[range]:
-        """Which of so many episodes each learner rank learns from: whole groups of conversations, which have a prompt
-        in common; of other episodes about as many as any rank."""
+        """The episodes, of so many, that each learner rank learns from: whole groups of conversations, which have a
+        prompt in common; of other episodes about as many as any rank."""
         size = self.algo.group_size if self.text else 1
         blocks = env_blocks(episodes // size, len(self.learners))
         return [range(block.start * size, block.stop * size) for block in blocks]

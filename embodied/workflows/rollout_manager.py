@@ -53,7 +53,7 @@ class RolloutManager:
     """Plays rounds; from its construction on, sim and policy workers that die are replaced."""
 
     def __init__(self, workers: Workers, router: type[RequestRouter]) -> None:
-        """All workers are built. `router` decides in a round which policy worker answers whom."""
+        """All workers are built. `router` decides in a round which policy worker answers which sim worker."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.weight_sync = workers.spec, workers.weight_sync
         self.episodes: EpisodeList | None = None  # that a replaced sim worker goes on with by itself, if any
@@ -285,7 +285,7 @@ class RequestRouter:
             self.leaving[policy] = monotonic() + self.manager.budget.hang_s
 
     def begin_again(self, replaced: Iterable[int]) -> None:
-        """Successors of policy workers that died answer whom these answered."""
+        """Let the successors of policy workers that died answer the sims that these answered."""
         for policy in self.serving.keys() & set(replaced) - self.leaving.keys():
             self.serving[policy] = self._serve(policy)
             for source in self._sources(policy):

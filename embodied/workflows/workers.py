@@ -104,7 +104,7 @@ class Workers:
         return self.config.pipeline.schedule == "async"
 
     def _share_devices(self) -> DeviceSharing:
-        """How the roles' phases share devices. All groups are built, and so have their memory."""
+        """Lets the roles' phases share devices. All groups are built, and so have their memory."""
         by_phase = {phase: [self.groups[r.name] for r in self.roles if r.phase == phase] for phase in (ROLLOUT, UPDATE)}
         phases = {phase: groups for phase, groups in by_phase.items() if groups}
         sharing = [self.groups[role.name] for role in self.roles if role.holds_policy and not self._acts_during_update]

@@ -202,7 +202,7 @@ def push(world: World, cube: np.ndarray, onward: np.ndarray | float) -> HandTarg
 
 
 def push_cube(world: World) -> HandTarget:
-    """Until it lies in the middle of the goal."""
+    """Push the cube until it lies in the middle of the goal."""
     cube, goal = world.place("obj"), world.place("goal_region")
     return push(world, cube, np.clip(goal[:, 0] - cube[:, 0] - 0.02, 0, 0.05))
 

@@ -1,6 +1,6 @@
 """Kinematics of the Franka Panda in numpy, for many arms at once: where the hand is, and how joints move it.
 
-Batched simulations tell joint positions but not the poses of all links, so these are computed here.
+Batched simulations give joint positions but not the poses of all links, so these are computed here.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ def numbers(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str
 
 def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, dict[str, Any]]:
     """The same by ManiSkill's names; with relative positions the state ends with these."""
-    full = env.obs_mode == "state"  # some tasks have a way of their own to tell it
+    full = env.obs_mode == "state"  # some tasks have a way of their own to give it
     extra = {} if full else env._get_obs_extra(info)
     if config.state == "joints":  # PullCube-v1's goal, say, lies where the cube lay, but for 20 cm
         extra = {name: part for name, part in extra.items() if "tcp" in name and "_to_" not in name}
     parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
     if config.privileged:
-        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to tell
+        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to give
         env._obs_mode, env.obs_mode_struct.state = "state", True
         try:
             parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}

@@ -42,7 +42,7 @@ ROLLING = ("RollBall-v1",)  # of these, tasks whose things may leave the table: 
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
 
-UNDECLARED = {  # how names of tasks begin -> what these need and do not tell ManiSkill: robots, scenes, furniture
+UNDECLARED = {  # how names of tasks begin -> what these need and do not declare to ManiSkill: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),
     "ArchitecTHOR_": ("AI2THOR",),
     "DrawSVG-": (SVG,),

@@ -69,7 +69,7 @@ class Engine:
     """Conversations under way."""
 
     room = 0
-    """How many more it takes now."""
+    """The number of prompts that it can take more now."""
 
     max_length: int
     """Tokens of a whole conversation, at most."""
@@ -104,7 +104,7 @@ class Engine:
         """Adopt new weights, in an engine that has weights of its own. Nothing may be running."""
 
     patience_s = 0.0
-    """How long `load` may take, in an engine that waits for others."""
+    """Seconds that `load` may take, in an engine that waits for others."""
 
     def cache_tensors(self) -> list[Tensor]:
         """Memory that it keeps between rounds, not what is in it: a device may take it back."""

@@ -76,7 +76,7 @@ class VLAPolicy(PublishedPolicy):
         return losses, self._keyframe_loss(seen[0], inputs["keyframes"])
 
     def _keyframe_loss(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Squared errors [B], in the model's units, of what image tokens tell of states ahead [B, 2, S]."""
+        """Squared errors [B], in the model's units, of what image tokens say of states ahead [B, 2, S]."""
         wanted = self.unit_state(tensor_of(states, self.device))[..., list(self.config.keyframes)].flatten(1)
         head = self.keyframe_head
         found = head(tokens.reshape(len(wanted), head.in_features).to(head.weight.dtype))

@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what makes Ray stay on the loopback interface
-    "RAY_memory_monitor_refresh_ms": "0",  # the kernel decides whom to kill, as on the local backend
+    "RAY_memory_monitor_refresh_ms": "0",  # the kernel decides which process to kill, as on the local backend
     "RAY_worker_niceness": "0",
     "RAY_worker_oom_score_adjustment": "0",
     "RAY_prestart_worker_first_driver": "0",  # hosts have environments of their own
