@@ -19,8 +19,12 @@ for round in range(50):
     for dtype in (torch.float32, torch.float64):
         total = ranks.sum(torch.full((1000 + 100 * (round % 3),), float(rank + round), dtype=dtype))
         assert (total == sum(range(size)) + size * round).all(), (round, total)
-parts = ranks.gather(np.full((rank + 1, 2), float(rank)))
-assert [part.tolist() for part in parts] == [[[float(r)] * 2] * (r + 1) for r in range(size)]
+    for rows in (rank, rank + 1, 20_000 * (rank + 1)):  # none, few, and more than a slot of shared memory holds
+        parts = ranks.gather(np.full((rows, 2), float(rank), np.float32))
+        wanted = [rows // (rank + 1) * (r + 1) if rows > rank else r for r in range(size)]
+        assert [part.shape for part in parts] == [(count, 2) for count in wanted]
+        assert all(part.dtype == np.float32 and (part == float(r)).all() for r, part in enumerate(parts))
+assert [part.tolist() for part in ranks.gather(np.array([rank, 7]))] == [[r, 7] for r in range(size)]
 print("agreed", flush=True)
 import os
 os._exit(0)  # gloo aborts when its peers are gone first
