@@ -53,7 +53,7 @@ def test_help_and_a_mistakes_answer_cost_little_more_than_the_libraries_they_nee
     without_us = min(probe(WITHOUT_US)["cpu_s"] for _ in range(3))
     for argv in (["--help"], ["--cfg", "recipe=pointmass_ppo"], ["recipe=pointmass_ppo", "env.num_env=3"]):
         work = f"from embodied.train import main; code = main({argv})"
-        assert min(probe(work)["cpu_s"] for _ in range(3)) < 5 * without_us, argv
+        assert min(probe(work)["cpu_s"] for _ in range(3)) < 6 * without_us, argv
 
 
 @pytest.mark.parametrize("command", COMMANDS)
