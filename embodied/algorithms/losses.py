@@ -112,6 +112,8 @@ def _surrogate(
         importance_cap=config.importance_cap,
         answers=items.answers,
     )
+    if not config.entropy_coef:  # only the log wants it
+        entropy = entropy.detach()
     return policy_loss, entropy_sum(entropy, items.mask, items.weights, within(level)), stats
 
 
@@ -136,9 +138,9 @@ def reference_kl_sum(
 
     For d = ln 2 at ratio 1: k1 0.693, k2 0.240, k3 0.5 - 1 + 0.693 = 0.193.
     """
-    difference, valid = _units(torch.where(mask[:, :, None], logprobs - reference, 0.0), mask, level)
+    difference, valid = _units(_played(logprobs - reference, mask), mask, level)
     if estimator == "k1":
-        ratio = _units(torch.where(mask[:, :, None], logprobs - old_logprobs, 0.0), mask, level)[0].exp()
+        ratio = _units(_played(logprobs - old_logprobs, mask), mask, level)[0].exp()
         units = ratio * difference
     elif estimator == "k2":
         units = 0.5 * difference**2
@@ -183,11 +185,11 @@ def policy_loss_sum(
     """
     # Ratios of units to the policy that acted
     anchor = old_logprobs if proximal is None else proximal
-    log_ratio = torch.where(mask[:, :, None], logprobs - anchor, 0.0)
+    log_ratio = _played(logprobs - anchor, mask)
     units, valid = _units(log_ratio, mask, level, answers)
     ratio, advantage = units.exp(), advantages[:, None]
     # What each gains, clipped
-    cut = torch.zeros_like(valid)
+    cut = None  # where it may, bool [B, units]
     if clip == "two_sided":
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
         if dual_clip is not None:
@@ -201,6 +203,10 @@ def policy_loss_sum(
         importance = _importance(proximal, old_logprobs, mask, level, importance_cap, answers)
     loss = -(weights * _mean(gain if importance is None else gain * importance, valid)).sum()
 
+    def fraction(which: Tensor | None) -> Tensor:
+        """How much of the items are such units."""
+        return ratio.new_zeros(()) if which is None else (weights * _mean(which.to(ratio.dtype), valid)).sum()
+
     # For the metrics
     with torch.no_grad():
         outside = ratio > ratio_cap
@@ -209,8 +215,8 @@ def policy_loss_sum(
         present = valid & (weights > 0)[:, None]
         stats = {
             "approx_kl": (weights * (log_ratio.expm1() - log_ratio).sum(dim=(1, 2))).sum(),
-            "clip_fraction": (weights * _mean(outside.to(ratio.dtype), valid)).sum(),
-            "dual_clip_fraction": (weights * _mean(cut.to(ratio.dtype), valid)).sum(),
+            "clip_fraction": fraction(outside),
+            "dual_clip_fraction": fraction(cut),
             "ratio_max": torch.where(present, ratio, 0.0).max(),
         }
         if importance is not None:
@@ -222,7 +228,7 @@ def _importance(
     proximal: Tensor, old_logprobs: Tensor, mask: Tensor, level: str, cap: float | None, answers: Tensor | None
 ) -> Tensor:
     """[B, units], how much likelier a unit is under the weights that the update starts from than when it was taken."""
-    units, _ = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, level, answers)
+    units, _ = _units(_played(proximal - old_logprobs, mask), mask, level, answers)
     return (units if cap is None else units.clamp(max=math.log(cap))).exp()
 
 
@@ -238,7 +244,7 @@ def out_of_bounds(
     Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4.
     """
     level = within(config.logprob_level)
-    units, valid = _units(torch.where(mask[:, :, None], proximal - old_logprobs, 0.0), mask, level)
+    units, valid = _units(_played(proximal - old_logprobs, mask), mask, level)
     none = units.new_zeros(len(units))
     totals = none.index_add(0, episodes, units.sum(dim=1))
     if config.episode_mask == "mean":
@@ -272,7 +278,7 @@ def value_loss_sum(
 
 def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> Tensor:
     """The entropy [B, C, A] of a unit, mean over an item's units, summed over items."""
-    units, valid = _units(torch.where(mask[:, :, None], entropy, 0.0), mask, level)
+    units, valid = _units(_played(entropy, mask), mask, level)
     return (weights * _mean(units, valid)).sum()
 
 
@@ -302,9 +308,16 @@ def _units(masked: Tensor, mask: Tensor, level: str, answers: Tensor | None = No
     return sums[:, None], valid[:, None]
 
 
+def _played(numbers: Tensor, mask: Tensor) -> Tensor:
+    """Numbers [B, C, A], 0 where a step was not played."""
+    return numbers.masked_fill(~mask[:, :, None], 0.0)
+
+
 def _mean(units: Tensor, valid: Tensor) -> Tensor:
     """[B], over the units that exist; 0 where none does."""
-    return torch.where(valid, units, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+    if units.shape[1] == 1:
+        return units[:, 0].masked_fill(~valid[:, 0], 0.0)
+    return units.masked_fill(~valid, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
 
 
 def _error(error: Tensor, huber_delta: float | None) -> Tensor:

@@ -58,6 +58,8 @@ class PolicyOptimizer:
         masters = [[of[id(p)] for p in group] for group in groups.values()]
         self.adam = Adam(masters, algo.adam_eps, algo.adam_betas, algo.weight_decay)
         self.max_grad_norm = algo.max_grad_norm
+        self.sizes = [master.numel() for master in self.masters]
+        self.summed: Tensor | None = None  # room that steps use again: the pages of a new one cost as much as the copy
 
     def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, float]:
         """Sum the gradients and these numbers over all ranks, and clear the gradients; -> the sums of the numbers and
@@ -68,7 +70,10 @@ class PolicyOptimizer:
             squares = self.flat.square().sum().view(1)
             totals = self.collective.sum(torch.cat([stats.to(squares.dtype), squares]))
             return totals[:-1], math.sqrt(totals[-1])
-        flat = self.collective.sum(torch.cat([*parts, stats.to(parts[0].dtype)]))
+        parts.append(stats.to(parts[0].dtype))
+        if self.summed is None or len(self.summed) != sum(self.sizes) + len(stats):
+            self.summed = parts[0].new_empty(sum(self.sizes) + len(stats))
+        flat = self.collective.sum(torch.cat(parts, out=self.summed))
         self.flat = flat[: -len(stats)]
         if count is not None:
             self.flat /= count
@@ -77,11 +82,10 @@ class PolicyOptimizer:
     def step(self, norm: float, lr_factor: float) -> None:
         """Apply the gradient of the last `exchange`, scaled down where its norm is too large."""
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
-        at = 0
-        for master in self.masters:
-            part = self.flat[at : at + master.numel()].view_as(master)
-            master.grad = part if scale == 1.0 else part * scale
-            at += master.numel()
+        if scale != 1.0:
+            self.flat *= scale
+        for master, part in zip(self.masters, self.flat.split(self.sizes), strict=True):
+            master.grad = part.view_as(master)
         self.adam.step([lr * lr_factor for lr in self.base_lrs])
         self.adam.forget_gradients()
         with torch.no_grad():
@@ -99,7 +103,7 @@ class PolicyOptimizer:
 
     def forget_gradients(self) -> None:
         """Frees the gradients: between updates nobody needs them."""
-        self.flat = None
+        self.flat = self.summed = None
         self.adam.forget_gradients()
         for p in self.params:
             p.grad = None

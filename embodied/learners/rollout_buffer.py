@@ -95,7 +95,7 @@ def own(array: Array) -> Array:
 
 
 def take(array: Array, items: Tensor) -> Array:
-    return array[items.to(array.device)] if is_tensor(array) else array[items.numpy()]
+    return array.index_select(0, items.to(array.device)) if is_tensor(array) else array[items.numpy()]
 
 
 @dataclass
