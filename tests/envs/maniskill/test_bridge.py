@@ -187,7 +187,8 @@ def test_the_expert_puts_the_carrot_on_its_plate():
     from queue import SimpleQueue
 
     from embodied.core.types import Recording
-    from embodied.envs.evaluation import ExpertActions, play_episodes
+    from embodied.envs.evaluation import play_episodes
+    from embodied.envs.expert_actions import ExpertActions
     from embodied.runtime import Timers
 
     env = build(2, cameras=(), max_episode_steps=40, action_units=(0.05, 0.35))
