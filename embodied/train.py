@@ -121,7 +121,10 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
     if first.command == "sft":
         from embodied.collect import demonstrated
 
-        loaded = demonstrated(loaded)
+        try:
+            loaded = demonstrated(loaded)
+        except ConfigError as err:
+            raise ConfigError(f"{err}; or run.start_from=null: the policy then begins with nothing") from None
         program = imitation_of(loaded.config)
     code = follow(loaded, program, opened=folders.append, before=(*before, first.recipe))
     if loaded.dry_run:

@@ -30,6 +30,7 @@ from embodied.datasets.validation import (
     PLACES,
     check_entries,
     check_info,
+    check_whole,
     fill,
     inside,
     is_count,
@@ -93,6 +94,8 @@ class Dataset:
         for entry in self.entries:
             file, first = data_file(entry), entry["dataset_from_index"]
             self._begins[file] = min(self._begins.get(file, first), first)
+        for file in self._begins:
+            check_whole(self._data_path(file))
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -123,8 +126,7 @@ class Dataset:
         import pyarrow.parquet as pq
 
         file = data_file(entry)
-        where = fill(self.path, "data_path", self.info["data_path"], place_fields(self.info, *file))
-        path = inside(self.path, where)
+        path = self._data_path(file)
         first = entry["dataset_from_index"] - self._begins[file]
         with reading(path, advice=AGAIN):
             table = rows_of(pq.ParquetFile(path), first, entry["length"])
@@ -134,6 +136,11 @@ class Dataset:
                 raise ValueError(f"{wanted} are not those of episode {entry['episode_index']}")
             self._check(columns, entry["length"])
         return columns
+
+    def _data_path(self, file: tuple[int, int]) -> Path:
+        """Of a chunk and a file in it."""
+        where = fill(self.path, "data_path", self.info["data_path"], place_fields(self.info, *file))
+        return inside(self.path, where)
 
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
         """Raise ValueError for rows that no policy can learn from."""

@@ -7,12 +7,14 @@ Datasets come from others. Only files inside the dataset's folder are opened, an
 from __future__ import annotations
 
 import math
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import ConfigError
+from embodied.core.files import reading
 from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION, cameras, renamed
 
 AGAIN = "download it, or collect it, again"
@@ -106,6 +108,14 @@ def inside(root: Path, relative: str | Path) -> Path:
     if not any(there.is_relative_to(home) for home in homes):
         raise ConfigError(f"{path} leaves the dataset's folder (it is {there}); put its files into {root}")
     return path
+
+
+def check_whole(path: Path) -> None:
+    """Raise ConfigError unless this parquet file ends as one does: what a copy that broke off lacks is its end."""
+    with reading(path, ConfigError, AGAIN), path.open("rb") as file:
+        file.seek(-min(4, path.stat().st_size), os.SEEK_END)
+        if file.read() != b"PAR1":
+            raise ValueError("it is not a whole parquet file")
 
 
 def check_entries(path: Path, entries: list[dict[str, Any]], info: dict[str, Any]) -> None:

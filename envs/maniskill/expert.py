@@ -25,6 +25,7 @@ MOST = 0.1  # radians of a joint that an action of 1 asks for
 GAIN, TURN_GAIN = 2.0, 1.5  # the controller covers only part of what is asked within an env step
 FASTEST = 0.12  # metres asked for at most in an env step
 OPEN, CLOSE = 1.0, -1.0
+DOWN = (0.0, 0.0, -1.0)
 HALF = 0.02  # of a cube's side
 MIDDLE = 0.75  # of the table, from the base of each of two arms
 HELD = 0.024, 0.013  # a finger's opening while it holds a cube: at most, at least
@@ -42,18 +43,20 @@ class World:
     turned: np.ndarray  # [N, 3, 3], second column: the axis along which the fingers close
     jacobian: np.ndarray  # [N, 6, 7]
     finger: np.ndarray  # [N], how far a finger is open, 0 to 0.04
-    place: Callable[[str], np.ndarray]  # name of a thing -> [N, 3]
-    axis: Callable[[str], np.ndarray]  # name of a thing -> [N, 2], one of its horizontal axes
-    along: Callable[[str], np.ndarray]  # name of a thing -> [N, 3], its x axis
+    place: Callable[[str], np.ndarray]  # name of a thing or a pose -> [N, 3]
+    axis: Callable[[str], np.ndarray]  # the same -> [N, 2], one of its horizontal axes
+    along: Callable[[str], np.ndarray]  # the same -> [N, 3], its x axis
+    numbers: Callable[[str], np.ndarray]  # name of what the task drew, such as sizes -> [N, ...]
 
 
 @dataclass(frozen=True)
 class HandTarget:
-    """The hand's target, the axis along which its fingers should close, and whether they should."""
+    """The hand's target, the axis along which its fingers should close, whether they should, and where they point."""
 
     hand: np.ndarray  # [N, 3]
     closing: np.ndarray  # [N, 2]
     grip: np.ndarray  # [N], OPEN or CLOSE
+    pointing: np.ndarray | tuple[float, ...] = DOWN  # [N, 3]
 
 
 class ManiSkillExpert:
@@ -84,7 +87,7 @@ def move(world: World, rule: Callable[[World], HandTarget]) -> np.ndarray:
     wish = rule(world)
     far = GAIN * (wish.hand - world.hand)
     far *= np.minimum(1.0, FASTEST / np.maximum(np.linalg.norm(far, axis=1, keepdims=True), 1e-9))
-    twist = np.concatenate([far, TURN_GAIN * turn_to(world.turned, wish.closing)], axis=1)
+    twist = np.concatenate([far, TURN_GAIN * turn_to(world.turned, wish.closing, wish.pointing)], axis=1)
     joints = panda.joint_step(world.jacobian, twist) / MOST
     joints[:, :-1] /= np.maximum(1.0, np.abs(joints[:, :-1]).max(axis=1, keepdims=True))  # the last only turns
     joints = np.clip(joints, -1.0, 1.0)
@@ -98,6 +101,10 @@ def look(env: ManiSkillEnv, arm: int) -> World:
     def robot(one: Any) -> Any:
         return getattr(one.agent, "agents", [one.agent])[arm].robot
 
+    def pose(one: Any, name: str) -> Any:
+        found = getattr(one, name)
+        return getattr(found, "pose", found)
+
     qpos, base = gather(lambda one: robot(one).get_qpos()), gather(lambda one: robot(one).pose.p)
     hand, turned, jacobian = panda.hand(qpos[:, : panda.JOINTS])
     ahead = horizontal_axis(gather(lambda one: robot(one).pose.q))
@@ -106,9 +113,10 @@ def look(env: ManiSkillEnv, arm: int) -> World:
         turned=turned,
         jacobian=jacobian,
         finger=qpos[:, panda.JOINTS :].mean(axis=1),
-        place=lambda name: seen(gather(lambda one: getattr(one, name).pose.p) - base, ahead),
-        axis=lambda name: seen(horizontal_axis(gather(lambda one: getattr(one, name).pose.q)), ahead),
-        along=lambda name: seen(x_axis(gather(lambda one: getattr(one, name).pose.q)), ahead),
+        place=lambda name: seen(gather(lambda one: pose(one, name).p) - base, ahead),
+        axis=lambda name: seen(horizontal_axis(gather(lambda one: pose(one, name).q)), ahead),
+        along=lambda name: seen(x_axis(gather(lambda one: pose(one, name).q)), ahead),
+        numbers=lambda name: gather(lambda one: getattr(one, name)),
     )
 
 
@@ -134,13 +142,19 @@ def x_axis(quaternion: np.ndarray) -> np.ndarray:
     return np.stack([1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)], axis=1)
 
 
-def turn_to(turned: np.ndarray, closing: np.ndarray) -> np.ndarray:
-    """[N, 3]: the rotation vector that makes the fingers point down and close along this axis or its opposite."""
-    down = np.broadcast_to([0.0, 0.0, -1.0], (len(turned), 3))
+def turn_to(turned: np.ndarray, closing: np.ndarray, pointing: np.ndarray | tuple[float, ...] = DOWN) -> np.ndarray:
+    """[N, 3]: the rotation vector that makes the fingers point there and close along this axis or its opposite."""
+    pointing = np.broadcast_to(pointing, (len(turned), 3))
     across = np.concatenate([closing, np.zeros((len(closing), 1))], axis=1)
     across = across * np.where((across * turned[:, :, 1]).sum(1) < 0, -1.0, 1.0)[:, None]
-    wanted = np.stack([np.cross(across, down), across, down], axis=2)
+    wanted = np.stack([np.cross(across, pointing), across, pointing], axis=2)
     return 0.5 * np.cross(turned, wanted, axis=1).sum(axis=2)
+
+
+def level_across(axis: np.ndarray) -> np.ndarray:
+    """[N, 2]: horizontally across an axis [N, 3]."""
+    across = np.column_stack([-axis[:, 1], axis[:, 0]])
+    return across / np.maximum(np.linalg.norm(across, axis=1, keepdims=True), 1e-9)
 
 
 def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None) -> np.ndarray:
@@ -290,6 +304,40 @@ def lift_peg(world: World) -> HandTarget:
     return HandTarget(np.where(held[:, None], hand, wish.hand), wish.closing, np.where(held, SOFTLY, wish.grip))
 
 
+def insert_peg(world: World) -> HandTarget:
+    """Grasp the peg behind its middle, bring it before the hole, in line with it, and push it in as far as it is in
+    line. A peg that hangs is straightened by leaning the hand."""
+    peg, along, hole, into = (
+        *(world.place("peg"), world.along("peg")),
+        *(world.place("box_hole_pose"), world.along("box_hole_pose")),
+    )
+    length, radius = world.numbers("peg_half_sizes")[:, :2].T
+    behind = np.maximum(0.05, length / 2 + 0.01)
+    gripped = peg - behind[:, None] * along
+    lying = gripped - np.maximum(0.02 - radius, 0)[:, None] * DOWN
+    _, wish = pick(world, lying, level_across(along), (radius + 0.004, radius - 0.007))
+    near = np.linalg.norm(lying - world.hand, axis=1) < 0.025  # it slips a little where its head meets the box
+    held = near & (world.finger < radius + 0.004) & (world.finger > radius - 0.007)
+    # How far the head is before the hole, beside its axis, and turned
+    head = peg + length[:, None] * along
+    before = ((head - hole) * into).sum(1)
+    astray = np.linalg.norm(head - hole - before[:, None] * into, axis=1)
+    turn = np.cross(along, into)
+    in_line = np.clip((0.005 - astray) / 0.002, 0, 1) * np.clip((0.06 - np.linalg.norm(turn, axis=1)) / 0.03, 0, 1)
+    waiting = np.where(before < 0.01 - length, -length - 0.02, before)
+    reach = np.minimum(waiting + in_line * (before + 0.03 - waiting), 0.01)
+    wish = carry(world, held, gripped, hole + (reach - length - behind)[:, None] * into, wish)
+    # The fingers close across the hole's axis; what the peg hangs the hand leans back
+    now, axis = world.turned[:, :, 2], np.column_stack([level_across(into), np.zeros(len(into))])
+    lean = now + np.cross((turn * axis).sum(1, keepdims=True) * axis, now)
+    pointing = np.where(
+        (held & (np.abs(turn[:, 2]) < 0.3))[:, None], lean / np.linalg.norm(lean, axis=1, keepdims=True), DOWN
+    )
+    closing = world.turned[:, :2, 1] + turn[:, 2:] * np.column_stack([-world.turned[:, 1, 1], world.turned[:, 0, 1]])
+    closing /= np.linalg.norm(closing, axis=1, keepdims=True)
+    return HandTarget(wish.hand, np.where(held[:, None], closing, wish.closing), wish.grip, pointing)
+
+
 def push_over(world: World) -> HandTarget:
     """The first arm of two pushes the cube to the other one, and goes back."""
     cube = world.place("cube")
@@ -317,5 +365,6 @@ RULES: dict[str, tuple[Callable[[World], HandTarget], ...]] = {
     "PullCubeTool-v1": (pull_cube_tool,),
     "PokeCube-v1": (poke_cube,),
     "LiftPegUpright-v1": (lift_peg,),
+    "PegInsertionSide-v1": (insert_peg,),
     "TwoRobotPickCube-v1": (push_over, take_over),  # one for each arm
 }

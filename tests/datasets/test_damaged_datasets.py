@@ -10,7 +10,7 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 from damaged import INFO, LEARN, cell, cut, every, first_rows, gone, info, refused, rows, text, without  # noqa: E402
 
-from embodied.core.errors import EmbodiedError  # noqa: E402
+from embodied.core.errors import ConfigError, EmbodiedError  # noqa: E402
 from embodied.core.types import ActionSpec, EnvSpec  # noqa: E402
 from embodied.datasets import DatasetWriter, features_of, frame_of, read_dataset  # noqa: E402
 from embodied.sft import main as sft  # noqa: E402
@@ -216,6 +216,16 @@ def test_the_command_refuses_a_damaged_dataset_in_a_line(sound, tmp_path, capfd,
     damage(path)
     code = sft([*LEARN, f"sft.data={path}", f"run.dir={tmp_path / 'runs'}"])
     assert code in (1, 2) and refused(capfd.readouterr().err, reason, path)
+
+
+@pytest.mark.parametrize("kind", ["data gone", "data cut"])
+def test_a_file_that_is_not_whole_is_refused_before_anything_is_read(sound, tmp_path, kind):
+    damage, reason = DAMAGES[kind]
+    path = shutil.copytree(sound, tmp_path / "toy")
+    damage(path)
+    with pytest.raises(ConfigError) as caught:
+        read_dataset(path)
+    assert refused(str(caught.value), reason, path)
 
 
 @pytest.mark.parametrize("kind", FILMS)
