@@ -86,7 +86,7 @@ def check_whole(out: Path) -> None:
     from embodied.datasets import read_dataset
 
     try:
-        read_dataset(out, images=False)
+        read_dataset(out).check_whole()
         problem = "" if (out / SOURCE).is_file() else f"{out / SOURCE} is missing"
     except EmbodiedError as err:
         problem = str(err)

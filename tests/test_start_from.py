@@ -14,8 +14,9 @@ from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, Pi0Config
-from embodied.run.first_run import command_of_recipe
+from embodied.run.first_run import command_of_recipe, first_run
 from embodied.run.policy_source import check_continues, find_start
+from embodied.run.seeds_and_sweeps import read_order, shared_start
 from embodied.train import iterate
 from embodied.train import main as train
 
@@ -148,9 +149,11 @@ def test_a_finished_run_of_the_recipe_is_taken(recipes, capsys):
     assert len(runs(recipes, "first")) == 3, "nor one of another policy"
     assert second(recipes, "seed=1") == 0
     assert len(runs(recipes, "first")) == 4, "nor one of another seed"
+    assert second(recipes, "seed=1", "env.size=2") == 0
+    assert len(runs(recipes, "first")) == 5, "nor one in another env"
     (recipes / "first.yaml").write_text("extends: pointmass_ppo" + SMALL + LEARN.replace("1%s", "2"))
     assert second(recipes, "seed=1") == 0
-    assert len(runs(recipes, "first")) == 5, "nor one that was trained otherwise"
+    assert len(runs(recipes, "first")) == 6, "nor one that was trained otherwise"
 
 
 def test_a_recipe_of_ours_is_named_and_a_folder_of_its_name_wins(first, recipes, monkeypatch):
@@ -168,6 +171,24 @@ def test_a_recipe_of_ours_is_named_and_a_folder_of_its_name_wins(first, recipes,
     monkeypatch.chdir(recipes)
     (recipes / "pointmass_ppo").symlink_to(first)
     assert load([f"recipe={recipes / 'second.yaml'}", *given]).config.run.start_from == recipes / "pointmass_ppo"
+
+
+def test_the_first_run_is_not_told_what_only_the_second_one_knows():
+    loaded = load(["recipe=sums_grpo", "eval.interleave=true", "run.eval_every=50", "eval.episodes=8"])
+    assert first_run(loaded).arguments == ("recipe=sums_sft", "eval.episodes=8")
+
+
+def test_settings_share_a_start_and_seeds_have_their_own(recipes):
+    def start(*words):
+        return shared_start(
+            read_order([f"recipe={recipes / 'second.yaml'}", f"run.dir={recipes / 'runs'}", *words], True)
+        )
+
+    several = ("algo.lr=1e-4,1e-3", "seeds=5")
+    assert start(*several) == str(recipes / "first.yaml") and start("seeds=5-7") == ""
+    assert second(recipes, "seed=5") == 0
+    assert start(*several) == "", "it is there"
+    assert start("algo.lr=1e-4,1e-3", "seeds=5-6") != ""
 
 
 def test_a_dry_run_says_what_would_be_trained_first(recipes, capsys):

@@ -94,8 +94,6 @@ class Dataset:
         for entry in self.entries:
             file, first = data_file(entry), entry["dataset_from_index"]
             self._begins[file] = min(self._begins.get(file, first), first)
-        for file in self._begins:
-            check_whole(self._data_path(file))
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -120,6 +118,15 @@ class Dataset:
             success = bool(columns[SUCCESS].any())
         numbers = {name: array for name, array in columns.items() if array.dtype != object}
         return RecordedEpisode(entry["episode_index"], task, success, obs, as_vectors(numbers.pop(ACTION)), numbers)
+
+    def check_whole(self, count: int | None = None) -> None:
+        """Raise ConfigError unless what it reads of the first `count` episodes is there and whole."""
+        for entry in self.entries[:count] if self.images else ():
+            for path in self._video_paths(entry).values():
+                with reading(path, ConfigError, AGAIN):
+                    path.stat()
+        for file in dict.fromkeys(map(data_file, self.entries[:count])):
+            check_whole(self._data_path(file))
 
     def _columns(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
         """The rows of an episode, by feature."""
@@ -163,13 +170,21 @@ class Dataset:
             if feature["dtype"] == "image":
                 with reading(self.path / lerobot_layout.INFO, advice=f"the images of {name} are others; {AGAIN}"):
                     images[camera_of(name)] = decoded(columns[name], feature["shape"])
-            if feature["dtype"] == "video":
-                key = self.theirs.get(name, name)
-                place = place_fields(self.info, *(entry[f"videos/{key}/{number}"] for number in PLACES["v3."]))
-                where = fill(self.path, "video_path", self.info["video_path"], {"video_key": key, **place})
-                path, begins_s = inside(self.path, where), entry[f"videos/{key}/from_timestamp"]
-                images[camera_of(name)] = read_frames(path, begins_s, entry["length"], self.fps, feature["shape"])
+        for name, path in self._video_paths(entry).items():
+            begins_s = entry[f"videos/{self.theirs.get(name, name)}/from_timestamp"]
+            shape = self.features[name]["shape"]
+            images[camera_of(name)] = read_frames(path, begins_s, entry["length"], self.fps, shape)
         return images
+
+    def _video_paths(self, entry: dict[str, Any]) -> dict[str, Path]:
+        """Of an episode, by feature."""
+        paths = {}
+        for name in (name for name, feature in self.features.items() if feature["dtype"] == "video"):
+            key = self.theirs.get(name, name)
+            place = place_fields(self.info, *(entry[f"videos/{key}/{number}"] for number in PLACES["v3."]))
+            where = fill(self.path, "video_path", self.info["video_path"], {"video_key": key, **place})
+            paths[name] = inside(self.path, where)
+        return paths
 
 
 def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str] | None = None) -> Dataset:

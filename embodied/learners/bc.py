@@ -42,8 +42,8 @@ class ImitationLearner(LearnerWorker):
         return policy
 
     def open_data(self) -> int:
-        """Read the demonstrations and take their moments into the observation normaliser. -> how many items there are,
-        over all ranks."""
+        """Read the demonstrations; a policy that begins with nothing takes their moments into its observation
+        normaliser. -> how many items there are, over all ranks."""
         policy = self.policy
         dataset = read_dataset(self.algo.data, images=bool(policy.spec.images), names=self.algo.names)
         count = min(self.algo.episodes or len(dataset), len(dataset))
@@ -54,7 +54,7 @@ class ImitationLearner(LearnerWorker):
         own = sum(lengths[mine.start : mine.stop])
         seen = self.demos.read((dataset[number] for number in mine), own, self.algo.cache)
         moments = [policy.observation_moments(map_obs(lambda array: array[:, None], obs)) for obs in seen]
-        if moments[0] is not None:
+        if moments[0] is not None and not self.started:
             policy.merge_observation_moments(np.concatenate(self.collective.gather(np.concatenate(moments))))
         self.blocks = self.blocks_of_ranks()
         return self.demos.total

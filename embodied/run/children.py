@@ -121,7 +121,8 @@ class Children:
     def words(self, member: Member) -> list[str]:
         """The arguments of a new run."""
         swept = [f"{key}={write_yaml(value)}" for key, value in member.settings.items()]
-        return [*self.shared, *swept, f"seed={member.seed}", f"run.name={self.run_name(member)}"]
+        shared = [word for word in self.shared if not word.startswith("run.name=")]  # the group has that name
+        return [*shared, *swept, f"seed={member.seed}", f"run.name={self.run_name(member)}"]
 
     def run_name(self, member: Member) -> str:
         """pointmass_ppo-lr1e-3-seed0"""

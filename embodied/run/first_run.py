@@ -9,6 +9,7 @@ from shlex import join
 from typing import Any
 
 from embodied.config.base_recipe import CONFIG
+from embodied.config.commands import COMMANDS, Command
 from embodied.config.key_tree import root
 from embodied.config.merge import COMMAND_LINE, recipe_sources
 from embodied.config.recipe import Loaded, RunConfig, load
@@ -24,6 +25,8 @@ ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "
 DECIDES = ("seed", "algo", "sft", "collect", "run.env_steps", "run.iterations")
 """What makes a run of a recipe the one that it asks for, besides task and policy."""
 WHERE = ("data", "cache")  # of sft: places on disk
+ASIDE = ("num_envs", "stagger", "modules", "fast_images", "video_size")
+"""Options of an env that say nothing about what a policy sees and does there."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
         raise ConfigError(
             f"run.start_from: recipes start from each other in a circle: {circle}; set null in one of them"
         )
-    command, arguments = command_of_recipe(recipe), (f"recipe={recipe}", *said_for_both(loaded))
+    command = command_of_recipe(recipe)
+    arguments = (f"recipe={recipe}", *said_for_both(loaded, COMMANDS[command]))
     try:
         first = load([*arguments], entry=command)
     except ConfigError as err:
@@ -88,11 +92,12 @@ def command_of_recipe(recipe: str) -> str:
     return "train"
 
 
-def said_for_both(loaded: Loaded) -> list[str]:
-    """Arguments of the command line that hold for the first run as well."""
+def said_for_both(loaded: Loaded, command: Command) -> list[str]:
+    """Arguments of the command line that hold for the first run, one of this command, as well."""
     values = loaded.config.model_dump(mode="json")
     asked = [key for key, where in loaded.sources.items() if where == COMMAND_LINE]
     both = [key for key in asked if any(key == name or key.startswith(f"{name}.") for name in ALSO)]
+    both = [key for key in both if not command.ignores(key)]
     return [f"{key}={write_yaml(value_of(values, key))}" for key in both]
 
 
@@ -132,9 +137,10 @@ def newest_finished(first: Loaded, policy: Any) -> Path | None:
 
 
 def same_task(run: Path, config: RunConfig) -> bool:
-    """True if a run was made for this recipe's task."""
+    """True if a run was made in this recipe's env; options that it did not know, or that are left to the task, do not
+    count."""
     env, wanted = stored(run).get("env", {}), config.env.model_dump(mode="json")
-    return all(env.get(key) == wanted[key] for key in ("name", "task"))
+    return all(None in (value, env.get(key)) or env[key] == value for key, value in wanted.items() if key not in ASIDE)
 
 
 def same_training(run: Path, first: Loaded) -> bool:

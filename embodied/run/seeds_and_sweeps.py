@@ -224,8 +224,8 @@ def decide(order: Order, loaded: Loaded, plan: PlacementPlan) -> tuple[int, str]
     """The number of runs at once, and why. Raises ConfigError where the machine cannot be shared that often."""
     there = machines(loaded.config)
     most, why = runs_at_once(plan, there, memory_of(loaded, plan, there))
-    if (first := first_run(loaded)) and not first.folder:
-        most, why = 1, f"their start, a run of {first.recipe}, is made by the first of them"
+    if start := shared_start(order):
+        most, why = 1, f"their start, a run of {start}, is made by the first of them"
         if (order.at_once or 1) > 1:
             raise ConfigError(f"at_once={order.at_once}: {why}; leave at_once out, or train the start before")
     if order.at_once is None:
@@ -249,6 +249,17 @@ def decide(order: Order, loaded: Loaded, plan: PlacementPlan) -> tuple[int, str]
     return asked, f"as at_once says; {why}"
 
 
+def shared_start(order: Order) -> str:
+    """The recipe whose run several of the runs start from, if one of them has to make it; empty otherwise. Seeds have
+    starts of their own."""
+    for seed in order.seeds if len(order.settings) > 1 else ():
+        typed = [f"{key}={text}" for key, text in order.settings[0].items()]
+        loaded = load([*order.words, *typed, f"seed={seed}"])
+        if (first := first_run(loaded)) and not first.folder:
+            return first.recipe
+    return ""
+
+
 def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
     """The cores of each of so many runs at once, and its CUDA_VISIBLE_DEVICES; nothing for one, which has all."""
     if count == 1:
@@ -267,7 +278,8 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     """Run what a command line asks for; -> the exit code and the group's folder, None after --dry-run or --cfg."""
     order = read_order(argv, sweep)
     program, words = program_of(list(order.words), EmbodiedLoop)
-    recipes = load_all(replace(order, words=tuple(words)))
+    alone = replace(order, words=tuple(words))
+    recipes = load_all(alone)
     first = next(iter(recipes.values()))
     if "--cfg" in order.flags:
         load([*words, *(f"{key}={text}" for key, text in order.settings[0].items()), "--cfg"])
@@ -275,7 +287,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     dry = "--dry-run" in order.flags
     plans = [launch.planned(one.config, dry=dry, roles=program.roles) for one in recipes.values()]
     config, plan = plans[0]
-    at_once, why = decide(order, first, plan)
+    at_once, why = decide(alone, first, plan)
     wanted = RunGroup(
         Path(),
         first.name,

@@ -94,7 +94,7 @@ def imitation_of(config: RunConfig) -> type[ImitationLoop]:
         check_examples(config, kind)
         return TextImitationLoop
     if config.sft.data is not None:  # or this is a dry run of what comes after collecting
-        read_dataset(config.sft.data, images=False, names=config.sft.names)  # refuses what is none
+        read_dataset(config.sft.data, images=False, names=config.sft.names).check_whole(config.sft.episodes)
     return ImitationLoop
 
 

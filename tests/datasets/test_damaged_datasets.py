@@ -224,7 +224,7 @@ def test_a_file_that_is_not_whole_is_refused_before_anything_is_read(sound, tmp_
     path = shutil.copytree(sound, tmp_path / "toy")
     damage(path)
     with pytest.raises(ConfigError) as caught:
-        read_dataset(path)
+        read_dataset(path).check_whole()
     assert refused(str(caught.value), reason, path)
 
 

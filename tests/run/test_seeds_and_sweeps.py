@@ -230,6 +230,12 @@ def test_a_run_that_had_nothing_to_learn_is_over_and_one_that_was_stopped_is_not
     assert run_group.state_of(tmp_path / "none") == "not begun"
 
 
+def test_a_name_that_was_given_is_that_of_the_group(children):
+    crew = children(4)
+    crew.shared = ["recipe=toy", "run.name=mine"]
+    assert crew.words(Member({}, 4)) == ["recipe=toy", "seed=4", "run.name=toy-seed4"]
+
+
 # What becomes of the runs
 
 
