@@ -63,10 +63,11 @@ def test_maniskills_expert_picks_the_cube_and_the_arm_is_where_its_kinematics_sa
     env.close()
 
 
-@pytest.mark.parametrize(
-    "task", ["PlaceSphere-v1", "PullCubeTool-v1", "PokeCube-v1", "LiftPegUpright-v1", "TwoRobotPickCube-v1"]
-)
-def test_maniskills_expert_places_uses_tools_raises_and_hands_over(task):
+TASKS = "PlaceSphere-v1 PullCubeTool-v1 PokeCube-v1 LiftPegUpright-v1 PegInsertionSide-v1 TwoRobotPickCube-v1".split()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_maniskills_expert_places_uses_tools_raises_inserts_and_hands_over(task):
     pytest.importorskip("mani_skill")
     from embodied.envs.maniskill.env import ManiSkillEnv
 
