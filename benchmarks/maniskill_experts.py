@@ -77,10 +77,9 @@ def play(env, expert, who: str, episodes: list) -> dict:
 
 def about(task: str, who: str, mode: str, count: int, lengths: list[int], cpu_s: float) -> dict:
     """`lengths` are those of the solved episodes."""
-    from embodied.envs.config import ManiSkillConfig
-    from embodied.envs.maniskill.env import ManiSkillEnv
+    from mani_skill.utils.registration import REGISTERED_ENVS
 
-    ordered, limit = sorted(lengths), ManiSkillEnv.longest_episode(ManiSkillConfig(task=task))
+    ordered, limit = sorted(lengths), REGISTERED_ENVS[task].max_episode_steps
     return {
         "task": task,
         "limit": limit,
