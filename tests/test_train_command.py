@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,13 +45,13 @@ def tiny(*changes):
     return [f"{key}={value}" for key, value in (TINY | dict(change.split("=") for change in changes)).items()]
 
 
-def start(module, *args, cwd, **options):
+def start(module, *args, cwd, stderr=subprocess.STDOUT, **options):
     return subprocess.Popen(
         [sys.executable, "-m", f"embodied.{module}", *map(str, args)],
         cwd=cwd,
         env=ENV,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         text=True,
         **options,
     )
@@ -139,6 +140,21 @@ def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):
     assert (path / "eval" / "v000006" / "report.html").is_file()
     (video,) = (path / "eval" / "v000006" / "videos").glob("episode-000_*_reach_seed*.mp4")
     assert video.stat().st_size > 500
+
+
+FRIGHTENING = re.compile(
+    r"warn|error|traceback|exception|fail(?!ure_reach_seed)|fatal|critical|"
+    r"kill|crash|\bdie[sd]\b|abort|leak|deprecat|refus|cannot",
+    re.I,
+)
+
+
+def test_a_run_that_ends_well_says_nothing_that_sounds_as_if_it_did_not(tmp_path):
+    process = start("train", "recipe=pointmass_ppo", "run.env_steps=1024", cwd=tmp_path, stderr=subprocess.PIPE)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0 and "finished after 1,024 env steps" in output
+    assert errors == ""
+    assert not [line for line in output.splitlines() if FRIGHTENING.search(line)]
 
 
 def test_evaluating_a_checkpoint_gives_the_episodes_of_the_run_itself(finished, tmp_path, call):

@@ -87,12 +87,14 @@ def curve(run: Path) -> list[dict]:
 def report(done: list[tuple[str, int, dict]]) -> str:
     """A row for each seed of a case: success of the evaluations during the run, and of the fresh episodes."""
     header = ["case", "seed", "env steps", "success_once over the run", "success_once at last", "success_at_end"]
+    header += ["CPU minutes"]
     rows = []
     for case, seed, result in done:
         points = result["curve"]
         over = ", ".join(f"{point['success_once']['rate']:.0%}" for point in points)
         final, at_end = rate(result["final"]), rate(result["final_at_end"])
-        rows.append([f"`{case}`", str(seed), f"{points[-1]['env_steps']:,}", over, final, at_end])
+        minutes = "-" if result["cpu_s"] is None else f"{result['cpu_s'] / 60:.0f}"  # unknown of a resumed run
+        rows.append([f"`{case}`", str(seed), f"{points[-1]['env_steps']:,}", over, final, at_end, minutes])
     return markdown(header, rows)
 
 

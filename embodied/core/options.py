@@ -56,9 +56,11 @@ class Requirement:
     vulkan: bool = False
     data: tuple[str, ...] = ()  # distributions that only hold files; the packages require them
     hidden_by: tuple[str, ...] = ()  # distributions whose module has the name of the first package's
+    elsewhere: str = ""  # a distribution in an interpreter of its own, which env.python names
 
     def __str__(self) -> str:
         parts = [*self.packages, *(["a Vulkan driver"] if self.vulkan else [])]
+        parts += [f"an interpreter that has {self.elsewhere}"] if self.elsewhere else []
         return ", ".join(parts) or "nothing more"
 
 

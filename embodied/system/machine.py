@@ -213,6 +213,8 @@ def why_not(need: Requirement, machine: Machine) -> str:
     missing = absent(need, machine)
     if missing:
         return f"not installed: {', '.join(missing)}"
+    if need.elsewhere:  # the env's options name it, and a list has none
+        return f"no interpreter that has {need.elsewhere} is named: env.python=FOLDER/bin/python, docs/text_envs.md"
     return "no Vulkan driver" if need.vulkan and machine.vulkan_problem() else ""
 
 

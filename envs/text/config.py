@@ -112,6 +112,7 @@ class ReasoningGymConfig(TextConfig, NamedWithKind):
 
 
 class VerifiersConfig(TextConfig, NamedWithKind):
+    needs = Requirement(elsewhere="verifiers")
     written = "verifiers:<environment>"
 
     name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")

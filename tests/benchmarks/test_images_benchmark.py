@@ -30,8 +30,10 @@ def test_a_curve_has_a_point_for_every_evaluation(tmp_path):
         (400, 8.0, 0.4),
     ]
     final = {"rate": 0.5, "interval": [0.25, 0.75]}
-    table = report([("flat", 1, {"curve": points, "final": final, "final_at_end": final})])
+    seeds = [{"curve": points, "final": final, "final_at_end": final, "cpu_s": cpu_s} for cpu_s in (90.5, None)]
+    table = report([("flat", seed, result) for seed, result in enumerate(seeds)])
     assert "20%, 40%" in table and "50.0% [25.0%, 75.0%]" in table
+    assert [line.split("|")[-2].strip() for line in table.splitlines()[2:]] == ["2", "-"]
 
 
 @pytest.mark.parametrize(("state", "continued"), [("finished", 0), ("stopped", 1)])

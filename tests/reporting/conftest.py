@@ -25,6 +25,14 @@ for fd, number in zip(spare, (3, 4)):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
+HOVER = """(() => {
+  const chart = document.querySelector("svg[data-x]");
+  const box = chart.getBoundingClientRect();
+  const at = { clientX: box.left + box.width * 0.98, clientY: box.top + 20, bubbles: true };
+  chart.dispatchEvent(new PointerEvent("pointermove", at));
+  return document.querySelector(".readout").textContent;
+})()"""
+
 
 class Browser:
     """One page. `call` sends a command of the DevTools protocol, `run` a script whose value comes back."""
@@ -89,6 +97,10 @@ class Browser:
         told = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
         return told["result"].get("value")
+
+    def hover(self):
+        """What the first chart says under a pointer at its right end."""
+        return self.run(HOVER)
 
     def requests(self):
         events = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]

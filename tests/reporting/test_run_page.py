@@ -251,13 +251,6 @@ PLAY = """(async () => {
   await new Promise((resolve) => { video.ontimeupdate = () => video.currentTime > 0 && resolve(); });
   return [video.readyState, video.duration, video.videoWidth, document.querySelectorAll("video").length];
 })()"""
-HOVER = """(() => {
-  const chart = document.querySelector("svg[data-x]");
-  const box = chart.getBoundingClientRect();
-  const at = { clientX: box.left + box.width * 0.98, clientY: box.top + 20, bubbles: true };
-  chart.dispatchEvent(new PointerEvent("pointermove", at));
-  return document.querySelector(".readout").textContent;
-})()"""
 
 
 @pytest.fixture
@@ -284,7 +277,7 @@ def test_a_browser_shows_the_page_and_plays_its_videos(with_videos, browser, wid
     assert across <= visible, "the page is wider than the screen"
     ready, duration, video_width, videos = browser.run(PLAY)
     assert ready >= 2 and duration == pytest.approx(1.0, abs=0.15) and (video_width, videos) == (64, 2)
-    told = browser.run(HOVER)
+    told = browser.hover()
     assert "training: 80% [70%, 87.3%] at 8888" in told and "evaluation: 71.4%" in told
     shade = browser.run("getComputedStyle(document.body).backgroundColor")
     assert (int(re.search(r"\d+", shade)[0]) < 60) == dark

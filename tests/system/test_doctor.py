@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -318,10 +319,13 @@ def test_the_probe_of_ffmpeg_answers():
 
 
 @pytest.mark.slow
-def test_doctor_examines_this_machine():
+def test_doctor_examines_this_machine_within_a_minute():
+    busy = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))  # others that its processes wait for
+    began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "embodied.doctor", "--json"], capture_output=True, text=True, timeout=280
     )
+    assert time.monotonic() - began < 60 * busy
     told = json.loads(done.stdout)
     states = {one["check"]: one["state"] for one in told["findings"]}
     assert states["Python"] == states["torch"] == states["ffmpeg"] == states["maniskill frame"] == "ok"

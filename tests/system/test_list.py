@@ -75,6 +75,14 @@ def test_what_lacks_a_package_or_a_driver_says_so():
     assert "Needs mani-skill, sapien, a Vulkan driver." in named("envs", whole)["maniskill"].purpose
 
 
+def test_an_env_whose_package_is_in_an_interpreter_of_its_own_asks_for_that():
+    verifiers = named("envs", Bare())["verifiers"]
+    assert verifiers.purpose.endswith("Needs an interpreter that has verifiers.")
+    assert verifiers.problem.startswith("no interpreter that has verifiers is named: env.python=FOLDER/bin/python")
+    assert named("tasks", Bare())["verifiers"].problem == verifiers.problem
+    assert not list(advice({verifiers.problem}, Bare()))
+
+
 def test_what_lacks_files_names_them_and_how_to_get_them():
     machine = Bare("mani-skill", "sapien", *LIBERO.packages, *LIBERO.data[1:])
     carrot = problem_of_env(load(["recipe=carrot_sft_pi0_tiny"]).config.env, machine)
