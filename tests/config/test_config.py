@@ -275,6 +275,13 @@ def test_a_run_is_resumed_with_its_own_recipe(run_folder):
     assert "which recipe?" in mistakes("resume=auto")
 
 
+def test_resume_auto_finds_the_run_by_the_name_and_the_folder_that_the_recipe_gives(run_folder, recipe):
+    mine = recipe(f"extends: pointmass_ppo\nrun: {{dir: {run_folder.parent}, name: pointmass_ppo}}")
+    assert load([mine, "resume=auto"]).config.resume == run_folder
+    assert load([mine, "resume=auto", "run.name=other"]).config.resume == "auto"
+    assert load([mine, "resume=auto", "run.dir=elsewhere"]).config.resume == "auto"
+
+
 @pytest.mark.parametrize("below", ["", "checkpoints/v000003", "checkpoints/v000003/policy"])
 def test_evaluation_takes_the_recipe_of_the_run_the_checkpoint_belongs_to(run_folder, below):
     loaded = load([f"checkpoint={run_folder / below}", "eval.episodes=200", "env.num_envs=1"], "evaluate")
