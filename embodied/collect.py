@@ -13,7 +13,9 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from shlex import join
 
+from embodied.config.base_recipe import CONFIG
 from embodied.config.merge import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
@@ -25,6 +27,7 @@ from embodied.envs.text.text_env import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
+from embodied.run.first_run import stored
 from embodied.run.policy_source import PolicySource, check_fits, find
 from embodied.run.run_folder import provenance
 
@@ -55,12 +58,13 @@ def demonstrated(loaded: Loaded) -> Loaded:
     """A recipe of imitation with demonstrations to imitate: where it names none, those of the env's own expert, which
     are in `run.dir` from before or collected now. A dry run says which command would do that."""
     config, kind = loaded.config, env_class(loaded.config.env)
-    collects = not (config.sft.data or config.resume or issubclass(kind, TextEnv))
-    idle = [key for key, where in loaded.sources.items() if where == COMMAND_LINE and key.startswith("collect.")]
-    if idle and not collects:
-        there = f"there is sft.data={config.sft.data}" if config.sft.data else "nothing is collected"
-        raise ConfigError(f"{', '.join(idle)} has no effect, since {there}; leave it out")
-    if not collects:
+    text = issubclass(kind, TextEnv)
+    if config.sft.data or text:
+        if idle := without_effect(loaded):
+            there = f"there is sft.data={config.sft.data}" if config.sft.data else "nothing is collected"
+            raise ConfigError(f"{', '.join(idle)} has no effect, since {there}; leave it out")
+        if not text:
+            check_still_there(config)
         return loaded
     if kind.expert is EnvCapabilities.expert:
         raise ConfigError(
@@ -79,6 +83,25 @@ def demonstrated(loaded: Loaded) -> Loaded:
         launch.say(f"demonstrations  sft.data names none: {config.collect.episodes} episodes of the expert first")
         collect(loaded, out, None)
     return replace(loaded, config=config.with_values("sft", data=out))
+
+
+def without_effect(loaded: Loaded) -> list[str]:
+    """The command line's keys of collecting, but for those that a resumed run was started with."""
+    run, now = loaded.config.resume, loaded.config.collect.model_dump(mode="json")
+    then = stored(run).get("collect", {}) if isinstance(run, Path) and (run / CONFIG).is_file() else {}
+    told = [name for name in now if loaded.sources.get(f"collect.{name}") == COMMAND_LINE]
+    return [f"collect.{name}" for name in told if then.get(name) != now[name]]
+
+
+def check_still_there(config: RunConfig) -> None:
+    """Refuse to resume a run whose demonstrations are gone."""
+    data, run = config.sft.data, config.resume
+    if isinstance(run, Path) and not data.exists():
+        again = join([f"recipe={run / CONFIG}", f"out={data}"])
+        raise ConfigError(
+            f"resume={run} learns from {data}, which is gone: put it back, name its place with sft.data=FOLDER, or, if "
+            f"the env's expert played, collect it again: python -m embodied.collect {again}"
+        )
 
 
 def check_whole(out: Path) -> None:

@@ -30,7 +30,7 @@ from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, seeds_and_sweeps
 from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, run_to_resume
 from embodied.run.ending import Interruption, closing
-from embodied.run.first_run import FirstRun, first_run, starting_from
+from embodied.run.first_run import FirstRun, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import PolicySource, check_continues, check_fits, check_same_policy, find_start
 from embodied.run.run_folder import RunFolder
@@ -78,14 +78,13 @@ def follow(
     happened. Returns the command's exit code; `opened` is called with the folder. `before` are the recipes of the runs
     that wait for this one's policy."""
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=program.roles)
-    start = config.run.start_from
-    if first := first_run(loaded, before):
-        code, start = make_start(first, config, before)
-        if code:
-            return code
-        if start:
-            config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
-    origin = find_start(start, config.policy) if start else None
+    run, checkpoint = to_resume(loaded)
+    code, start = choose_start(loaded, config, run, before)
+    if code:
+        return code
+    if start:
+        config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
+    origin = origin_of(start, config, run, checkpoint) if start else None
     if loaded.dry_run:
         launch.rehearse(config)
         print(launch.describe(config, plan, weights=config.resume))
@@ -95,7 +94,7 @@ def follow(
     # From here on there is a folder, which says how the run ended.
     command = command_of(program)
     with Interruption() as interruption:
-        folder, checkpoint = open_folder(loaded, command)
+        folder = open_folder(loaded, command, run, checkpoint)
         opened(folder.path)
         with closing(folder, interruption):
             console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
@@ -107,6 +106,27 @@ def follow(
             console.say(f"results     {folder.path}")
             train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
     return interruption.exit_code
+
+
+def to_resume(loaded: Loaded) -> tuple[Path | None, Path | None]:
+    """The run to resume and its newest whole checkpoint, if any was saved."""
+    config = loaded.config
+    run = run_to_resume(config.resume, config.run.dir, loaded.name) if config.resume else None
+    if run is None or not any(run.glob("checkpoints/v[0-9]*")):  # it ended before its first one
+        return run, None
+    return run, newest(run)
+
+
+def choose_start(
+    loaded: Loaded, config: RunConfig, run: Path | None, before: tuple[str, ...]
+) -> tuple[int, Path | None]:
+    """The folder of the policy that `run.start_from` names, or that the resumed run started from; None without one.
+    It may have to be trained first: returns the exit code of that, too."""
+    start = config.run.start_from
+    if run and start and (kept := start_of_resumed(run, start)):
+        return 0, kept
+    first = first_run(loaded, before)
+    return make_start(first, config, before) if first else (0, start)
 
 
 def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> tuple[int, Path | None]:
@@ -140,15 +160,28 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
     return code, folders[0]
 
 
-def open_folder(loaded: Loaded, command: str) -> tuple[RunFolder, Path | None]:
-    """A new folder, or the one to resume and its newest whole checkpoint, if any was saved."""
+def origin_of(start: Path, config: RunConfig, run: Path | None, checkpoint: Path | None) -> PolicySource | None:
+    """The policy to start from; None where the checkpoint that a run goes on from holds all that is needed of it."""
+    compared = config.algo.kl_coef
+    if checkpoint and not compared:
+        return None
+    if run and not start.exists():
+        why = (
+            f"algo.kl_coef={compared:g} compares the policy with it; put it back, or go on without: algo.kl_coef=0"
+            if checkpoint
+            else "nothing of the run was saved yet; put it back, or begin a new run without resume="
+        )
+        raise ConfigError(f"{run} started from {start}, which is gone, and {why}")
+    return find_start(start, config.policy)
+
+
+def open_folder(loaded: Loaded, command: str, run: Path | None, checkpoint: Path | None) -> RunFolder:
+    """A new folder, or that of the run to resume."""
     config = loaded.config
-    found = config.resume and run_to_resume(config.resume, config.run.dir, loaded.name)
-    if not found:
-        return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command), None
-    checkpoint = newest(found) if any(found.glob("checkpoints/v[0-9]*")) else None  # it ended before its first one
-    check_continues(found, checkpoint, config)
-    return RunFolder.reopen(found, command, loaded.yaml), checkpoint
+    if run is None:
+        return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command)
+    check_continues(run, checkpoint, config)
+    return RunFolder.reopen(run, command, loaded.yaml)
 
 
 def train(
@@ -163,8 +196,10 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
+    start = origin.folder if origin else None
+    if checkpoint and config.run.start_from and not origin:
+        start = checkpoint / "policy"  # a run that had a start keeps that one's statistics of observations
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
-        start = origin.folder if origin else None
         loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
         if origin:
             check_fits(origin, config.env, loop.spec)

@@ -1,6 +1,7 @@
 """From a scripted expert to a policy that imitates it, by the commands, on the toy env."""
 
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -145,6 +146,36 @@ def test_without_data_the_expert_demonstrates_first(tmp_path, capsys):
     assert sft([f"resume={runs[0]}", "collect.episodes=9"]) == 2
     assert sft(["recipe=sums_sft", "collect.episodes=9", f"run.dir={tmp_path}"]) == 2
     assert capsys.readouterr().err.count("collect.episodes has no effect") == 2
+
+
+def test_the_same_command_with_resume_auto_begins_and_goes_on(tmp_path, capsys):
+    """Also where the recipe says how its runs are called and where they lie."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: pointmass_ppo\nrun: {name: named, dir: out}\ncollect: {episodes: 4}\n")
+    told, noisy = [f"recipe={recipe}", *LEARN[1:]], "collect.noise=0.1"
+    for epochs in (1, 2):
+        assert sft([*told, noisy, "resume=auto", f"sft.epochs={epochs}"]) == 0
+    (run,) = tmp_path.glob("out/named-2*")
+    assert [row["iteration"] for row in metrics(run)] == [1, 2]
+    (demos,) = tmp_path.glob("out/named-demonstrations-*")
+    assert sft([*told, "collect.noise=0.2", "resume=auto"]) == 2
+    assert f"collect.noise has no effect, since there is sft.data={demos}" in capsys.readouterr().err
+    assert sft([*told, noisy, f"resume={run}", "sft.epochs=3"]) == 0
+    assert len(metrics(run)) == 3 and len(list(tmp_path.glob("out/named-*"))) == 2
+
+
+def test_a_run_whose_demonstrations_are_gone_says_how_to_get_them_again(tmp_path, capsys):
+    told = [*LEARN, f"run.dir={tmp_path}", "collect.episodes=4"]
+    assert sft([*told, "sft.epochs=1"]) == 0
+    (run,), (demos,) = tmp_path.glob("sft-pointmass_ppo-2*"), tmp_path.glob("*-demonstrations-*")
+    before = read_dataset(demos)[0].actions
+    shutil.rmtree(demos)
+    assert sft([f"resume={run}", "sft.epochs=2"]) == 2
+    said = capsys.readouterr().err
+    assert f"resume={run} learns from {demos}, which is gone" in said
+    assert collect(shlex.split(said.partition("python -m embodied.collect ")[2])) == 0
+    assert np.array_equal(read_dataset(demos)[0].actions, before)
+    assert sft([f"resume={run}", "sft.epochs=2"]) == 0
 
 
 def test_rl_starts_from_an_imitation_that_starts_from_nothing(tmp_path):

@@ -318,11 +318,46 @@ def test_films_and_the_dataset_of_an_evaluation_in_two_sittings_are_whole(tmp_pa
         for out in (ours, whole)
     ]
     assert names[0] == names[1] and len(list((ours / "videos").glob("*.mp4"))) >= 6
+    assert recorded(ours / "dataset") == recorded(whole / "dataset")
+
+
+def test_the_dataset_of_a_task_that_was_played_before_the_interruption_is_whole(tmp_path, interrupted):
+    pytest.importorskip("pyarrow")
+    command = ["checkpoint=random", *SWITCH, "env.task=[left,right]", "eval.episodes=8", "eval.dataset=true"]
+    for over in (4, 2):  # the first task is over, then its dataset is written and half of the second task played
+        with interrupted(over):
+            run(*command, code=130)
+    run(*command)
+    run(*command)
+    ours, whole = tmp_path / "runs/evaluate-random", tmp_path / "runs/evaluate-random-2"
+    assert [recorded(ours / "dataset" / task) for task in ("left", "right")] == [
+        recorded(whole / "dataset" / task) for task in ("left", "right")
+    ]
+    assert not (ours / "episode_buffers").exists()
+
+
+def test_an_evaluation_that_is_stopped_between_its_dataset_and_its_results_goes_on(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    command = ["checkpoint=random", *SWITCH, "eval.episodes=4", "eval.dataset=true"]
+
+    def stopped(kept, *_):
+        kept.write()  # as it is once a second
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate, "write_evaluation", stopped)
+        run(*command, code=130)
+    folder = tmp_path / "runs/evaluate-random"
+    before = recorded(folder / "dataset")
+    run(*command)
+    assert len(before) == 4 and recorded(folder / "dataset") == before
+    assert len(results(folder)[1]) == 4 and not (folder / "episode_buffers").exists()
+
+
+def recorded(dataset):
     from embodied.datasets import read_dataset
 
-    assert [one.actions.tolist() for one in read_dataset(ours / "dataset")] == [
-        one.actions.tolist() for one in read_dataset(whole / "dataset")
-    ]
+    return [one.actions.tolist() for one in read_dataset(dataset)]
 
 
 def test_a_refused_evaluation_leaves_no_folder(tmp_path, capsys):

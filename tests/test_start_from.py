@@ -209,6 +209,29 @@ def test_a_resumed_run_keeps_its_start(recipes):
     assert about(run)["started_from"]["folder"].startswith(str(made))
 
 
+def test_a_run_goes_on_without_the_folder_that_it_started_from(recipes, capsys):
+    assert second(recipes) == 0
+    (run,), (made,) = runs(recipes, "second"), runs(recipes, "first")
+    began, away = about(run)["started_from"], made.rename(recipes / "away")
+    for more in (["recipe=" + str(recipes / "second.yaml")], []):
+        iterations = len((run / "metrics.jsonl").read_text().splitlines()) + 1
+        assert train([*more, f"resume={run}", f"run.iterations={iterations}"]) == 0
+    assert second(recipes, "resume=auto", "run.iterations=4") == 0
+    last = load_file(run / "checkpoints/v000004/policy/model.safetensors")
+    assert last["normalizer.count"] == weights(away)["normalizer.count"], "the start's statistics stay"
+    assert about(run)["started_from"] == began and not runs(recipes, "first")
+    assert read_yaml((run / "config.yaml").read_text())["run"]["start_from"] == str(made)
+    capsys.readouterr()
+    compared = [f"resume={run}", "run.iterations=5", "algo.kl_coef=0.1"]
+    assert train(compared) == 2
+    assert f"{made}, which is gone, and algo.kl_coef=0.1 compares the policy with it" in capsys.readouterr().err
+    assert train([*compared, f"run.start_from={away}"]) == 0
+    (run / "checkpoints").rename(recipes / "checkpoints")
+    away.rename(recipes / "gone")
+    assert train([f"resume={run}"]) == 2
+    assert "which is gone, and nothing of the run was saved yet" in capsys.readouterr().err
+
+
 def test_a_start_that_is_stopped_or_fails_ends_the_command(recipes, capsys, monkeypatch):
     def stopped(*args):
         signal.raise_signal(signal.SIGTERM)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.config.merge import Source
+from embodied.config.merge import COMMAND_LINE, Source, flatten, own_path, recipe_sources
 from embodied.config.recipe_files import recipe_names
 from embodied.envs import env_that_knows
 from embodied.policies.language.config import ANSWERING
@@ -16,18 +16,19 @@ from embodied.run.hub import is_hub_id
 
 if TYPE_CHECKING:
     from embodied.config.commands import Command
+    from embodied.config.key_tree import Section
 
 CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that say which env
 
 
 def base_recipe(
-    values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, problems: list[str]
+    values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, schema: Section, problems: list[str]
 ) -> str | None:
     """The recipe that is named, else the one stored with the run to resume or evaluate; None where there is none."""
     if "recipe" in values:
         named = text("recipe", values.pop("recipe"), problems)
-        if values.get("resume") == "auto" and (run := newest_run(named, values, command)):
+        if values.get("resume") == "auto" and (run := newest_run(named, values, command, schema)):
             values["resume"] = str(run)  # as it was started, with what the command line said then
             return str(run / CONFIG)
         return named
@@ -52,13 +53,21 @@ def base_recipe(
     return None
 
 
-def newest_run(recipe: str, values: dict[str, Any], command: Command) -> Path | None:
-    """The run that resume=auto resumes, if it has its recipe."""
+def newest_run(recipe: str, values: dict[str, Any], command: Command, schema: Section) -> Path | None:
+    """The run that resume=auto resumes, if it has its recipe. Its name and where it lies the recipe's files may say."""
     from embodied.run.checkpoints import run_to_resume
 
-    name = values.get("run.name", "sft-" * (command.name == "sft") + Path(recipe).stem)
-    found = run_to_resume("auto", Path(str(values.get("run.dir", "runs"))).expanduser(), str(name))
+    sources = recipe_sources(recipe, schema, [])
+    sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, [])))
+    said = {key: own_path(schema, key, value, each.folder) for each in sources for key, value in each.values}
+    name = said.get(("run", "name")) or usual_name(recipe, command)
+    found = run_to_resume("auto", Path(str(said.get(("run", "dir"), "runs"))), str(name))
     return found if found and (found / CONFIG).is_file() else None
+
+
+def usual_name(recipe: str, command: Command) -> str:
+    """The name of a recipe's runs where nothing gives them another."""
+    return "sft-" * (command.name == "sft") + Path(recipe).stem
 
 
 def without_recipe(command: Command, values: dict[str, Any]) -> list[Source]:

@@ -155,7 +155,8 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
-    """Nested sections as a list of (key, value). A dotted key in a file means the same as a nested one."""
+    """Nested sections as a list of (key, value). A dotted key in a file means the same as a nested one, a list of one
+    task the same as the task."""
     found: dict[Key, Any] = {}
 
     def visit(prefix: Key, values: dict) -> None:
@@ -173,7 +174,7 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
             elif clash := next((k for k in found if k[: len(key)] == key or key[: len(k)] == k), None):
                 problems.append(f"{'.'.join(key)} is set twice: also as {'.'.join(clash)} (both from {where})")
             else:
-                found[key] = value
+                found[key] = value[0] if key == ENV_TASK and isinstance(value, list) and len(value) == 1 else value
 
     visit((), values)
     return list(found.items())

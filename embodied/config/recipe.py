@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig
 from embodied.algorithms.sft_config import SFTConfig
-from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, without_recipe
+from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, usual_name, without_recipe
 from embodied.config.cli import from_python, parse
 from embodied.config.commands import COMMANDS, Command
 from embodied.config.key_tree import root
@@ -335,7 +335,7 @@ def load_recipe(*words: str | Mapping[str, Any]) -> RunConfig:
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
     schema, tree = root(RunConfig), Tree(problems=problems)
     own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
-    recipe = base_recipe(values, own, command, problems)
+    recipe = base_recipe(values, own, command, schema, problems)
     sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values)
     incomplete = bool(problems)  # then a missing key says nothing
     if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
@@ -349,7 +349,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         if where == COMMAND_LINE and command.ignores(key)
     ]
     if recipe and tree.values.get("run") and tree.values["run"].get("name") is None:
-        tree.put(("run", "name"), "sft-" * (command.name == "sft") + Path(recipe).stem, "the recipe's name")
+        tree.put(("run", "name"), usual_name(recipe, command), "the recipe's name")
     try:
         config = RunConfig.model_validate(tree.values, context={"unused": command.unused})
     except ValidationError as err:

@@ -61,10 +61,12 @@ class DatasetWriter:
         with EpisodeBuffer(self._root / "draft", self.fps, self.features) as buffer:
             for frame in frames:
                 buffer.add(frame)
-            self.add_buffer(buffer.finish(task, success))
+            draft = buffer.finish(task, success)
+        self.add_buffer(draft)
+        shutil.rmtree(draft)
 
     def add_buffer(self, folder: Path) -> None:
-        """Append an episode that an `EpisodeBuffer` of the same features recorded; its folder is removed."""
+        """Append an episode that an `EpisodeBuffer` of the same features recorded in this folder, which stays."""
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         length, episode = about["length"], self.num_episodes
         with np.load(folder / NUMBERS) as numbers:
@@ -85,7 +87,6 @@ class DatasetWriter:
         self._enter(row | located("meta/episodes", self._episodes.file))
         self._stats = {name: merge(self._stats[name], new) if self._stats else new for name, new in stats.items()}
         self.num_episodes, self.num_frames = episode + 1, self.num_frames + length
-        shutil.rmtree(folder)
 
     def close(self) -> Path:
         """Complete the dataset and give its folder its name."""

@@ -1,13 +1,14 @@
 """An interrupted evaluation on disk, so that continuing it plays only the missing episodes.
 
 Its folder holds `partial.json` (what was asked for, how many episodes are over) and the finished episodes in
-`episodes.csv`, both rewritten as it goes on, and no `results.json`. A part of the list gets no rates: episodes that
-succeed end early, so there are too many of them among the finished ones.
+`episodes.csv`, both rewritten as it goes on, buffers from which a dataset can be written, and no `results.json`. A part
+of the list gets no rates: episodes that succeed end early, so there are too many of them among the finished ones.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from embodied.run.checkpoints import read_json
 from embodied.run.run_folder import provenance
 
 PARTIAL = "partial.json"
+BUFFERS = "episode_buffers"  # the folder of the dataset's episodes
 TELL_EVERY_S = 15.0
 EVERY_S = 1.0  # at least, between two writes while episodes end
 SHARE = 1 / 50  # of the time, at most, that writing takes
@@ -99,7 +101,8 @@ class PartialEvaluation:
         self.next_s = self.clock() + max(EVERY_S, (self.clock() - began) / SHARE)
 
     def end(self) -> None:
-        """Remove partial.json, once results.json is written."""
+        """Remove partial.json and the buffers, once results.json is written."""
+        shutil.rmtree(self.folder / BUFFERS, ignore_errors=True)
         unmark(self.folder)
 
     def provenance(self) -> dict[str, Any]:

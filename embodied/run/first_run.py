@@ -17,7 +17,7 @@ from embodied.config.recipe_files import recipe_names
 from embodied.config.yaml_values import read_yaml, write_yaml
 from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
-from embodied.run.checkpoints import read_json, run_to_resume
+from embodied.run.checkpoints import read_json
 from embodied.run.policy_source import find_start
 
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
@@ -67,7 +67,7 @@ def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
         raise ConfigError(f"run.start_from={recipe}: {err}") from None
     assert first is not None, "it was asked for no help"
     found = FirstRun(recipe, command, arguments, replace(first, flags=loaded.flags))
-    return replace(found, folder=start_of_resumed(loaded) or newest_finished(first, config.policy))
+    return replace(found, folder=newest_finished(first, config.policy))
 
 
 def recipe_named(start: Path) -> str | None:
@@ -107,14 +107,12 @@ def value_of(values: Any, key: str) -> Any:
     return values
 
 
-def start_of_resumed(loaded: Loaded) -> Path | None:
-    """The policy that the resumed run has started from; None where there is none."""
-    config = loaded.config
-    run = run_to_resume(config.resume, config.run.dir, loaded.name) if config.resume else None
-    if run is None or not (run / CONFIG).is_file():
+def start_of_resumed(run: Path, asked: Path) -> Path | None:
+    """The policy that the resumed run has started from, if `asked` means it: its folder, or the recipe that made it."""
+    start = stored(run).get("run", {}).get("start_from") if (run / CONFIG).is_file() else None
+    if not start or not Path(start).is_absolute():
         return None
-    start = stored(run).get("run", {}).get("start_from")
-    return Path(start) if start and Path(start).is_absolute() else None
+    return Path(start) if asked == Path(start) or recipe_named(asked) else None
 
 
 def newest_finished(first: Loaded, policy: Any) -> Path | None:

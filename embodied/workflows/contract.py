@@ -121,7 +121,8 @@ class Workflow(Protocol):
     workers.
 
     `notify` is called with a line for each restart of a worker and each warning, `start_folder` holds the policy whose
-    weights are the first ones.
+    weights are the first ones: the start's, or, of a resumed run that had one, its checkpoint's unless algo.kl_coef
+    compares with the start.
     """
 
     command: ClassVar[str]

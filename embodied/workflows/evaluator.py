@@ -24,6 +24,7 @@ from embodied.core.errors import ChannelClosed, EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Note, Recording, Route
 from embodied.datasets.episode_recorder import EpisodeRecorder
 from embodied.envs import env_class, speaks
+from embodied.reporting.partial_evaluation import BUFFERS
 from embodied.reporting.transcripts import record_transcripts
 from embodied.reporting.video_recorder import VideoRecorder
 from embodied.runtime import Channel, Handle
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 2  # at an episode that is open whenever its worker dies
 LOOK_S = 0.2  # how often it is asked whether to stop
-BUFFERS = "episode_buffers"  # in the folder of an evaluation while it is played
 
 Heard = Callable[[Iterable[EpisodeResult]], object]
 
@@ -243,13 +243,13 @@ def to_record_again(
 
 
 def write_dataset(out: Path, path: Path, spec: EnvSpec, results: list[EpisodeResult]) -> None:
-    """Write these episodes, in their order, from their buffers as a dataset in LeRobot's layout, without errors."""
+    """Write these episodes, in their order, from their buffers as a dataset in LeRobot's layout, without errors. The
+    buffers stay: an evaluation that is interrupted before it has results writes its dataset again."""
     from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
 
-    shutil.rmtree(path, ignore_errors=True)  # of the same version, evaluated before the run was resumed
+    shutil.rmtree(path, ignore_errors=True)  # written before the evaluation or the run was interrupted
     played = [result for result in results if not result.error]
     if played:
         with DatasetWriter(path, fps_of(spec), features_of(spec)) as writer:
             for result in played:
                 writer.add_buffer(out / BUFFERS / buffer_name(result.index))
-    shutil.rmtree(out / BUFFERS, ignore_errors=True)

@@ -192,6 +192,7 @@ class ManiSkillEnv(VectorEnv):
         from embodied.envs.maniskill.expert import ManiSkillExpert
         from embodied.envs.maniskill.motion_planner import PlannerExpert
 
+        config = cls.resolve(config)  # experts look at the control mode
         if kind == "planner":
             PlannerExpert.check(config)
         elif not all(is_bridge(task) for task in cls.tasks(config)):

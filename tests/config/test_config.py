@@ -237,6 +237,15 @@ def test_relative_paths_belong_to_the_file_that_states_them(recipe, tmp_path, mo
     assert load([recipe("extends: sub/mine.yaml", "other.yaml")]).config.run.dir == tmp_path / "sub" / "results"
 
 
+@pytest.mark.parametrize("name", ["maniskill_ppo", "libero_ppo", "robosuite_ppo", "pointmass_ppo", "sums_grpo"])
+def test_a_list_of_one_task_is_that_task(name, recipe):
+    told = [f"recipe={name}", "run.start_from=null"]
+    config = load(told).config
+    task = config.env.task
+    assert load([*told, f"env.task=[{task}]"]).config == config, "what the recipe sets for its task stays, too"
+    assert load([recipe(f"extends: {name}\nenv: {{task: [{task}]}}"), "run.start_from=null"]).config.env == config.env
+
+
 def test_checks_across_sections_show_the_arithmetic_and_a_value_that_works():
     told = mistakes(
         *BASE, "env.num_envs=9", "pipeline.stages=2", "algo.minibatch_size=9000", "algo.rollout_decisions=10"
@@ -273,6 +282,13 @@ def test_a_run_is_resumed_with_its_own_recipe(run_folder):
     assert "resume: null" in loaded.yaml
     assert "there is no config.yaml" in mistakes("resume=nowhere")
     assert "which recipe?" in mistakes("resume=auto")
+
+
+def test_resume_auto_finds_the_run_by_the_name_and_the_folder_that_the_recipe_gives(run_folder, recipe):
+    mine = recipe(f"extends: pointmass_ppo\nrun: {{dir: {run_folder.parent}, name: pointmass_ppo}}")
+    assert load([mine, "resume=auto"]).config.resume == run_folder
+    assert load([mine, "resume=auto", "run.name=other"]).config.resume == "auto"
+    assert load([mine, "resume=auto", "run.dir=elsewhere"]).config.resume == "auto"
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints/v000003", "checkpoints/v000003/policy"])

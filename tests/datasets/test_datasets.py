@@ -126,7 +126,7 @@ def test_drafts_of_several_rows_are_taken_up_in_any_order(tmp_path):
     with DatasetWriter(tmp_path / "set", 20, features) as writer:
         for number in (2, 0, 1):
             writer.add_buffer(folders[number])
-    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+    assert {path.name for path in tmp_path.iterdir()} == {"set", *(folder.name for folder in folders)}
     first = read_dataset(tmp_path / "set")[0]
     assert np.array_equal(
         first.actions, np.stack([frame["action"] for frame in frames(2, 4, images=False)]).astype(np.float32)

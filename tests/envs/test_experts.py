@@ -108,6 +108,16 @@ def test_liberos_expert_solves_stored_states_also_where_a_bowl_slips_as_the_epis
     assert all(result.success_once for result in played)
 
 
+@pytest.mark.parametrize("kind", ["scripted", "planner"])
+def test_experts_play_where_no_control_mode_is_set(kind):
+    from embodied.envs.maniskill.env import ManiSkillEnv
+
+    ManiSkillEnv.check_expert(ManiSkillConfig(task="StackCube-v1"), kind)
+    other = ManiSkillConfig(task="StackCube-v1", control_mode="pd_joint_pos")
+    with pytest.raises(ConfigError, match=r"env\.control_mode=pd_joint_pos"):
+        ManiSkillEnv.check_expert(other, kind)
+
+
 def test_tasks_without_an_expert_are_refused():
     from embodied.envs.gym.env import GymEnv
     from embodied.envs.maniskill.env import ManiSkillEnv
