@@ -3,10 +3,11 @@
     python -m benchmarks.learning.grpo_gain pickcube [--seeds 0 1 2] [--resume]
     python -m benchmarks.learning.grpo_gain libero --seeds 0 1
     python -m benchmarks.learning.grpo_gain libero_ppo --seeds 0 1
+    python -m benchmarks.learning.grpo_gain libero_two --seeds 0 1
     python -m benchmarks.learning.grpo_gain pushcube [--start FOLDER]
 
 pickcube and libero begin with the imitating policies of benchmarks.learning.starts (pickcube's seed S with seed S,
-libero's all with seed 0; libero_ppo is the same with PPO), pushcube with a policy that PPO has half trained (made here
+libero's all with seed 0; libero_ppo is the same with PPO, libero_two two tasks with GRPO), pushcube with a policy that PPO has half trained (made here
 unless --start names one). Each seed trains on one core, then the start and the result play the same episodes, sampling
 nothing; control is the first seed once more, a few iterations with lr=0. Writes results/grpo_CASE/seed-S.json and
 control.json as each is done; --resume leaves out what was measured with the same code, recipe and start.
@@ -45,6 +46,7 @@ from benchmarks.learning.seeds import (
     program,
     rate,
 )
+from benchmarks.learning.starts import TASKS
 
 UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # what training itself plays at its end decides nothing here
 RESAMPLES = 10_000
@@ -75,6 +77,7 @@ CASES = {
     "pickcube": Case("pickcube_grpo", (), "start_pickcube/seed-{seed}-*"),
     "libero": Case("libero_grpo", (), "start_libero/seed-0-*"),  # others are a step or two faster: nothing to gain
     "libero_ppo": Case("libero_ppo_from_sft", (), "start_libero/seed-0-*"),
+    "libero_two": Case("libero_grpo", (TASKS["libero_two"],), "start_libero_two/seed-0-*"),
     "pushcube": Case("maniskill_grpo", ("algo.groups=8", "run.iterations=10"), "grpo_pushcube/start-*"),
 }
 
@@ -127,10 +130,9 @@ def gain(asked: Trained, env: dict) -> dict:
     given = [f"seed={asked.seed}", f"run.start_from={asked.start}", f"run.dir={asked.runs}", f"run.name={asked.name}"]
     command, costs = train_command(asked.case.recipe, *given, *asked.options, *UNJUDGED, *ONE_CORE), []
     run = new_folder(asked.runs, asked.name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
-    both = f"checkpoint=[{asked.start},{run}]"
-    play = program(
-        "evaluate", both, f"recipe={asked.case.recipe}", f"run.dir={run}", *held_out(asked.episodes), *ONE_CORE
-    )
+    both, env_options = f"checkpoint=[{asked.start},{run}]", [told for told in asked.options if told.startswith("env.")]
+    told = (f"recipe={asked.case.recipe}", *env_options, f"run.dir={run}", *held_out(asked.episodes))
+    play = program("evaluate", both, *told, *ONE_CORE)
     measure(play, env, TIMEOUT_S)
     before, after = (outcomes(folder, asked.episodes) for folder in in_order(run / "compare"))
     rows = read_metrics(run)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.learning.starts pickcube [--seeds 0 1 2] [--resume]
     python -m benchmarks.learning.starts libero --seeds 0
+    python -m benchmarks.learning.starts libero_two --seeds 0       # two tasks, one policy
 
 Collects demonstrations, imitates them, and plays the result on 200 held-out episodes; writes
 results/start_CASE/seed-S.json seed by seed. --resume leaves out seeds that were measured with the same code and
@@ -29,22 +30,33 @@ from benchmarks.learning.seeds import (
     rate,
 )
 
-RECIPES = {"pickcube": "pickcube_sft", "libero": "libero_sft"}
-RL = {"pickcube": "pickcube_grpo", "libero": "libero_grpo"}  # which may give an episode less time
+RECIPES = {"pickcube": "pickcube_sft", "libero": "libero_sft", "libero_two": "libero_sft"}
+RL = {"pickcube": "pickcube_grpo", "libero": "libero_grpo", "libero_two": "libero_grpo"}  # it may give them less time
+TASKS = {"libero_two": "env.task=[libero_object/2,libero_object/9]"}
+DEMONSTRATIONS = {"libero_two": "collect.episodes=16"}
 
 
 def measure_seed(case: str, seed: int, env: dict) -> dict:
-    return imitate(RECIPES[case], ROOT / "runs" / f"start_{case}", f"seed-{seed}", seed, [in_time(case)], env)
+    recipe, runs, told = RECIPES[case], ROOT / "runs" / f"start_{case}", options_of(case)
+    shown = [each[case] for each in (TASKS, DEMONSTRATIONS) if case in each]
+    return imitate(recipe, runs, f"seed-{seed}", seed, told, env, shown)
 
 
-def imitate(recipe: str, runs: Path, name: str, seed: int, options: Sequence[str], env: dict) -> dict:
-    """Demonstrations of its own for every seed, imitation with these options, and at its end the evaluation.
-    `{demos}` in an option is where the demonstrations are."""
+def options_of(case: str) -> list[str]:
+    """What imitation is told besides its recipe."""
+    return [in_time(case), *([TASKS[case]] if case in TASKS else [])]
+
+
+def imitate(
+    recipe: str, runs: Path, name: str, seed: int, options: Sequence[str], env: dict, shown: Sequence[str] = ()
+) -> dict:
+    """Demonstrations of its own for every seed, collected with the options `shown`, imitation with `options`, and at
+    its end the evaluation. `{demos}` in an option is where the demonstrations are."""
     runs.mkdir(parents=True, exist_ok=True)
     demos = runs / f"demos-{seed}"
     shutil.rmtree(demos, ignore_errors=True)
     asked = (f"recipe={recipe}", f"seed={seed}", *ONE_CORE)
-    costs = [measure(program("collect", *asked, f"out={demos}"), env, TIMEOUT_S)]
+    costs = [measure(program("collect", *asked, *shown, f"out={demos}"), env, TIMEOUT_S)]
     given = [option.format(demos=demos) for option in options]
     command = program("sft", *asked, *given, f"sft.data={demos}", f"run.dir={runs}", f"run.name={name}", *held_out())
     run = new_folder(runs, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
@@ -84,7 +96,7 @@ def main() -> None:
     ask.add_argument("case", choices=RECIPES)
     options = ask.parse_args()
     case, env, done = options.case, environment(), []
-    about = {"config": config_hash(resolved(RECIPES[case], in_time(case))), "eval_seed": EVAL_SEED}
+    about = {"config": config_hash(resolved(RECIPES[case], *options_of(case))), "eval_seed": EVAL_SEED}
     for seed in options.seeds:
         path = RESULTS / f"start_{case}" / f"seed-{seed}.json"
         result = once(path, {"seed": seed, **about}, options.resume, lambda seed=seed: measure_seed(case, seed, env))
