@@ -7,10 +7,11 @@
     python -m benchmarks.learning.grpo_gain pushcube [--start FOLDER]
 
 pickcube and libero begin with the imitating policies of benchmarks.learning.starts (pickcube's seed S with seed S,
-libero's all with seed 0; libero_ppo is the same with PPO, libero_two two tasks with GRPO), pushcube with a policy that PPO has half trained (made here
-unless --start names one). Each seed trains on one core, then the start and the result play the same episodes, sampling
-nothing; control is the first seed once more, a few iterations with lr=0. Writes results/grpo_CASE/seed-S.json and
-control.json as each is done; --resume leaves out what was measured with the same code, recipe and start.
+libero's all with seed 0; libero_ppo is the same with PPO, libero_two two tasks with GRPO), pushcube with a policy that
+PPO has half trained (made here unless --start names one). Each seed trains on one core, then the start and the result
+play the same episodes, sampling nothing; control is the first seed once more, a few iterations with lr=0. Writes
+results/grpo_CASE/seed-S.json and control.json as each is done; --resume leaves out what was measured with the same
+code, recipe and start.
 """
 
 from __future__ import annotations
