@@ -79,6 +79,13 @@ def test_a_run_that_began_from_a_folder_goes_on_and_is_begun_from(tmp_path):
         find_start(saved, loaded.config.policy.model_copy(update={"pretrained": None}))
 
 
+def test_a_run_goes_on_with_its_own_task(tmp_path):
+    (tmp_path / "config.yaml").write_text(load(["recipe=maniskill_ppo"]).yaml)
+    check_continues(tmp_path, None, load(["recipe=maniskill_ppo", "env.after_success=5"]).config)
+    with pytest.raises(ConfigError, match=r"env\.task=PushCube-v1 there, PickCube-v1 here; leave these keys out"):
+        check_continues(tmp_path, None, load(["recipe=maniskill_ppo", "env.task=PickCube-v1"]).config)
+
+
 def test_how_a_policy_learns_may_differ(tmp_path):
     spec = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3)}, instruction=True)
     there = Pi0Config(name="pi0")

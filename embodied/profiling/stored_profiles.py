@@ -199,8 +199,8 @@ def newest_profile(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) ->
     if path is None:
         name = config.run.name or "NAME"
         raise ConfigError(
-            f"no profile of this recipe has been measured here; measure one (a minute): "
-            f"python -m embodied.profiling recipe={name}, or name one: profile=FILE"
+            f"no profile of this recipe has been measured here; measure one (a minute): python -m embodied.profiling "
+            f"recipe={name}, with the options that you gave here, or name one: profile=FILE"
         )
     return path
 

@@ -31,7 +31,7 @@ ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "trai
 LEARNS = ("dtype", "detach_value", "keyframes", "noise_level", "train", "value_head")
 FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may do otherwise
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
-KEPT = ("env.name", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
+KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
 
 

@@ -183,5 +183,5 @@ def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
         return f"{gain}. It is used where it was found equal: {to_prove(config)} finds out"
     if found.equal:
         return f"single envs; batched physics is equal here and {found.speedup} times as fast: env.backend=auto"
-    times = f"would be {found.speedup} times as fast" if found.speedup else "cannot be used"
-    return f"single envs, one after the other: batched physics {times}, but {found.problem} ({found.date})"
+    times = f"would be {found.speedup} times as fast, but" if found.speedup else "cannot be used:"
+    return f"single envs, one after the other: batched physics {times} {found.problem} ({found.date})"
