@@ -27,8 +27,7 @@ from embodied.envs.text.text_env import TextEnv
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
-from embodied.run.first_run import stored
-from embodied.run.policy_source import PolicySource, check_fits, find
+from embodied.run.policy_source import PolicySource, check_fits, find, stored
 from embodied.run.run_folder import provenance
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
@@ -88,7 +87,7 @@ def demonstrated(loaded: Loaded) -> Loaded:
 def without_effect(loaded: Loaded) -> list[str]:
     """The command line's keys of collecting, but for those that a resumed run was started with."""
     run, now = loaded.config.resume, loaded.config.collect.model_dump(mode="json")
-    then = stored(run).get("collect", {}) if isinstance(run, Path) and (run / CONFIG).is_file() else {}
+    then = stored(run).get("collect", {}) if isinstance(run, Path) else {}
     told = [name for name in now if loaded.sources.get(f"collect.{name}") == COMMAND_LINE]
     return [f"collect.{name}" for name in told if then.get(name) != now[name]]
 

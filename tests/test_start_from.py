@@ -16,7 +16,7 @@ from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, Pi0Config
 from embodied.run.first_run import command_of_recipe, first_run
 from embodied.run.policy_source import check_continues, find_start
-from embodied.run.seeds_and_sweeps import read_order, shared_start
+from embodied.run.seeds_and_sweeps import load_all, read_order, shared_start
 from embodied.train import iterate
 from embodied.train import main as train
 
@@ -80,6 +80,8 @@ def test_a_run_that_began_from_a_folder_goes_on_and_is_begun_from(tmp_path):
 
 
 def test_a_run_goes_on_with_its_own_task(tmp_path):
+    (tmp_path / "config.yaml").write_text("env: {name: maniskill, task: [PushCube-v1]}")  # as older runs kept it
+    check_continues(tmp_path, None, load(["recipe=maniskill_ppo"]).config)
     (tmp_path / "config.yaml").write_text(load(["recipe=maniskill_ppo"]).yaml)
     check_continues(tmp_path, None, load(["recipe=maniskill_ppo", "env.after_success=5"]).config)
     with pytest.raises(ConfigError, match=r"env\.task=PushCube-v1 there, PickCube-v1 here; leave these keys out"):
@@ -187,14 +189,14 @@ def test_the_first_run_is_not_told_what_only_the_second_one_knows():
 
 def test_settings_share_a_start_and_seeds_have_their_own(recipes):
     def start(*words):
-        return shared_start(
-            read_order([f"recipe={recipes / 'second.yaml'}", f"run.dir={recipes / 'runs'}", *words], True)
-        )
+        order = read_order([f"recipe={recipes / 'second.yaml'}", f"run.dir={recipes / 'runs'}", *words], True)
+        return shared_start(order, load_all(order))
 
     several = ("algo.lr=1e-4,1e-3", "seeds=5")
     assert start(*several) == str(recipes / "first.yaml") and start("seeds=5-7") == ""
     assert second(recipes, "seed=5") == 0
     assert start(*several) == "", "it is there"
+    assert start("policy.hidden=[8],[9]", "seeds=5") != "", "not that of the second setting"
     assert start("algo.lr=1e-4,1e-3", "seeds=5-6") != ""
 
 

@@ -47,7 +47,7 @@ from benchmarks.learning.seeds import (
     program,
     rate,
 )
-from benchmarks.learning.starts import TASKS
+from benchmarks.learning.starts import STARTS
 
 UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # what training itself plays at its end decides nothing here
 RESAMPLES = 10_000
@@ -78,7 +78,7 @@ CASES = {
     "pickcube": Case("pickcube_grpo", (), "start_pickcube/seed-{seed}-*"),
     "libero": Case("libero_grpo", (), "start_libero/seed-0-*"),  # others are a step or two faster: nothing to gain
     "libero_ppo": Case("libero_ppo_from_sft", (), "start_libero/seed-0-*"),
-    "libero_two": Case("libero_grpo", (TASKS["libero_two"],), "start_libero_two/seed-0-*"),
+    "libero_two": Case("libero_grpo", STARTS["libero_two"].tasks, "start_libero_two/seed-0-*"),
     "pushcube": Case("maniskill_grpo", ("algo.groups=8", "run.iterations=10"), "grpo_pushcube/start-*"),
 }
 

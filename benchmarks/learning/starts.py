@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, config_hash, environment, markdown, measure, resolved
@@ -30,21 +31,34 @@ from benchmarks.learning.seeds import (
     rate,
 )
 
-RECIPES = {"pickcube": "pickcube_sft", "libero": "libero_sft", "libero_two": "libero_sft"}
-RL = {"pickcube": "pickcube_grpo", "libero": "libero_grpo", "libero_two": "libero_grpo"}  # it may give them less time
-TASKS = {"libero_two": "env.task=[libero_object/2,libero_object/9]"}
-DEMONSTRATIONS = {"libero_two": "collect.episodes=16"}
+
+@dataclass(frozen=True)
+class Start:
+    """Of imitation with one recipe, for RL with another, which may give an episode less time."""
+
+    sft: str
+    rl: str
+    tasks: tuple[str, ...] = ()  # options of collecting, imitation and RL
+    shown: tuple[str, ...] = ()  # options of collecting alone
+
+
+STARTS = {
+    "pickcube": Start("pickcube_sft", "pickcube_grpo"),
+    "libero": Start("libero_sft", "libero_grpo"),
+    "libero_two": Start(
+        "libero_sft", "libero_grpo", ("env.task=[libero_object/2,libero_object/9]",), ("collect.episodes=16",)
+    ),
+}
 
 
 def measure_seed(case: str, seed: int, env: dict) -> dict:
-    recipe, runs, told = RECIPES[case], ROOT / "runs" / f"start_{case}", options_of(case)
-    shown = [each[case] for each in (TASKS, DEMONSTRATIONS) if case in each]
-    return imitate(recipe, runs, f"seed-{seed}", seed, told, env, shown)
+    start, runs = STARTS[case], ROOT / "runs" / f"start_{case}"
+    return imitate(start.sft, runs, f"seed-{seed}", seed, options_of(case), env, (*start.tasks, *start.shown))
 
 
 def options_of(case: str) -> list[str]:
     """What imitation is told besides its recipe."""
-    return [in_time(case), *([TASKS[case]] if case in TASKS else [])]
+    return [in_time(case), *STARTS[case].tasks]
 
 
 def imitate(
@@ -72,7 +86,7 @@ def imitate(
 
 def in_time(case: str) -> str:
     """Played for as long as in RL; imitation itself does not depend on it."""
-    steps = resolved(RL[case])["env"]["max_episode_steps"]
+    steps = resolved(STARTS[case].rl)["env"]["max_episode_steps"]
     return f"env.max_episode_steps={'null' if steps is None else steps}"
 
 
@@ -93,10 +107,10 @@ def report(done: list[dict]) -> str:
 
 def main() -> None:
     ask = parser(__doc__, (0, 1, 2))
-    ask.add_argument("case", choices=RECIPES)
+    ask.add_argument("case", choices=STARTS)
     options = ask.parse_args()
     case, env, done = options.case, environment(), []
-    about = {"config": config_hash(resolved(RECIPES[case], *options_of(case))), "eval_seed": EVAL_SEED}
+    about = {"config": config_hash(resolved(STARTS[case].sft, *options_of(case))), "eval_seed": EVAL_SEED}
     for seed in options.seeds:
         path = RESULTS / f"start_{case}" / f"seed-{seed}.json"
         result = once(path, {"seed": seed, **about}, options.resume, lambda seed=seed: measure_seed(case, seed, env))

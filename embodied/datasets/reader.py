@@ -30,7 +30,7 @@ from embodied.datasets.validation import (
     PLACES,
     check_entries,
     check_info,
-    check_whole,
+    check_table,
     fill,
     inside,
     is_count,
@@ -126,7 +126,7 @@ class Dataset:
                 with reading(path, ConfigError, AGAIN):
                     path.stat()
         for file in dict.fromkeys(map(data_file, self.entries[:count])):
-            check_whole(self._data_path(file))
+            check_table(self._data_path(file))
 
     def _columns(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
         """The rows of an episode, by feature."""

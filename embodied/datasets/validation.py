@@ -7,7 +7,6 @@ Datasets come from others. Only files inside the dataset's folder are opened, an
 from __future__ import annotations
 
 import math
-import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +22,7 @@ PLACEHOLDER = re.compile(r"\{(\w+)(?::0(\d)d)?\}")  # {chunk_index:03d}
 PLACES = {"v3.": ("chunk_index", "file_index"), "v2.": ("episode_chunk", "episode_index")}
 OLDER = ("v2.0", "v2.1")
 NUMBERS = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+MAGIC = b"PAR1"  # a parquet file's last bytes
 LARGEST = 2**40  # of counts and indices; no dataset has a trillion frames
 
 
@@ -110,11 +110,11 @@ def inside(root: Path, relative: str | Path) -> Path:
     return path
 
 
-def check_whole(path: Path) -> None:
+def check_table(path: Path) -> None:
     """Raise ConfigError unless this parquet file ends as one does: what a copy that broke off lacks is its end."""
     with reading(path, ConfigError, AGAIN), path.open("rb") as file:
-        file.seek(-min(4, path.stat().st_size), os.SEEK_END)
-        if file.read() != b"PAR1":
+        file.seek(max(0, path.stat().st_size - len(MAGIC)))
+        if file.read() != MAGIC:
             raise ValueError("it is not a whole parquet file")
 
 

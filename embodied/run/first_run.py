@@ -8,17 +8,16 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from embodied.config.base_recipe import CONFIG
 from embodied.config.commands import COMMANDS, Command
 from embodied.config.key_tree import root
 from embodied.config.merge import COMMAND_LINE, recipe_sources
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
-from embodied.config.yaml_values import read_yaml, write_yaml
+from embodied.config.yaml_values import write_yaml
 from embodied.core.arrays import flat_dict
 from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.run.checkpoints import read_json
-from embodied.run.policy_source import find_start
+from embodied.run.policy_source import find_start, stored
 
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
 """What the command line says of these holds for the first run, too."""
@@ -109,7 +108,7 @@ def value_of(values: Any, key: str) -> Any:
 
 def start_of_resumed(run: Path, asked: Path) -> Path | None:
     """The policy that the resumed run has started from, if `asked` means it: its folder, or the recipe that made it."""
-    start = stored(run).get("run", {}).get("start_from") if (run / CONFIG).is_file() else None
+    start = stored(run).get("run", {}).get("start_from")
     if not start or not Path(start).is_absolute():
         return None
     return Path(start) if asked == Path(start) or recipe_named(asked) else None
@@ -149,11 +148,6 @@ def same_training(run: Path, first: Loaded) -> bool:
         for key, value in now.items()
         if key.startswith(DECIDES) and key.partition(".")[2] not in WHERE
     )
-
-
-def stored(run: Path) -> dict[str, Any]:
-    """The resolved recipe of a run."""
-    return read_yaml((run / CONFIG).read_text(encoding="utf-8")) or {}
 
 
 def starting_from(config: RunConfig, folder: Path) -> RunConfig:

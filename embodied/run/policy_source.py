@@ -151,11 +151,10 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
     odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in free]
     if trained.name != config.policy.name:
         odd = [f"policy.name={trained.name} there, {config.policy.name} here"]
-    stored = read_yaml((run / "config.yaml").read_text(encoding="utf-8")) if (run / "config.yaml").is_file() else {}
-    now = config.model_dump(mode="json")
+    then, now = stored(run), config.model_dump(mode="json")
     for section, key in (name.split(".") for name in KEPT):
         here = now[section].get(key)
-        before = (stored.get(section) or {}).get(key, here)
+        before = (then.get(section) or {}).get(key, here)
         if before != here:
             odd.append(f"{section}.{key}={write_yaml(before)} there, {write_yaml(here)} here")
     if odd:
@@ -163,6 +162,17 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
             f"{run} cannot go on as another run: {'; '.join(odd)}; leave these keys out, or begin a new run with "
             f"run.start_from={run} where the policy is the same"
         )
+
+
+def stored(run: Path) -> dict[str, Any]:
+    """The recipe of a run as it was resolved, {} where none is stored. A list of one task, which older runs kept, is
+    that task."""
+    file = run / "config.yaml"
+    found = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
+    match (found or {}).get("env"):
+        case {"task": [task]} as env:
+            env["task"] = task
+    return found or {}
 
 
 def differing(section: str, there: Any, here: Any) -> list[str]:

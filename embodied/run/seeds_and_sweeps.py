@@ -220,11 +220,12 @@ def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
     return max(counted, default=0.0) + PROCESS_BYTES * (1 + len(plan.hosts))
 
 
-def decide(order: Order, loaded: Loaded, plan: PlacementPlan) -> tuple[int, str]:
+def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tuple[int, str]:
     """The number of runs at once, and why. Raises ConfigError where the machine cannot be shared that often."""
+    loaded = next(iter(recipes.values()))
     there = machines(loaded.config)
     most, why = runs_at_once(plan, there, memory_of(loaded, plan, there))
-    if start := shared_start(order):
+    if start := shared_start(order, recipes):
         most, why = 1, f"their start, a run of {start}, is made by the first of them"
         if (order.at_once or 1) > 1:
             raise ConfigError(f"at_once={order.at_once}: {why}; leave at_once out, or train the start before")
@@ -249,12 +250,12 @@ def decide(order: Order, loaded: Loaded, plan: PlacementPlan) -> tuple[int, str]
     return asked, f"as at_once says; {why}"
 
 
-def shared_start(order: Order) -> str:
-    """The recipe whose run several of the runs start from, if one of them has to make it; empty otherwise. Seeds have
-    starts of their own."""
-    for seed in order.seeds if len(order.settings) > 1 else ():
-        typed = [f"{key}={text}" for key, text in order.settings[0].items()]
-        loaded = load([*order.words, *typed, f"seed={seed}"])
+def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
+    """The recipe whose run, or demonstrations, several of the runs start from, if one of them has to make it; empty
+    otherwise. Seeds have starts of their own."""
+    starting = [typed for typed in order.settings if recipes[setting_of(typed)].config.run.start_from]
+    for seed, typed in product(order.seeds, starting if len(order.settings) > 1 else ()):
+        loaded = load([*order.words, *(f"{key}={text}" for key, text in typed.items()), f"seed={seed}"])
         if (first := first_run(loaded)) and not first.folder:
             return first.recipe
     return ""
@@ -287,7 +288,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     dry = "--dry-run" in order.flags
     plans = [launch.planned(one.config, dry=dry, roles=program.roles) for one in recipes.values()]
     config, plan = plans[0]
-    at_once, why = decide(alone, first, plan)
+    at_once, why = decide(alone, recipes, plan)
     wanted = RunGroup(
         Path(),
         first.name,

@@ -25,6 +25,7 @@ MOST = 0.1  # radians of a joint that an action of 1 asks for
 GAIN, TURN_GAIN = 2.0, 1.5  # the controller covers only part of what is asked within an env step
 FASTEST = 0.12  # metres asked for at most in an env step
 OPEN, CLOSE = 1.0, -1.0
+Width = tuple[float | np.ndarray, float | np.ndarray]  # a finger's opening: at most, at least
 DOWN = (0.0, 0.0, -1.0)
 HALF = 0.02  # of a cube's side
 MIDDLE = 0.75  # of the table, from the base of each of two arms
@@ -174,9 +175,7 @@ def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None
 # Rules: what a hand does about a task
 
 
-def pick(
-    world: World, cube: np.ndarray, side: np.ndarray, width: tuple[float, float] = HELD
-) -> tuple[np.ndarray, HandTarget]:
+def pick(world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD) -> tuple[np.ndarray, HandTarget]:
     """-> whether each row holds the cube, and how to come to hold it: over it, down, close."""
     away = cube - world.hand
     beside = np.linalg.norm(away[:, :2], axis=1)
@@ -187,6 +186,12 @@ def pick(
     height = cube[:, 2] + ABOVE * np.minimum(astray, 1)
     grip = np.where(reached & (world.finger > width[1]), CLOSE, OPEN)
     return held, HandTarget(np.concatenate([cube[:, :2], height[:, None]], axis=1), side, grip)
+
+
+def holds(world: World, gripped: np.ndarray, width: Width, within: float) -> np.ndarray:
+    """bool [N]: where the fingers are closed on something of this width, this near to where it should be gripped."""
+    near = np.linalg.norm(gripped - world.hand, axis=1) < within
+    return near & (world.finger < width[0]) & (world.finger > width[1])
 
 
 def carry(world: World, held: np.ndarray, thing: np.ndarray, target: np.ndarray, otherwise: HandTarget) -> HandTarget:
@@ -292,8 +297,7 @@ def lift_peg(world: World) -> HandTarget:
     end = along * np.where(lying, -np.sign(along[:, 0]), np.sign(along[:, 2]))[:, None]
     gripped, foot = peg + PEG_GRIP * end, peg - PEG_HALF * end
     _, wish = pick(world, gripped, np.broadcast_to([0.0, 1.0], (len(peg), 2)), HANDLE)
-    near = np.linalg.norm(gripped - world.hand, axis=1) < 0.03
-    held = near & (world.finger < HANDLE[0]) & (world.finger > HANDLE[1])
+    held = holds(world, gripped, HANDLE, 0.03)
     angle = np.arctan2(end[:, 2], -end[:, 0])  # a right one when it is upright
     upright, radius = np.pi / 2, PEG_HALF + PEG_GRIP
     onward = np.where(angle < upright - 0.05, np.minimum(angle + 0.15, upright + 0.12), upright)
@@ -307,17 +311,15 @@ def lift_peg(world: World) -> HandTarget:
 def insert_peg(world: World) -> HandTarget:
     """Grasp the peg behind its middle, bring it before the hole, in line with it, and push it in as far as it is in
     line. A peg that hangs is straightened by leaning the hand."""
-    peg, along, hole, into = (
-        *(world.place("peg"), world.along("peg")),
-        *(world.place("box_hole_pose"), world.along("box_hole_pose")),
-    )
+    peg, along = world.place("peg"), world.along("peg")
+    hole, into = world.place("box_hole_pose"), world.along("box_hole_pose")
     length, radius = world.numbers("peg_half_sizes")[:, :2].T
     behind = np.maximum(0.05, length / 2 + 0.01)
     gripped = peg - behind[:, None] * along
     lying = gripped - np.maximum(0.02 - radius, 0)[:, None] * DOWN
-    _, wish = pick(world, lying, level_across(along), (radius + 0.004, radius - 0.007))
-    near = np.linalg.norm(lying - world.hand, axis=1) < 0.025  # it slips a little where its head meets the box
-    held = near & (world.finger < radius + 0.004) & (world.finger > radius - 0.007)
+    width = radius + 0.004, radius - 0.007
+    _, wish = pick(world, lying, level_across(along), width)
+    held = holds(world, lying, width, 0.025)  # it slips a little where its head meets the box
     # How far the head is before the hole, beside its axis, and turned
     head = peg + length[:, None] * along
     before = ((head - hole) * into).sum(1)
@@ -330,9 +332,8 @@ def insert_peg(world: World) -> HandTarget:
     # The fingers close across the hole's axis; what the peg hangs the hand leans back
     now, axis = world.turned[:, :, 2], np.column_stack([level_across(into), np.zeros(len(into))])
     lean = now + np.cross((turn * axis).sum(1, keepdims=True) * axis, now)
-    pointing = np.where(
-        (held & (np.abs(turn[:, 2]) < 0.3))[:, None], lean / np.linalg.norm(lean, axis=1, keepdims=True), DOWN
-    )
+    lean /= np.linalg.norm(lean, axis=1, keepdims=True)
+    pointing = np.where((held & (np.abs(turn[:, 2]) < 0.3))[:, None], lean, DOWN)
     closing = world.turned[:, :2, 1] + turn[:, 2:] * np.column_stack([-world.turned[:, 1, 1], world.turned[:, 0, 1]])
     closing /= np.linalg.norm(closing, axis=1, keepdims=True)
     return HandTarget(wish.hand, np.where(held[:, None], closing, wish.closing), wish.grip, pointing)

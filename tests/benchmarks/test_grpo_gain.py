@@ -26,10 +26,10 @@ def test_every_case_names_a_recipe_with_a_sparse_reward():
 
 
 def test_rl_can_begin_with_what_imitation_leaves():
-    for case, recipe in [*starts.RECIPES.items(), ("libero_ppo", "libero_sft")]:
-        in_time = starts.in_time("libero" if case == "libero_ppo" else case)
-        imitating = load([f"recipe={recipe}", "sft.data=demos", in_time], entry="sft").config
-        going_on = load([f"recipe={grpo_gain.CASES[case].recipe}"]).config
+    for case, start in [*((name, name) for name in starts.STARTS), ("libero_ppo", "libero")]:
+        told, rl = starts.options_of(start), grpo_gain.CASES[case]
+        imitating = load([f"recipe={starts.STARTS[start].sft}", "sft.data=demos", *told], entry="sft").config
+        going_on = load([f"recipe={rl.recipe}", *rl.options]).config
         assert imitating.policy == going_on.policy and imitating.eval.protocol == going_on.eval.protocol
         assert (imitating.env.task, imitating.env.max_episode_steps) == (
             going_on.env.task,

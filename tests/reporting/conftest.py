@@ -93,6 +93,15 @@ class Browser:
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
 
+    def check(self, dark):
+        """The page fits the screen, is as dark as it should be, complains of nothing and asks the net for nothing."""
+        across, visible = self.run("[document.documentElement.scrollWidth, window.innerWidth]")
+        assert across <= visible, "the page is wider than the screen"
+        shade = self.run("getComputedStyle(document.body).backgroundColor")
+        assert (int(re.search(r"\d+", shade)[0]) < 60) == dark
+        assert not self.complaints()
+        assert not [url for url in self.requests() if not url.startswith(("file:", "data:"))]
+
     def run(self, script):
         told = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
