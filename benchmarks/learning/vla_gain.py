@@ -54,8 +54,9 @@ MODELS = {
 SPLITS = [
     f"PutOnPlateInScene25{name}"
     for name in (
-        *("Single-v1", "VisionImage-v1", "VisionTexture03-v1", "VisionWhole03-v1", "Carrot-v1", "Plate-v1"),
-        *("Instruct-v1", "Position-v1", "EEPose-v1", "PositionChangeTo-v1"),
+        *("Single-v1", "VisionImage-v1", "VisionTexture03-v1", "VisionTexture05-v1", "VisionWhole03-v1"),
+        *("VisionWhole05-v1", "Carrot-v1", "MultiCarrot-v1", "Plate-v1", "MultiPlate-v1", "Instruct-v1"),
+        *("Position-v1", "EEPose-v1", "PositionChangeTo-v1"),
     )
 ]
 EACH = 50  # episodes of each
