@@ -76,6 +76,11 @@ def policy_class(name: str) -> type[Policy]:
     return kind
 
 
+def slow_imports(name: str) -> tuple[str, ...]:
+    """The modules behind `policy.name` that take seconds to import; a user's own are not imported before their time."""
+    return ("torch", FAMILIES[name].partition(":")[0]) if name in FAMILIES else ("torch",)
+
+
 def check_methods(kind: type[Policy], *needed: str) -> None:
     """Refuse a class that lacks what is about to be called."""
     from embodied.policies.base import Policy

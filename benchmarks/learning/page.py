@@ -48,7 +48,9 @@ def carrots() -> str:
         for path in sorted((RESULTS / folder).glob("splits-*.json")):
             found = json.loads(path.read_text())
             header += [f"{policy}, seed {found['seed']}: imitation", "after GRPO"]
-            columns += [[rate(found[task][when], 0) for task in vla_gain.SPLITS] for when in ("before", "after")]
+            columns += [
+                [rate(found.get(task, {}).get(when), 0) for task in vla_gain.SPLITS] for when in ("before", "after")
+            ]
     rows = [list(row) for row in zip(vla_gain.SPLITS, *columns, strict=True)]
     return f"{gains('policy', CARROTS)}\n\n{markdown(header, rows)}"
 

@@ -93,13 +93,15 @@ def environment(host: PlannedHost) -> dict[str, str]:
     return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
 
 
-def host_plans(plan: PlacementPlan, with_policy: Collection[str] = ()) -> list[HostPlan]:
-    """The hosts that a cluster starts for this plan. Roles `with_policy` have networks."""
+def host_plans(
+    plan: PlacementPlan, with_policy: Collection[str] = (), imports: tuple[str, ...] = ("torch",)
+) -> list[HostPlan]:
+    """The hosts that a cluster starts for this plan. Roles `with_policy` have networks, which need these `imports`."""
     return [
         HostPlan(
             *(host.name, host.roles, host.cores, host.threads, environment(host), host.node, host.held),
             host.gpu.memory_bytes if host.device and host.gpu else float("inf"),
-            imports=("torch",) if {*with_policy} & {*host.roles} else (),
+            imports=imports if {*with_policy} & {*host.roles} else (),
         )
         for host in plan.hosts
     ]

@@ -27,7 +27,7 @@ from embodied.envs.own_modules import own_modules
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
-from embodied.policies import check_package
+from embodied.policies import check_package, slow_imports
 from embodied.reporting.wandb_logger import check_log
 from embodied.run.devices import (
     check_devices,
@@ -425,7 +425,8 @@ def cluster(
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.address)
     own = modules_of(config, program)
     with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy"]
-    return Cluster(options.backend, host_plans(plan, with_policy), *about, own, options.start_s, on_start)
+    hosts = host_plans(plan, with_policy, slow_imports(config.policy.name))
+    return Cluster(options.backend, hosts, *about, own, options.start_s, on_start)
 
 
 # Programs of the user's own
