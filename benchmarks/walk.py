@@ -3,8 +3,8 @@ Which modules does only one other import? python -m benchmarks.walk --importers
 And how large is each folder? python -m benchmarks.walk --lines
 
 The first trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs
-during the second, and how many of these lines are in functions that ran. Not counted, as a reader may take them on
-trust: the transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and
+during the second, how many of these lines are in functions that ran, and how many would be left if the other functions
+stood elsewhere: fewer are not to be had by moving code. Not counted, as a reader may take them on trust: the transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and
 drawing of a simulator (its folder but `env.py`), and the packages' `__init__.py`.
 
 The second reads imports wherever they stand, those for types too, and names such as "embodied.envs.text.sums:Sums" in
@@ -43,12 +43,12 @@ def main(argv: list[str]) -> None:
         return print_lines()
     walked = modules_of(argv or ["recipe=maniskill_ppo"])
     followed = {path: lines for path, lines in walked.items() if is_followed(path)}
-    print("lines    ran  module")
-    for path, (lines, ran) in sorted(followed.items()):
-        print(f"{lines:5d}  {ran:5d}  {path}")
-    lines, ran = (sum(column) for column in zip(*followed.values(), strict=True))
+    print("lines    ran   left  module")
+    for path, numbers in sorted(followed.items()):
+        print(*(f"{number:5d}" for number in numbers), path, sep="  ")
+    lines, ran, left = (sum(column) for column in zip(*followed.values(), strict=True))
     print(f"{len(followed)} modules, {lines} lines, of which {ran} in functions that ran", end="; ")
-    print(f"with what is under them {len(walked)} modules")
+    print(f"{left} without the functions that did not; with what is under them {len(walked)} modules")
 
 
 def is_followed(path: str) -> bool:
@@ -56,9 +56,9 @@ def is_followed(path: str) -> bool:
     return name != "__init__.py" and (name in READ or not path.startswith(TRUSTED))
 
 
-def modules_of(arguments: list[str]) -> dict[str, tuple[int, int]]:
-    """The files in which something ran during the second iteration, with their lines and those of functions that
-    ran."""
+def modules_of(arguments: list[str]) -> dict[str, tuple[int, int, int]]:
+    """The files in which something ran during the second iteration, with their lines, those of functions that ran, and
+    those outside of functions that did not."""
     from embodied import train
 
     seen: dict[str, set[CodeType]] = defaultdict(set)
@@ -89,7 +89,7 @@ def modules_of(arguments: list[str]) -> dict[str, tuple[int, int]]:
     ours = {Path(name).resolve(): codes for name, codes in seen.items() if name.endswith(".py")}
     kept = [path for path in ours if path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "benchmarks")]
     return {
-        str(path.relative_to(ROOT)): (len(path.read_text().splitlines()), lines_of(ours[path]))
+        str(path.relative_to(ROOT)): (len(path.read_text().splitlines()), lines_of(ours[path]), left(path, ours[path]))
         for path in kept
         if ".venv" not in path.parts
     }
@@ -103,6 +103,19 @@ def lines_of(codes: set[CodeType]) -> int:
         if code.co_flags & CO_OPTIMIZED:
             found.update(range(code.co_firstlineno, max(numbers) + 1))
     return len(found)
+
+
+def left(path: Path, ran: set[CodeType]) -> int:
+    """The lines of a file without those of its functions that did not run."""
+    text, begun = path.read_text(), {code.co_firstlineno for code in ran}
+    kept = set(range(len(text.splitlines())))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            inner = {one.lineno for one in ast.walk(node) if isinstance(one, ast.FunctionDef | ast.Lambda)}
+            if not {first, *inner} & begun:
+                kept -= set(range(first - 1, node.end_lineno))
+    return len(kept)
 
 
 def print_lone_modules() -> None:

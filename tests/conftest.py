@@ -101,8 +101,8 @@ def kept_fork_servers():
             return super().fork(boot, env, (*modules, *WORKERS), fds)
 
         def close(self):
-            """They are for the next cluster; hosts that replace dead ones of this one start fresh, as in a run."""
-            self._servers = None
+            """They are for the next cluster, and for hosts that replace dead ones of this one; in a run, and in
+            tests/runtime, these start fresh."""
 
     local.ForkServers = KeptServers
     yield

@@ -17,7 +17,7 @@ from embodied.train import main
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 TWICE = ["run.iterations=2", "eval.videos=0", "eval.num_envs=2"]
 ONE_SIM = 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}'
-MANY = [*TWICE, "eval.episodes=160"]  # long enough to be caught on a busy machine
+MANY = [*TWICE, "eval.episodes=80"]  # long enough to be caught on a busy machine
 
 
 def start(folder, *args, module="train"):
@@ -79,12 +79,12 @@ def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_ru
         assert time.monotonic() - began < 5  # 0.3 s where nobody else is at work
     finish(process, code)
     left = json.loads((run / "eval/v000002/partial.json").read_text())
-    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 160
+    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 80
     lines = (run / "eval/v000002/episodes.csv").read_text().splitlines()
     assert len(lines) - 1 >= left["over"] and not (run / "eval/v000002/results.json").exists()
     assert main([f"resume={run}"]) == 0
     output = capsys.readouterr().out
-    assert f"evaluating v000002 on 160 episodes, of which {len(lines) - 1} were played before" in output
+    assert f"evaluating v000002 on 80 episodes, of which {len(lines) - 1} were played before" in output
     assert but_provenance(results(run)) == but_provenance(results(whole))
     assert (run / "eval/v000002/episodes.csv").read_bytes() == (whole / "eval/v000002/episodes.csv").read_bytes()
     assert len(results(run)["provenance"]["earlier"]) == 1

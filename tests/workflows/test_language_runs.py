@@ -369,7 +369,7 @@ def test_an_env_that_raises_is_named_with_its_line(backend, tmp_path, capsys):
     assert "sim-0: collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in line
 
 
-@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+@pytest.mark.parametrize("schedule", ["sync", *(pytest.param(one, marks=SLOW) for one in ("periodic", "async"))])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_a_process_that_scores_costs_one_answer_at_most_where_it_dies(sync, how, schedule, tmp_path):
     options = ["env.name=talking_env:Scored", "env.task=Digits", f"env.kwargs={{signal: {int(how)}}}"]
