@@ -3,9 +3,10 @@ Which modules does only one other import? python -m benchmarks.walk --importers
 And how large is each folder? python -m benchmarks.walk --lines
 
 The first trains two iterations in one process and counts the modules of ours, and their lines, in which anything runs
-during the second, how many of these lines are in functions that ran, and how many would be left if the other functions
-stood elsewhere: fewer are not to be had by moving code. Not counted, as a reader may take them on trust: the transport under a call or a channel (`runtime/` but the worker, its group and its channel), physics and
-drawing of a simulator (its folder but `env.py`), and the packages' `__init__.py`.
+during the second; how many of these lines are in functions that ran; and how many would be left if the other functions
+stood elsewhere: fewer are not to be had by moving code. Not counted, as a reader may take them on trust: the transport
+under a call or a channel (`runtime/` but the worker, its group and its channel), physics and drawing of a simulator
+(its folder but `env.py`), and the packages' `__init__.py`.
 
 The second reads imports wherever they stand, those for types too, and names such as "embodied.envs.text.sums:Sums" in
 tables. A name that a package's `__init__.py` hands on is imported from the file behind it, by the file that asks for
