@@ -15,7 +15,7 @@ import pytest
 from embodied import train
 from embodied.policies.policy_folder import read_weights
 
-ITERATIONS, STRUCK = 10, 4
+ITERATIONS, STRUCK = 6, 3
 GRPO = ["recipe=pointmass_grpo", "algo.epochs=1", "algo.minibatch_size=null"]
 SCHEDULES = {
     "sync": ["recipe=pointmass_ppo"],
