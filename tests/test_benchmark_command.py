@@ -166,8 +166,9 @@ def test_paired_rounds_cancel_a_slow_minute():
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        (["modes=colocated"], "'colocated' is not a mode; all, collocated"),
-        (["schedules=sync"], "schedules: 'sync' is none; all, none, periodic, async"),
+        (["modes=colocated"], r"modes=colocated: unknown, did you mean 'collocated'\? known: all, collocated"),
+        (["modes=7"], "modes=7: unknown; known: all, collocated"),
+        (["schedules=sync"], r"schedules=sync: unknown, did you mean 'async'\? known: all, none, periodic, async"),
         (["rounds=0"], "rounds=0: should be a number above 0"),
         (["profile=old"], "should be new or stored"),
     ],
