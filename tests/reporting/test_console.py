@@ -66,14 +66,14 @@ def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_
         assert (row["recent_episodes"], row["success_once"]) == wanted
 
 
-def told_without_success(*successes, resumed=False):
-    """What a run of nine iterations says beside its lines, where episodes end like this, one in each iteration."""
+def told_without_success(*successes, resumed=False, each=34):
+    """What a run of nine iterations says beside its lines, where episodes end like this, so many in each iteration."""
     stream = StringIO()
     console = Console(Path("run"), stream=stream, advice="try this")
     if resumed:
         console.resumed(Path("run"), STATE, 0, 0)
     for at, success in enumerate(successes, 1):
-        finished = [replace(one, success_once=success) for one in episodes(1, 0.0)]
+        finished = [replace(one, success_once=success) for one in episodes(each, 0.0)]
         console.iteration({**STATE, "iteration": at}, finished, {"env_steps": 8.0}, 1.0, 9)
     return [line for line in stream.getvalue().splitlines() if line == "try this"]
 
@@ -84,6 +84,12 @@ def test_a_third_of_a_run_without_success_is_advised_once():
     assert told_without_success(False, True, False, False, False) == []
     assert told_without_success(None, None, None, None) == []
     assert told_without_success(False, False, False, False, resumed=True) == []
+
+
+def test_a_short_run_without_success_is_advised_only_after_100_episodes():
+    assert told_without_success(*[False] * 9, each=11) == []
+    assert told_without_success(*[False] * 4, each=20) == []
+    assert told_without_success(*[False] * 5, each=20) == ["try this"]
 
 
 @pytest.mark.parametrize(
