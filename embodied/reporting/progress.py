@@ -144,7 +144,8 @@ class Console:
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:
         self.last_checkpoint = checkpoint
         self.advice = ""  # what came before may have succeeded
-        lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
+        anew = "abandoned, since this simulator's state is not saved: new ones begin, and all that was learned is kept"
+        lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
         batches = (
             "1 batch that was collected ahead was"
             if dropped == 1

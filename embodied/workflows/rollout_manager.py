@@ -198,7 +198,8 @@ class RolloutManager:
 
     def _report_restart(self, restart: int, failure: Failure, abandoned: int) -> None:
         budget = self.budget
-        lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
+        anew = "abandoned: new ones begin, and all that was learned is kept"
+        lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
         self.notify(
             f"{failure.worker} is started again (restart {restart}, at most {budget.max_restarts} in "
             f"{budget.window_s:g} s): {failure.cause}{lost}"

@@ -58,6 +58,15 @@ def test_what_was_collected_ahead_of_a_resumed_run_is_counted_in_words():
     ]
 
 
+def test_a_resumed_run_says_of_abandoned_episodes_that_nothing_else_is_lost():
+    stream = StringIO()
+    Console(Path("run"), stream=stream).resumed(Path("v1"), STATE, 64, 0)
+    assert stream.getvalue().partition("; ")[2] == (
+        "64 open episodes were abandoned, since this simulator's state is not saved: new ones begin, and all that was "
+        "learned is kept\n"
+    )
+
+
 def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_of_an_iteration():
     for truncated, wanted in ((None, (100, 0.0)), (False, (150, 0.3333))):
         console = Console(Path("run"), stream=StringIO())
