@@ -20,8 +20,7 @@ from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
-from embodied.config.suggestions import nearest_key
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, nearest
 from embodied.envs import env_class, speaks
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.deploy import as_placement, granularity
@@ -291,7 +290,7 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
         values["schedules"] = OVERLAPPING if values["schedules"] == ("all",) else ()
     for key, more, names in (("schedules", ("all", "none"), OVERLAPPING), ("modes", ("all",), (*MODES, OTHER))):
         for unknown in (name for name in values.get(key, ()) if name not in names):
-            hint = nearest_key(str(unknown), [*more, *names]) or ";"
+            hint = nearest(str(unknown), [*more, *names], before=", ") or ";"
             problems.append(f"{key}={unknown}: unknown{hint} known: {', '.join([*more, *names])}")
     for key, kind in (("rounds", int), ("seconds", (int, float))):
         if key in values and (not isinstance(values[key], kind) or values[key] <= 0):
