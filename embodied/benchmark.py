@@ -20,7 +20,7 @@ from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, nearest
 from embodied.envs import env_class, speaks
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.deploy import as_placement, granularity
@@ -288,10 +288,10 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
         values["modes"] = (*MODES, OTHER)
     if values.get("schedules") in (("all",), ("none",)):
         values["schedules"] = OVERLAPPING if values["schedules"] == ("all",) else ()
-    unknown = [name for name in values.get("schedules", ()) if name not in OVERLAPPING]
-    problems += [f"schedules: {name!r} is none; all, none, {', '.join(OVERLAPPING)}" for name in unknown]
-    unknown = [mode for mode in values.get("modes", ()) if mode not in (*MODES, OTHER)]
-    problems += [f"modes: {mode!r} is not a mode; all, {', '.join(MODES)}, {OTHER}" for mode in unknown]
+    for key, more, names in (("schedules", ("all", "none"), OVERLAPPING), ("modes", ("all",), (*MODES, OTHER))):
+        for unknown in (name for name in values.get(key, ()) if name not in names):
+            hint = nearest(str(unknown), [*more, *names], before=", ") or ";"
+            problems.append(f"{key}={unknown}: unknown{hint} known: {', '.join([*more, *names])}")
     for key, kind in (("rounds", int), ("seconds", (int, float))):
         if key in values and (not isinstance(values[key], kind) or values[key] <= 0):
             problems.append(f"{key}={values[key]!r}: should be a number above 0")

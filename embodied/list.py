@@ -12,7 +12,7 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import by_family, recipe_file, recipe_names
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, nearest
 from embodied.envs import PLUGINS, env_class, plugin
 from embodied.envs.config import ENV_CONFIGS, EnvConfig
 from embodied.policies import FAMILIES
@@ -53,7 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     if unknown := [word for word in argv if word not in LISTS]:
-        raise ConfigError(f"{unknown[0]}: there are {', '.join(LISTS)}; see python -m embodied.list --help")
+        hint = nearest(unknown[0], LISTS, before=", ") or ";"
+        raise ConfigError(f"{unknown[0]}: no such list{hint} there are {', '.join(LISTS)}; --help says more")
     machine = Machine()
     problems = set()
     for name in argv or ["recipes", "envs", "policies", "models", "engines"]:

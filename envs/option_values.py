@@ -28,9 +28,10 @@ REWARDS = ("own", "success", "difference")
 
 def known_reward(name: str) -> str:
     if name not in REWARDS and not EXTERNAL.fullmatch(name):
+        mode = f"; did you mean env.reward_mode={name}?" if name.endswith(("dense", "sparse")) else ""
         raise ValueError(
             f"env.reward={name!r} is unknown (known: {', '.join(REWARDS)}, my_pkg.my_module:my_reward)"
-            f"{nearest(name, REWARDS)}"
+            f"{mode or nearest(name, REWARDS)}"
         )
     return name
 

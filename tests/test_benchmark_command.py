@@ -70,6 +70,13 @@ def test_an_auto_that_is_not_the_fastest_is_told_with_an_interval():
     )
 
 
+def test_one_round_has_neither_an_interval_nor_a_spread_and_makes_no_mode_the_fastest():
+    lines = describe(result(collocated=[1.0], hybrid=[2.0]))
+    row, told = next(line for line in lines if line.lstrip().startswith("collocated ")), lines[-1]
+    assert row.split()[-3:] == ["1.000", "s", "+0%"]  # predicted, measured and error, then no spread
+    assert told.endswith("not apart from the fastest: 2.00 times as fast as hybrid (one round, which has no interval)")
+
+
 def test_modes_that_are_predicted_equal_are_called_so_and_only_an_interval_makes_one_the_fastest():
     found = result(collocated=[1.0, 1.1, 1.0], hybrid=[1.1, 1.0, 1.05], disaggregated=[3.0, 3.0, 3.0])
     found.expected["hybrid"]["seconds"] = 1.005
@@ -166,8 +173,9 @@ def test_paired_rounds_cancel_a_slow_minute():
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [
-        (["modes=colocated"], "'colocated' is not a mode; all, collocated"),
-        (["schedules=sync"], "schedules: 'sync' is none; all, none, periodic, async"),
+        (["modes=colocated"], r"modes=colocated: unknown, did you mean 'collocated'\? known: all, collocated"),
+        (["modes=7"], "modes=7: unknown; known: all, collocated"),
+        (["schedules=sync"], r"schedules=sync: unknown, did you mean 'async'\? known: all, none, periodic, async"),
         (["rounds=0"], "rounds=0: should be a number above 0"),
         (["profile=old"], "should be new or stored"),
     ],

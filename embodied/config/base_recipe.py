@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.config.merge import COMMAND_LINE, Source, flatten, own_path, recipe_sources
-from embodied.config.recipe_files import recipe_names
+from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
 from embodied.envs import env_that_knows
 from embodied.policies.language.config import ANSWERING
 from embodied.run.hub import is_hub_id
@@ -142,11 +142,7 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
 
 def missing_recipe(command: str) -> str:
     """The answer to a command line without a recipe."""
-    names = recipe_names()
-    return (
-        f"which recipe? python -m embodied.{command} recipe=NAME, or recipe=path/to/my.yaml; python -m embodied.list "
-        f"says what each is for. Recipes: {', '.join(names)}"
-    )
+    return f"which recipe? python -m embodied.{command} recipe=NAME, or recipe=path/to/my.yaml; {EVERY_RECIPE}"
 
 
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:

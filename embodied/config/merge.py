@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from embodied.config.key_tree import Section, choices, path_mark
-from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, RECIPES, recipe_file, recipe_names, recipe_words
+from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
 from embodied.config.suggestions import nearest_key
 from embodied.config.yaml_values import read_yaml, yaml_problem
 from embodied.core.errors import ConfigError
@@ -119,8 +119,8 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
     names = recipe_names()
     if recipe in names:
         return recipe_file(recipe)
-    hint = nearest_key(recipe, names) or "."
-    problems.append(f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} Recipes: {recipe_words()}")
+    hint = nearest_key(recipe, names) or ";"
+    problems.append(f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} {EVERY_RECIPE}, or name path/to/my.yaml")
     return None
 
 

@@ -19,6 +19,7 @@ BASE = re.compile(r"^extends:[ ]*(\S+)", re.M)
 FAMILY = re.compile(r'^FAMILY = "(\w+)"', re.M)
 DEFAULT_ENV = "maniskill"
 LANGUAGE = "language"
+EVERY_RECIPE = "python -m embodied.list recipes says which there are"
 
 
 def recipe_names(*folders: Path) -> list[str]:

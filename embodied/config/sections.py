@@ -171,10 +171,8 @@ def _readable(value: Any) -> str | dict[str, Any]:
     if value in MODES:
         return value
     close = difflib.get_close_matches(str(value), MODES, n=1)
-    meant = close[0] if close else "auto"
-    raise ValueError(
-        f"neither a mode nor a map; try placement={meant}. Modes: {', '.join(MODES)}; a map: {MAP_EXAMPLE}"
-    )
+    meant = f"did you mean placement={close[0]}?" if close else "try placement=auto."
+    raise ValueError(f"neither a mode nor a map; {meant} Modes: {', '.join(MODES)}; a map: {MAP_EXAMPLE}")
 
 
 PlacementConfig = Annotated[str | dict[str, str | dict[str, str]], BeforeValidator(_readable)]

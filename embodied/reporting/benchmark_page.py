@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,7 @@ def row_of(result: Any, mode: str) -> dict[str, float | None]:
         "predicted_s": expected["seconds"],
         "measured_s": median(seconds),
         "error": expected["seconds"] / median(seconds) - 1,
-        "spread": float((high - low) / median(seconds)),
+        "spread": float((high - low) / median(seconds)) if len(seconds) > 1 else None,
     }
 
 
@@ -102,7 +103,7 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
         f"{row['predicted_s']:.3f} s",
         f"{row['measured_s']:.3f} s",
         f"{row['error']:+.0%}",
-        f"{row['spread']:.0%}",
+        "" if row["spread"] is None else f"{row['spread']:.0%}",
     ]
 
 
@@ -148,13 +149,17 @@ def standing(result: Any, one: str, fastest_other: str) -> str:
 def against(result: Any, one: str, other: str) -> str:
     """Says how many times as fast one is as another, with the interval."""
     low, middle, high = paired_ratio(result.rounds[one], result.rounds[other])
-    interval = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
-    return f"{middle:.2f} times as fast as {other} ({interval})"
+    known = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
+    several = num_rounds(result) > 1
+    return f"{middle:.2f} times as fast as {other} ({known if several else 'one round, which has no interval'})"
 
 
 def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, float, float]:
-    """Throughput of one mode over another's, round by round: 95% bootstrap interval around the geometric mean."""
+    """Throughput of one mode over another's, round by round: 95% bootstrap interval around the geometric mean; of
+    one round it has no bounds."""
     logs = np.log([o.seconds / m.seconds for m, o in zip(ours, others, strict=True)])
+    if len(logs) == 1:
+        return 0.0, float(np.exp(logs[0])), math.inf
     picks = np.random.default_rng(0).integers(0, len(logs), (2000, len(logs)))
     low, high = np.percentile(logs[picks].mean(axis=1), [2.5, 97.5])
     return float(np.exp(low)), float(np.exp(logs.mean())), float(np.exp(high))

@@ -42,7 +42,7 @@ class Console:
         advice: str = "",
     ) -> None:
         """`note` gets every line too, for a log. `command` is the one that resumes the run. `advice` is said where a
-        third of the run passes without a success."""
+        third of the run, and so many episodes as the success rate is taken over, pass without a success."""
         self.folder = folder
         self.command = command
         self.note = note or (lambda _: None)
@@ -115,7 +115,7 @@ class Console:
         if any(episode.success_once for episode in finished):
             self.advice = ""
         known = any(episode.success_once is not None for episode in self.recent)
-        if self.advice and known and iteration * 3 >= total:
+        if self.advice and known and iteration * 3 >= total and len(self.recent) >= RECENT:
             self.say(self.advice)
             self.advice = ""
 
@@ -144,7 +144,8 @@ class Console:
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:
         self.last_checkpoint = checkpoint
         self.advice = ""  # what came before may have succeeded
-        lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
+        anew = "abandoned, since this simulator's state is not saved: new ones begin, and all that was learned is kept"
+        lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
         batches = (
             "1 batch that was collected ahead was"
             if dropped == 1

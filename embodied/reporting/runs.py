@@ -13,7 +13,7 @@ from typing import Any
 from yaml import YAMLError
 
 from embodied.config.yaml_values import read_yaml
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading
 from embodied.core.types import EpisodeResult
 from embodied.reporting.partial_evaluation import PARTIAL, partial_in
@@ -108,9 +108,10 @@ def read_run(folder: Path) -> Run:
         return Run(folder, evaluations=[Evaluation(folder, *read_results(folder))])
     if partial := partial_in(folder):
         return Run(folder, partial={folder.resolve().name: how_far(partial)})
-    raise EmbodiedError(
-        f"{folder} is neither a run's folder (with run.json) nor an evaluation's (with {RESULTS}); "
-        "for example: python -m embodied.report runs/NAME-DATE"
+    neither = f"is neither a run's folder (with run.json) nor an evaluation's (with {RESULTS})"
+    raise ConfigError(
+        f"{folder} {neither if folder.exists() else 'is not there'}; name a run: "
+        "python -m embodied.report runs/NAME-DATE"
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from shlex import join
+from shlex import join, quote
 
 from embodied.config.yaml_values import write_yaml
 from embodied.placement.placement_errors import number
@@ -224,6 +224,9 @@ class Children:
         for line in in_words(sets_of(self.group)):
             launch.say(f"  result      {line}")
         launch.say(f"  report      {self.group.folder / REPORT}")
+        if one := next((self.group.path(member) for member in todo if states[member.key] in OVER), None):
+            launch.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={one}')}")
+            launch.say(f"  resume      python -m embodied.train {quote(f'resume={one}')}")
         if left:
             launch.say(f"  go on       python -m {join(self.group.command)}")
         return interruption.exit_code if interruption.requested else int(bool(left))

@@ -380,7 +380,7 @@ def without_success(config: RunConfig) -> str:
         f"a longer run, {steps}",
         "demonstrations to begin with (docs/demonstrations.md)" if run.start_from is None else "",
     ]
-    return f"nothing has succeeded in a third of the run; what may help: {'; '.join(filter(None, options))}"
+    return f"nothing has succeeded so far; what may help: {'; '.join(filter(None, options))}"
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:

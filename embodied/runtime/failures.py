@@ -41,6 +41,11 @@ class Failure:
         frames = FRAME.findall(self.traceback)
         return frames[-1] if frames else None
 
+    @property
+    def exception(self) -> str:
+        """Its kind and words, which say nothing of the process."""
+        return self.traceback.rstrip().rpartition("\n")[2]
+
     def error(self) -> WorkerFailed:
         self.raised = True
         error = WorkerFailed(self.worker, self.cause)

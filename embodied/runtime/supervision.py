@@ -1,8 +1,8 @@
 """When a host is suspected, killed, replaced or given up: a state machine without processes, threads or a clock.
 
 It gets what happened and when, and answers what to do. `failures.py` asks it and kills hung hosts;
-`workflows/rollout_manager.py` starts dead ones again, makes good what was lost in a rollout, and ends the run where the
-same error repeats (`SAME_ERROR`).
+`workflows/rollout_manager.py` starts dead ones again, makes good what was lost in a rollout, and ends the run where an
+error comes back in every life (`Repetitions`).
 
     healthy <-> suspect      silent for half of hang_s, or heard again
     any -> restarting        it died, while it was built again too, and the budget allows another life
@@ -15,7 +15,7 @@ same error repeats (`SAME_ERROR`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -110,3 +110,33 @@ class Supervisor:
         """It has the current weights."""
         if self.state(host) is State.STALE:
             self._hosts[host].state = State.HEALTHY
+
+
+SAME_LINE = 3  # times that a worker fails at one line before the run ends: not chance, a restart would fail too
+
+
+class Repetitions:
+    """Tells an error of the code, which comes back in every life of a worker, from one that a fresh one may not have.
+
+    Before a round was whole, nobody knows whether the code works at all, and the same error twice is enough. Later it
+    has to be as many times in a row as chance hardly makes it.
+    """
+
+    def __init__(self) -> None:
+        self._errors: dict[str, list[tuple[str, str]]] = {}  # worker -> (line, words) since it last came to an end
+        self._works = False
+
+    def raised(self, worker: str, line: str, words: str) -> str:
+        """A worker raised this at that line of its code; -> why it is not started again, empty where it is."""
+        before = self._errors.setdefault(worker, [])
+        before.append((line, words))
+        if not self._works and before.count((line, words)) == 2:
+            return "started again, it failed with the same error, so it is not tried a third time"
+        if sum(place == line for place, _ in before) == SAME_LINE:
+            return "this line has now failed three times in a row, so it is not tried again"
+        return ""
+
+    def round_ended(self, failed: Collection[str]) -> None:
+        """A round is over, which all workers but these came through."""
+        self._works = self._works or not failed
+        self._errors = {worker: errors for worker, errors in self._errors.items() if worker in failed}

@@ -19,7 +19,6 @@ How far a rollout's weights may lag behind the learners' is decided in `rl_loop.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from math import inf
 from time import monotonic
@@ -30,6 +29,7 @@ import numpy as np
 from embodied.core.types import ActRequest, AskAgain, EpisodeList, EpisodeResult, Route
 from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
+from embodied.runtime.supervision import Repetitions
 
 if TYPE_CHECKING:
     from embodied.core.conversations import EvaluationShare
@@ -44,9 +44,6 @@ class BackgroundTask(Protocol):
 
     def go_on(self) -> None:
         """Do it, without waiting."""
-
-
-SAME_ERROR = 3  # times that a worker fails at one line before the run ends: not chance, a restart would fail too
 
 
 class RolloutManager:
@@ -65,7 +62,7 @@ class RolloutManager:
         self.rounds = 0
         self.restarts = 0
         self.abandoned_episodes = 0
-        self.errors: Counter[tuple[str, str]] = Counter()  # (worker, line that raised) since it last came to an end
+        self.repetitions = Repetitions()
         # Requests live with the policy workers, replies with the sims.
         channel, text = self.cluster.channel, self.spec.text
         stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
@@ -117,8 +114,7 @@ class RolloutManager:
         while losses := self._losses(ending, [router]):
             self._replace(losses)
         self.device_sharing.leave(())
-        failed = {self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()}
-        self.errors = Counter({error: count for error, count in self.errors.items() if error[0] in failed})
+        self.repetitions.round_ended({self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()})
         return calls, routes
 
     def _acting(self) -> list[int]:
@@ -156,12 +152,9 @@ class RolloutManager:
 
     def _refuse_repeated(self, losses: Iterable[Failure]) -> None:
         for failure in losses:
-            if failure.raised_at:
-                self.errors[failure.worker, failure.raised_at] += 1
-                if self.errors[failure.worker, failure.raised_at] == SAME_ERROR:
-                    raise failure.final(
-                        "this line has now failed three times in a row, so it is not tried again"
-                    ).error()
+            line = failure.raised_at
+            if line and (reason := self.repetitions.raised(failure.worker, line, failure.exception)):
+                raise failure.final(reason).error()
 
     def _replace(self, losses: dict[str, Failure]) -> list[int]:
         """Start dead hosts again, building while others work; returns the policy workers among them."""
@@ -205,7 +198,8 @@ class RolloutManager:
 
     def _report_restart(self, restart: int, failure: Failure, abandoned: int) -> None:
         budget = self.budget
-        lost = f"; {abandoned} open episodes were abandoned" if abandoned else ""
+        anew = "abandoned: new ones begin, and all that was learned is kept"
+        lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
         self.notify(
             f"{failure.worker} is started again (restart {restart}, at most {budget.max_restarts} in "
             f"{budget.window_s:g} s): {failure.cause}{lost}"

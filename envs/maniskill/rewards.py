@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from embodied.core.errors import ConfigError, nearest
+from embodied.core.errors import ConfigError
 from embodied.envs.capabilities import CataloguedTask
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, source_of
 from embodied.envs.maniskill.config import REWARD_MODES, ManiSkillConfig
@@ -38,10 +38,11 @@ def check_reward(config: ManiSkillConfig) -> None:
     known = reward_modes(cls)
     if config.reward_mode in known:
         return
-    text = f"env.reward_mode={config.reward_mode}: {config.task} has {', '.join(known)}"
+    text = f"env.reward_mode={config.reward_mode}: {config.task} has no such reward"
     if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
-        text += f"; its class does not write compute_{config.reward_mode}_reward"
-    raise ConfigError(text + nearest(config.reward_mode, known))
+        text += f", its class does not write compute_{config.reward_mode}_reward"
+    pays = " or ".join(mode for mode in known if mode != "none")
+    raise ConfigError(f"{text}; {f'set env.reward_mode={pays}' if pays else 'it has none at all'}")
 
 
 def catalogued(task: str, spec: Any) -> CataloguedTask:

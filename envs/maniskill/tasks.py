@@ -78,9 +78,10 @@ def find_task(task: str) -> Any:
         return find_own(task)
     tasks = registered()
     if task not in tasks:
+        mine = task if task.replace("-", "_").isidentifier() else "MyTask-v1"
         raise ConfigError(
-            f"env.task={task!r} is no ManiSkill task; one of your own is named with its module: "
-            f"env.task=my_tasks:{task if task.isidentifier() else 'MyTask-v1'}{nearest(task, tasks, count=3)}"
+            f"env.task={task!r} is no ManiSkill task{nearest(task, tasks, count=3) or '.'} One of your own, in a file "
+            f"my_tasks.py, is named with its module: env.task=my_tasks:{mine} (docs/own_task.md)"
         )
     return tasks[task]
 

@@ -163,7 +163,8 @@ def test_all_mistakes_are_told_at_once_with_key_reason_and_source(recipe):
         ("env.name=reasoning_gym:", "did you mean 'reasoning_gym:'?"),
         ("policy.name=mpl", "policy.name='mpl': unknown, did you mean 'mlp'?"),
         ("algo.name=pop", "did you mean 'ppo'?"),
-        ("placement=hybird", "try placement=hybrid."),
+        ("placement=hybird", "did you mean placement=hybrid?"),
+        ("placement=colocated", "did you mean placement=collocated?"),
         ("placement.sim=cpu:0", "'policy' has no place"),
         ("cluster.backend=ray2", "known: auto"),
         ("eval.seed=-1", "greater than or equal to 0"),
@@ -209,8 +210,11 @@ def test_a_broken_recipe_file_says_what_is_wrong_with_it(recipe, text, answer):
 
 
 def test_a_missing_recipe_is_named_with_what_there_is(tmp_path, monkeypatch):
-    assert "recipe=pointmass_pop: no such recipe, did you mean 'pointmass_ppo'?" in mistakes("recipe=pointmass_pop")
-    assert "which recipe?" in mistakes()
+    near, unlike = mistakes("recipe=pointmass_pop"), mistakes("recipe=zzz")
+    assert near.startswith("recipe=pointmass_pop: no such recipe, did you mean 'pointmass_ppo'?")
+    assert unlike.startswith("recipe=zzz: no such recipe; python -m embodied.list recipes")
+    assert "which recipe? python -m embodied.train recipe=" in mistakes()
+    assert max(map(len, (near, unlike, mistakes()))) < 200, "a list of all would bury the hint"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("seed: 1")
     assert "mine.yaml'?" in mistakes("recipe=./mien.yaml")

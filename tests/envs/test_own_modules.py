@@ -116,5 +116,6 @@ def test_a_task_is_found_by_its_registered_name_or_its_class(folder):
     }.items():
         with pytest.raises(ConfigError, match=message):
             find_task(f"own_push_there:{name}")
-    with pytest.raises(ConfigError, match=r"'OwnPushh' is no ManiSkill task.*env.task=my_tasks:OwnPushh"):
-        find_task("OwnPushh")
+    for name, meant in {"MyPush-v1": "MyPush-v1", "MyPush": "MyPush", "my_push.py": "MyTask-v1"}.items():
+        with pytest.raises(ConfigError, match=rf"is no ManiSkill task.*env.task=my_tasks:{meant} \(docs/own_task.md"):
+            find_task(name)

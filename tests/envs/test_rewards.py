@@ -108,6 +108,8 @@ def test_success_must_be_known_to_be_rewarded():
 def test_a_reward_that_nobody_has_is_refused():
     with pytest.raises(ValidationError, match=r"env.reward='sucess' is unknown .*did you mean 'success'"):
         PointMassConfig(name="pointmass", reward="sucess")
+    with pytest.raises(ValidationError, match=r"did you mean env.reward_mode=dense\?"):
+        PointMassConfig(name="pointmass", reward="dense")
 
 
 def test_a_sparse_return_is_the_success_of_the_episode():

@@ -10,7 +10,8 @@ from embodied.run import launch
 
 SIM, LEARNER = '"sim,policy": "cpu:0"', 'learner: "cpu:0"'
 BAD = {
-    "a mode's name misspelt": ("hybird", "neither a mode nor a map; try placement=hybrid"),
+    "a mode's name misspelt": ("hybird", "did you mean placement=hybrid?"),
+    "a mode's name in other words": ("side_by_side", "neither a mode nor a map; try placement=auto."),
     "more cores than a mode has": ("disaggregated", "needs 3 cores, this run may use 2"),
     "a role that is none": ("{sims: cpu:0, policy: cpu:0, learner: cpu:0}", "'sims' is not a role"),
     "a role without a place": ("{sim: cpu:0, policy: cpu:0}", "'learner' has no place"),
@@ -61,7 +62,7 @@ def test_a_bad_placement_is_refused_with_one_that_works(what, two_cores, tmp_pat
         planned(f"run.dir={tmp_path}", f"placement={placement}")
     told = str(caught.value)
     assert answer in told
-    works = re.search(r"try placement=('(?P<map>.*?)'|(?P<mode>\w+))", told)
+    works = re.search(r"(try|did you mean) placement=('(?P<map>.*?)'|(?P<mode>\w+))", told)
     assert works, told
     planned(f"run.dir={tmp_path}", f"placement={works['map'] or works['mode']}")
 

@@ -58,6 +58,15 @@ def test_what_was_collected_ahead_of_a_resumed_run_is_counted_in_words():
     ]
 
 
+def test_a_resumed_run_says_of_abandoned_episodes_that_nothing_else_is_lost():
+    stream = StringIO()
+    Console(Path("run"), stream=stream).resumed(Path("v1"), STATE, 64, 0)
+    assert stream.getvalue().partition("; ")[2] == (
+        "64 open episodes were abandoned, since this simulator's state is not saved: new ones begin, and all that was "
+        "learned is kept\n"
+    )
+
+
 def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_of_an_iteration():
     for truncated, wanted in ((None, (100, 0.0)), (False, (150, 0.3333))):
         console = Console(Path("run"), stream=StringIO())
@@ -66,14 +75,14 @@ def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_
         assert (row["recent_episodes"], row["success_once"]) == wanted
 
 
-def told_without_success(*successes, resumed=False):
-    """What a run of nine iterations says beside its lines, where episodes end like this, one in each iteration."""
+def told_without_success(*successes, resumed=False, each=34):
+    """What a run of nine iterations says beside its lines, where episodes end like this, so many in each iteration."""
     stream = StringIO()
     console = Console(Path("run"), stream=stream, advice="try this")
     if resumed:
         console.resumed(Path("run"), STATE, 0, 0)
     for at, success in enumerate(successes, 1):
-        finished = [replace(one, success_once=success) for one in episodes(1, 0.0)]
+        finished = [replace(one, success_once=success) for one in episodes(each, 0.0)]
         console.iteration({**STATE, "iteration": at}, finished, {"env_steps": 8.0}, 1.0, 9)
     return [line for line in stream.getvalue().splitlines() if line == "try this"]
 
@@ -84,6 +93,12 @@ def test_a_third_of_a_run_without_success_is_advised_once():
     assert told_without_success(False, True, False, False, False) == []
     assert told_without_success(None, None, None, None) == []
     assert told_without_success(False, False, False, False, resumed=True) == []
+
+
+def test_a_short_run_without_success_is_advised_only_after_100_episodes():
+    assert told_without_success(*[False] * 9, each=11) == []
+    assert told_without_success(*[False] * 4, each=20) == []
+    assert told_without_success(*[False] * 5, each=20) == ["try this"]
 
 
 @pytest.mark.parametrize(

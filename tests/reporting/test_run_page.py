@@ -223,15 +223,17 @@ def test_an_env_without_success_has_a_report(run, page_checker):
 def test_a_report_that_cannot_be_written_is_a_line(tmp_path, capsys):
     report_or_say_why(tmp_path / "nowhere")
     told = capsys.readouterr().err
-    assert told.startswith("no report: EmbodiedError: ") and told.count("\n") == 1
+    assert told.startswith("no report: ConfigError: ") and told.count("\n") == 1
     assert "python -m embodied.report" in told
 
 
 def test_the_command_names_what_it_wrote_and_what_it_cannot_read(run, capsys):
     assert main([str(run)]) == 0 and main([str(run / "eval/v000004")]) == 0
     assert capsys.readouterr().out.split() == [str(run / "report.html"), str(run / "eval/v000004/report.html")]
-    assert main([str(run.parent)]) == 1
+    assert main([str(run.parent)]) == 2
     assert "neither a run's folder" in capsys.readouterr().err
+    assert main([str(run.parent / "missing")]) == 2
+    assert "missing is not there; name a run: python -m embodied.report" in capsys.readouterr().err
     assert main([]) == 2 and main(["--what"]) == 2
     with pytest.raises(EmbodiedError, match="neither"):
         write_report(run / "eval")

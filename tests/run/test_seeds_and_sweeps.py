@@ -251,6 +251,18 @@ def test_a_failed_seed_does_not_end_the_others_and_is_named(children, capsys):
     assert "seed 1: unfinished, WorkerFailed: sim-0: gone" in told and "seed 2: not begun, the second one" in told
 
 
+def test_the_end_says_how_to_evaluate_and_resume_a_run_that_is_over(children, capsys):
+    crew = children(2, 4)
+    crew.run(crew.group.members, Interruption())
+    crew.end(crew.group.members, Interruption())
+    told = capsys.readouterr().out
+    assert "evaluate    python -m embodied.evaluate checkpoint=toy-seed4-20260101-000000\n" in told
+    assert "resume      python -m embodied.train resume=toy-seed4-20260101-000000\n" in told
+    alone = children(2, folder="none")
+    alone.end(alone.group.members, Interruption())
+    assert "evaluate" not in capsys.readouterr().out
+
+
 def test_what_is_unfinished_is_resumed(children):
     crew = children(1)
     crew.run(crew.group.members, Interruption())

@@ -1,6 +1,6 @@
 """The state machine alone: no process, no thread, and time is a number."""
 
-from embodied.runtime.supervision import Budget, State, Supervisor
+from embodied.runtime.supervision import Budget, Repetitions, State, Supervisor
 
 BUDGET = Budget(max_restarts=2, window_s=100, hang_s=10)
 
@@ -97,3 +97,33 @@ def test_restarts_before_the_window_are_forgotten():
 def test_no_restarts_allowed_means_that_the_first_death_ends_the_run():
     machine = Supervisor(Budget(0, 100, 10), ["sims"])
     assert "after 0 restarts" in machine.died("sims", 0)
+
+
+def test_the_same_error_twice_before_any_round_was_whole_is_the_codes():
+    errors = Repetitions()
+    assert errors.raised("sim-0", "paid.py:3", "KeyError: 'x'") == ""
+    assert errors.raised("sim-1", "paid.py:3", "KeyError: 'x'") == "", "another worker has not been started again"
+    errors.round_ended({"sim-0", "sim-1"})
+    assert "not tried a third time" in errors.raised("sim-0", "paid.py:3", "KeyError: 'x'")
+
+
+def test_other_errors_before_any_round_was_whole_are_tried_three_times_at_a_line():
+    errors = Repetitions()
+    assert errors.raised("sim-0", "scene.py:7", "NotFinite: row 1") == ""
+    assert errors.raised("sim-0", "paid.py:3", "NotFinite: row 1") == ""
+    assert errors.raised("sim-0", "scene.py:7", "NotFinite: row 5") == ""
+    assert "three times in a row" in errors.raised("sim-0", "scene.py:7", "NotFinite: row 2")
+
+
+def test_code_that_has_worked_may_fail_with_the_same_error_twice_in_a_row():
+    errors = Repetitions()
+    errors.round_ended(())
+    told = [errors.raised("sim-0", "scene.py:7", "RuntimeError: contact lost") for _ in range(3)]
+    assert told[:2] == ["", ""] and "three times in a row" in told[2]
+
+
+def test_a_round_that_a_worker_came_through_forgets_its_errors():
+    errors = Repetitions()
+    for _ in range(4):
+        assert errors.raised("sim-0", "scene.py:7", "RuntimeError: contact lost") == ""
+        errors.round_ended({"sim-1"})

@@ -167,8 +167,10 @@ def test_a_line_has_name_state_what_and_why(capsys):
 
 
 def test_an_unknown_word_is_refused_with_what_there_is(capsys):
-    assert main(["receipts"]) == 2
-    assert "recipes, envs, tasks, policies" in capsys.readouterr().err
+    assert main(["zzz"]) == main(["receipts"]) == 2
+    unlike, near = capsys.readouterr().err.splitlines()
+    assert "zzz: no such list; there are recipes, envs, tasks, policies" in unlike
+    assert "receipts: no such list, did you mean 'recipes'? there are recipes" in near
 
 
 @pytest.mark.parametrize("argument", ["recipes", "policies"])

@@ -130,6 +130,20 @@ def test_an_imposed_limit_is_on_the_first_screen(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("PlugCharger-v1", "env.reward_mode=dense: PlugCharger-v1 has no such reward; set env.reward_mode=sparse"),
+        ("Empty-v1", "env.reward_mode=dense: Empty-v1 has no such reward; it has none at all"),
+    ],
+)
+def test_a_reward_that_the_task_lacks_is_answered_with_those_that_it_has(task, answer):
+    config = ManiSkillConfig(task=task, reward_mode="dense")
+    with pytest.raises(ConfigError) as told:
+        env_class(config).check(config)
+    assert str(told.value) == answer
+
+
+@pytest.mark.parametrize(
     ("argument", "message"),
     [
         ("env.control_mode=pd_joint_delta_pso", "did you mean 'pd_joint_delta_pos'"),
@@ -149,8 +163,9 @@ def test_rewards_nobody_wrote_are_refused_with_those_that_are_there(folder):
         "from mani_skill.envs.sapien_env import BaseEnv\n\n\nclass Unshaped(BaseEnv):\n    pass\n"
     )
     config = ManiSkillConfig(task="unshaped:Unshaped")
-    with pytest.raises(ConfigError, match="has sparse, none; its class does not write compute_normalized_dense_reward"):
+    with pytest.raises(ConfigError, match="Unshaped has no such reward, its class does not write comp") as told:
         env_class(config).check(config)
+    assert str(told.value).endswith("compute_normalized_dense_reward; set env.reward_mode=sparse")
     env_class(config).check(config.model_copy(update={"reward_mode": "sparse"}))
 
 
