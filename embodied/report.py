@@ -9,7 +9,7 @@ from embodied.core.files import replace_text
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
-from embodied.reporting.seed_sets import SeedSet, sets_of
+from embodied.reporting.seed_sets_page import SeedSet, sets_of
 from embodied.run import launch
 from embodied.run.run_group import is_group, read_group
 

@@ -4,7 +4,7 @@ other, differences on the same episodes (of single runs), what differs in their 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -26,17 +26,12 @@ from embodied.reporting.evaluation_page import (
     transcripts_of,
     videos_by_episode,
 )
-from embodied.reporting.html import Html, join, page, section, table, tag
+from embodied.reporting.html import Html, join, page, problem, section, table, tag
 from embodied.reporting.runs import Evaluation, Run
-from embodied.reporting.seed_sets import SeedSet, alone
+from embodied.reporting.seed_sets_page import SeedSet, alone
 from embodied.reporting.success_stats import Prompt, compare, prompt_of
-from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
-from embodied.reporting.training_page import (
-    curve,
-    mean_in_evaluations,
-    success_in_evaluations,
-    success_in_training,
-)
+from embodied.reporting.svg import Series, line_chart, percent, short, swatch
+from embodied.reporting.training_page import curve, in_evaluations, success_in_training
 from embodied.reporting.transcripts import transcript_lines
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, legend
 from embodied.run.run_group import RunGroup
@@ -119,7 +114,7 @@ def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Htm
         tag("h1", group.folder.resolve().name if group else f"{len(runs)} runs compared"),
         tag("p", " \u00b7 ".join(said)),
         tag("p", tag("code", f"python -m {join_words(group.command)}")) if group and group.command else None,
-        *[problem(text) for text in (*seed_sets_page.problems(sets), *mixed)],
+        *map(problem, (*seed_sets_page.problems(sets), *mixed)),
     )
 
 
@@ -141,10 +136,6 @@ PROMPTS_NOTE = (
 )
 
 
-def problem(text: str) -> Html:
-    return tag("p", text, class_="problem")
-
-
 def labels(runs: list[Run]) -> list[str]:
     """Folder names, with as much of their paths as is needed to distinguish them."""
     if not runs:
@@ -155,10 +146,6 @@ def labels(runs: list[Run]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{'/'.join(one)} ({i})" for i, one in enumerate(parts, 1)]
-
-
-def swatch(color: int) -> Html:
-    return tag("i", class_=f"swatch c{color % COLORS}")
 
 
 def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
@@ -186,15 +173,11 @@ def linked(entry: ComparedRun, beside: Path) -> Html:
 def overlaid(entries: list[ComparedRun]) -> list[Html]:
     charts = []
     for measure in MEASURES:
-        series = [*training_rates(entries, measure), *evaluation_points(entries, measure)]
-        if series:
+        if series := [*training_rates(entries, measure), *points(entries, measure)]:
             charts.append(line_chart(measure, series, (0.0, 1.0), percent))
-    charts.append(
-        line_chart(
-            "success_once by training time", lines(entries, "success_once", "train_s"), (0.0, 1.0), percent, "seconds"
-        )
-    )
-    charts.append(line_chart("episode return", [*lines(entries, "return"), *return_points(entries)]))
+    by_time = lines(entries, "success_once", "train_s")
+    charts.append(line_chart("success_once by training time", by_time, (0.0, 1.0), percent, "seconds"))
+    charts.append(line_chart("episode return", [*lines(entries, "return"), *points(entries, "return")]))
     charts.append(line_chart("env steps per second", lines(entries, "steps_per_s"), from_zero=True))
     texts = {"truncated": "answers cut off", "tokens": "tokens an answer", "tokens_per_s": "sampled tokens per second"}
     for name, title in texts.items():
@@ -214,18 +197,13 @@ def training_rates(entries: list[ComparedRun], measure: str) -> list[Series]:
     """The success rates in training, with their intervals where there are few runs."""
     if len(entries) > MOST_BANDS:
         return lines(entries, measure)
-    rates = [success_in_training(entry.run, measure, entry.label, entry.color) for entry in entries]
-    return [one for found in rates for one in found]
+    found = [success_in_training(entry.run, measure, entry.label, entry.color) for entry in entries]
+    return list(chain.from_iterable(found))
 
 
-def evaluation_points(entries: list[ComparedRun], measure: str) -> Iterator[Series]:
-    for entry in entries:
-        yield from success_in_evaluations(entry.run, measure, f"{entry.label}, evaluation", entry.color)
-
-
-def return_points(entries: list[ComparedRun]) -> list[Series]:
-    found = [mean_in_evaluations(entry.run, "return", f"{entry.label}, evaluation", entry.color) for entry in entries]
-    return [one for one in found if one.x]
+def points(entries: list[ComparedRun], key: str) -> list[Series]:
+    found = [in_evaluations(entry.run, key, f"{entry.label}, evaluation", entry.color) for entry in entries]
+    return list(chain.from_iterable(found))
 
 
 def differences(entries: list[ComparedRun]) -> list[Html]:
@@ -239,10 +217,8 @@ def differences(entries: list[ComparedRun]) -> list[Html]:
         if entry.run.last is None:
             notes.append(f"{entry.label} has no evaluation.")
             continue
-        unlike = other_prompts(first.run.last, entry.run.last)
-        ours, theirs = (
-            [one for one in each.run.last.episodes if prompt_of(one) not in unlike] for each in (first, entry)
-        )
+        unlike, both = other_prompts(first.run.last, entry.run.last), (first.run.last, entry.run.last)
+        ours, theirs = ([one for one in each.episodes if prompt_of(one) not in unlike] for each in both)
         if unlike:
             notes.append(f"{len(unlike)} prompts read otherwise in {entry.label} than in {first.label}: left out.")
         paired = compare(ours, theirs)
@@ -375,7 +351,5 @@ def settings(run: Run) -> dict[str, Any]:
     """The recipe's keys and the facts of provenance."""
     flat = flat_dict(read_yaml(run.config) or {})
     found = {key: value for key, value in flat.items() if key not in {"run.dir", *IRRELEVANT}}
-    made_by = run.provenance
-    for key in ("commit", "python", "platform", "cores"):
-        found[key] = made_by.get(key)
-    return found | {f"package {name}": version for name, version in made_by.get("packages", {}).items()}
+    found |= {key: run.provenance.get(key) for key in ("commit", "python", "platform", "cores")}
+    return found | {f"package {name}": version for name, version in run.provenance.get("packages", {}).items()}

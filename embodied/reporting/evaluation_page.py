@@ -59,7 +59,7 @@ def evaluations_table(run: Run) -> Html:
 
 def figure_cells(figures: dict[str, Any], names: Sequence[str] = FIGURES) -> list[object]:
     """A table's cells under these names; a dash for a figure that is not there."""
-    show = {**dict.fromkeys(MEASURES, measure_cell), "return": short, "length": short}
+    show = {**dict.fromkeys(MEASURES, rate_cell), "return": short, "length": short}
     return ["-" if figures.get(name) is None else show.get(name, str)(figures[name]) for name in names]
 
 
@@ -86,7 +86,7 @@ def text_cells(figures: dict[str, Any]) -> dict[str, object]:
     if not text:
         return {"errors": figures["errors"]}
     rates = {"success (avg@k)": text["avg"]} | {f"pass@{k}": rate for k, rate in text["pass"].items() if k != "1"}
-    found: dict[str, object] = {name: prompt_rate_cell(rate) for name, rate in rates.items() if rate}
+    found: dict[str, object] = {name: rate_cell(rate) for name, rate in rates.items() if rate}
     found |= {"answers": join(f"{figures['episodes']:,} ", tag("small", f"{text['samples']} to a prompt"))}
     found |= {"errors": figures["errors"], "return": "-" if figures["return"] is None else short(figures["return"])}
     if cut := text["truncated"]:
@@ -94,28 +94,17 @@ def text_cells(figures: dict[str, Any]) -> dict[str, object]:
     return found | ({"tokens an answer": short(text["tokens"])} if text["tokens"] is not None else {})
 
 
-def prompt_rate_cell(rate: dict[str, Any]) -> Html:
-    """`52.0% [44.1%, 59.8%]`"""
-    value, interval = describe_prompt_rate(rate)
-    return join(value, " ", tag("small", interval))
-
-
-def describe_prompt_rate(rate: dict[str, Any]) -> tuple[str, str]:
-    """("52.0%", "[44.1%, 59.8%]")"""
-    low, high = map(percent, rate["interval"])
-    return percent(rate["rate"]), f"[{low}, {high}]"
-
-
-def measure_cell(measure: dict[str, Any]) -> Html:
+def rate_cell(rate: dict[str, Any]) -> Html:
     """`88.5% [83.3%, 92.2%] 177/200`"""
-    rate, rest = describe_measure(measure)
-    return join(rate, " ", tag("small", *[join(tag("span", word), " ") for word in rest.rsplit(" ", 1)]))
+    value, *rest = describe_rate(rate)
+    return join(value, " ", tag("small", *[join(tag("span", words), " ") for words in rest]))
 
 
-def describe_measure(measure: dict[str, Any]) -> tuple[str, str]:
-    """("88.5%", "[83.3%, 92.2%] 177/200")"""
-    low, high = map(percent, measure["interval"])
-    return percent(measure["rate"]), f"[{low}, {high}] {measure['count']}/{measure['of']}"
+def describe_rate(rate: dict[str, Any]) -> list[str]:
+    """["88.5%", "[83.3%, 92.2%]", "177/200"]; of a mean over prompts, which counts nothing, the first two."""
+    low, high = map(percent, rate["interval"])
+    counts = [f"{rate['count']}/{rate['of']}"] if "count" in rate else []
+    return [percent(rate["rate"]), f"[{low}, {high}]", *counts]
 
 
 def histograms(evaluation: Evaluation) -> list[Html]:
@@ -123,13 +112,11 @@ def histograms(evaluation: Evaluation) -> list[Html]:
     played = [episode for episode in evaluation.episodes if not episode.error]
     groups = {kind: [one for one in played if outcome(one) == kind] for kind in OUTCOMES}
     returns = {kind: [one.total_reward for one in group] for kind, group in groups.items()}
+    title, unit, key = "Episode length", "env steps", "length"
     if evaluation.of_text:
-        lengths = {kind: [one.tokens for one in group] for kind, group in groups.items()}
-        sizes = histogram("Tokens of a conversation's answers", lengths, "tokens", whole=True)
-    else:
-        lengths = {kind: [one.length for one in group] for kind, group in groups.items()}
-        sizes = histogram("Episode length", lengths, "env steps", whole=True)
-    return [sizes, histogram("Return", returns, "return")]
+        title, unit, key = "Tokens of a conversation's answers", "tokens", "tokens"
+    sizes = {kind: [getattr(one, key) for one in group] for kind, group in groups.items()}
+    return [histogram(title, sizes, unit, whole=True), histogram("Return", returns, "return")]
 
 
 def conversations(evaluation: Evaluation, beside: Path) -> list[Html]:
@@ -201,10 +188,9 @@ class PageVideos:
     def show_episode(self, path: Path, episode: EpisodeResult, label: str = "") -> Html:
         """The video of an episode, with its outcome."""
         kind = outcome(episode)
+        shown = join(f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"))
         words = f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
-        return self.show(
-            path, f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"), f" {words}"
-        )
+        return self.show(path, shown, f" {words}")
 
     def show(self, path: Path, *words: object, **how: Any) -> Html:
         """A video and its caption. One inside the page is loaded at once; of a linked one only its metadata."""

@@ -99,8 +99,7 @@ def line_chart(
     for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
         mark = "dot" if one.points else "dash" if one.dashed else ""
         marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))
-    entries = list(marks.values())
-    return figure(title, legend(entries), canvas(title, shapes, x_name))
+    return figure(title, legend(list(marks.values())), canvas(title, shapes, x_name))
 
 
 def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False) -> Html:
@@ -186,11 +185,13 @@ def legend(entries: list[tuple[str, str, str]]) -> Html | None:
     """A legend of entries (name, style class, kind of mark); None where there is only one."""
     if len(entries) < 2:
         return None
-    return tag(
-        "ul",
-        *[tag("li", tag("i", class_=f"{style} {mark}".strip()), name) for name, style, mark in entries],
-        class_="legend",
-    )
+    marks = [tag("li", tag("i", class_=f"{style} {mark}".strip()), name) for name, style, mark in entries]
+    return tag("ul", *marks, class_="legend")
+
+
+def swatch(color: int) -> Html:
+    """A spot of this colour, before the name of what has it."""
+    return tag("i", class_=f"swatch c{color % COLORS}")
 
 
 def canvas(title: str, shapes: Sequence[Html], x_name: str, read: bool = True) -> Html:
@@ -253,11 +254,8 @@ def path(spots: list[tuple[float, float]]) -> str:
 def finite(one: Series) -> Series:
     """The series without the points that have no finite number."""
     keep = [i for i, y in enumerate(one.y) if y is not None and math.isfinite(y)]
-    picked = {
-        name: [values[i] for i in keep] if len(values := getattr(one, name)) else []
-        for name in ("x", "y", "low", "high")
-    }
-    return replace(one, **picked)
+    values = {name: getattr(one, name) for name in ("x", "y", "low", "high")}
+    return replace(one, **{name: [found[i] for i in keep] if found else [] for name, found in values.items()})
 
 
 def thinned(one: Series) -> Series:
@@ -266,15 +264,12 @@ def thinned(one: Series) -> Series:
         return one
     size = math.ceil(len(one.x) / MOST_POINTS)
     parts = [slice(i, i + size) for i in range(0, len(one.x), size)]
-    return Series(
-        one.name,
-        [one.x[part][-1] for part in parts],
-        [fmean(one.y[part]) for part in parts],
-        [min(one.low[part] or one.y[part]) for part in parts],
-        [max(one.high[part] or one.y[part]) for part in parts],
-        color=one.color,
-        dashed=one.dashed,
-        faint=one.faint,
+    return replace(
+        one,
+        x=[one.x[part][-1] for part in parts],
+        y=[fmean(one.y[part]) for part in parts],
+        low=[min(one.low[part] or one.y[part]) for part in parts],
+        high=[max(one.high[part] or one.y[part]) for part in parts],
     )
 
 

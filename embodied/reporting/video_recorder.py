@@ -58,8 +58,8 @@ class VideoRecorder:
     def on_frame(self, active: np.ndarray) -> None:
         rewards, success = self.env.last_step()
         rows = [row for row in self.open if active[row]]
-        self._write(rows)
         for row in rows:
+            self.open[row].add(self._captioned(row, self.newest[row]))  # another frame comes
             self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
         self._add_frames(rows)
 
@@ -79,15 +79,8 @@ class VideoRecorder:
                 writer.add(self._captioned(int(row), frame))
                 writer.finish(name_of_video(outcome))
 
-    def _write(self, rows: list[int]) -> None:
-        """Write the newest frame of these rows: another comes."""
-        for row in rows:
-            self.open[row].add(self._captioned(row, self.newest[row]))
-
     def _captioned(self, row: int, frame: np.ndarray) -> np.ndarray:
-        if not self.recording.overlay:
-            return frame
-        return captioned(frame, self.statuses[row].caption())
+        return captioned(frame, self.statuses[row].caption()) if self.recording.overlay else frame
 
     def _add_frames(self, rows: list[int]) -> None:
         """Draw a frame of each of these rows, with the cameras that were asked for."""

@@ -265,13 +265,16 @@ def write_mosaic(folder: Path) -> Path | None:
 
     Returns None where there are no videos.
     """
+    from imageio_ffmpeg import count_frames_and_secs
+
     names = {path: found for path in sorted(folder.glob("*.mp4")) if (found := VIDEO_NAME.fullmatch(path.name))}
     if not (videos := list(names)):
         return None
     draft = folder / f".{MOSAIC}"
     sources = [word for video in videos for word in ("-i", str(video))]
     coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1", "-movflags", "+faststart"]
-    filters = tiles([name["outcome"] for name in names.values()], longest_s(videos))
+    longest_s = max(count_frames_and_secs(str(video))[1] for video in videos)
+    filters = tiles([name["outcome"] for name in names.values()], longest_s)
     graph = ["-filter_complex", filters, "-map", "[all]"]
     try:
         ffmpeg(["-y", *sources, *graph, *coding, "-f", "mp4", str(draft)])
@@ -299,13 +302,6 @@ def tiles(outcomes: list[str], lasts_s: float) -> str:
     joined = "".join(f"[v{number}]" for number in range(len(outcomes)))
     stack = f"{joined}xstack=inputs={len(outcomes)}:layout={places}:fill=black"
     return ";".join([*parts, f"{stack},trim=duration={lasts_s:.3f},format=yuv420p[all]"])
-
-
-def longest_s(videos: list[Path]) -> float:
-    """Seconds of the longest video."""
-    from imageio_ffmpeg import count_frames_and_secs
-
-    return max(count_frames_and_secs(str(video))[1] for video in videos)
 
 
 def ffmpeg(arguments: list[str]) -> bytes:

@@ -22,8 +22,7 @@ from shlex import join
 from embodied.config.yaml_values import write_yaml
 from embodied.placement.placement_errors import number
 from embodied.reporting.run_page import REPORT, report_or_say_why
-from embodied.reporting.seed_sets import sets_of
-from embodied.reporting.seed_sets_page import in_words
+from embodied.reporting.seed_sets_page import in_words, sets_of
 from embodied.run import launch
 from embodied.run.ending import Interruption
 from embodied.run.run_folder import DRIVER
