@@ -140,13 +140,17 @@ OTHERS = 1_000_000  # bytes of a message that this policy does not read
 
 def largest_array(spec: EnvSpec) -> int:
     """Bytes of the largest array that this policy reads, whatever its number type."""
-    return NUMBER * max([math.prod(size) for size in spec.images.values()] + [spec.state_dim or 0])
+    return NUMBER * max(numbers_read(spec))
 
 
 def longest_request(spec: EnvSpec) -> int:
     """Bytes of the longest request that this policy needs."""
-    numbers = sum(math.prod(size) for size in spec.images.values()) + (spec.state_dim or 0)
-    return NUMBER * numbers + OTHERS
+    return NUMBER * sum(numbers_read(spec)) + OTHERS
+
+
+def numbers_read(spec: EnvSpec) -> list[int]:
+    """Of each image and of the state."""
+    return [*map(math.prod, spec.images.values()), spec.state_dim or 0]
 
 
 def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:
