@@ -22,18 +22,7 @@ from embodied.envs import plugin
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.text.config import TextConfig
 from embodied.run import launch
-from embodied.system.machine import (
-    HTTP,
-    RAY,
-    ROOT,
-    VLLM,
-    Machine,
-    absent,
-    install,
-    normal,
-    why_no_engine,
-    why_not,
-)
+from embodied.system.machine import HTTP, RAY, ROOT, VLLM, Machine, absent, install, normal, why_no_engine, why_not
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30

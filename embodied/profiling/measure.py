@@ -193,14 +193,8 @@ def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probe
     sites, horizon, reset_s = sites_of(config, there), 1, 0.0
     for place, site in enumerate(sites):
         share = PROBING * (place + 1) / len(sites)
-        found = probe_site(
-            config,
-            site,
-            probe_hosts(site, there, devices.draws_on_gpus(config.env)),
-            clock,
-            share,
-            logs / f"probe-{site.on}",
-        )
+        hosts = probe_hosts(site, there, devices.draws_on_gpus(config.env))
+        found = probe_site(config, site, hosts, clock, share, logs / f"probe-{site.on}")
         for name, on in found.costs.items():
             costs[name] |= on
         horizon = found.horizon

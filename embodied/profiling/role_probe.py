@@ -8,7 +8,6 @@ with noise for actions, networks with what a few rows of a sim show, many times 
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -23,16 +22,7 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.arrays import num_rows, take_rows, text_lists
-from embodied.core.types import (
-    ActReply,
-    ActRequest,
-    BatchPart,
-    EpisodeList,
-    PolicyOutput,
-    Route,
-    Trajectory,
-    join,
-)
+from embodied.core.types import ActReply, ActRequest, BatchPart, EpisodeList, PolicyOutput, Route, Trajectory, join
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.whole_episodes import arrays_of
 from embodied.learners.memory_estimate import Memory
@@ -227,10 +217,6 @@ class ProbeWorker(Worker):
             learner.close()
             del learner
         return found
-
-    def forget(self, num_envs: int) -> None:
-        self.parts.pop(self._rows(num_envs)).sim.close()
-        gc.collect()
 
     def _play(self, part: ProbedPart, num_envs: int, decisions: int, route: Route) -> float:
         """-> seconds that went into resets of whole episodes."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied.core.errors import CheckpointError
-from embodied.core.files import flush, read_arrays, read_object, replace_text
+from embodied.core.files import flush, read_object, replace_text
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -210,10 +210,6 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
     if not path.exists():
         raise CheckpointError(f"{text}: there is no such folder")
     raise CheckpointError(f"{text}: not a run folder, a checkpoint (v000123) or a policy folder")
-
-
-def read_sims(checkpoint: Path) -> dict[str, np.ndarray]:
-    return read_arrays(checkpoint / SIMS, CheckpointError)
 
 
 def read_json(path: Path) -> dict:

@@ -20,10 +20,12 @@ from pathlib import Path
 from shlex import join
 
 from embodied.config.yaml_values import write_yaml
+from embodied.core.errors import CheckpointError
 from embodied.placement.placement_errors import number
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.seed_sets_page import in_words, sets_of
 from embodied.run import launch
+from embodied.run.checkpoints import read_json
 from embodied.run.ending import Interruption
 from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
@@ -140,16 +142,13 @@ class Children:
     def look(self) -> None:
         """Note folders that have appeared and runs that are over, and say how the others are doing."""
         for one in list(self.going):
-            if one.folder is None:
-                self.find_folder(one)
-            if one.process.poll() is not None:
-                self.find_folder(one)
+            ended = one.process.poll() is not None
+            self.find_folder(one)
+            if ended:
                 self.over(one)
         if self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
-            self.reported_at, text = (
-                time.monotonic(),
-                " | ".join(f"{one.member}: {last_line(one)}" for one in self.going),
-            )
+            self.reported_at = time.monotonic()
+            text = " | ".join(f"{one.member}: {last_line(one)}" for one in self.going)
             if text != self.reported:
                 self.reported = text
                 print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
@@ -230,9 +229,8 @@ class Children:
 
 def what_it_says(run: Path) -> dict:
     """run.json; empty where there is none yet."""
-    with suppress(OSError, ValueError):
-        found = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+    with suppress(CheckpointError):
+        return read_json(run / "run.json")
     return {}
 
 

@@ -29,14 +29,7 @@ from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.wandb_logger import check_log
-from embodied.run.devices import (
-    check_devices,
-    check_simulator,
-    draws_on_gpus,
-    host_plans,
-    machines,
-    networks_on,
-)
+from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
 from embodied.run.memory_check import (
@@ -219,13 +212,11 @@ def overlap_key(config: RunConfig) -> str:
 
 def check_speech(config: RunConfig, kind: Any) -> None:
     """Refuse a policy of actions for an env that speaks, and the other way round; and what only answers have."""
-    text, policy, options = speaks(kind), config.policy, config.eval
-    if text != policy.speaks:
-        ways = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
-        raise ConfigError(
-            f"env.name={config.env.name} {ways[0]}, and policy.name={policy.name} {ways[1]}; "
-            f"{'try policy.name=language, or a checkpoint of such a policy' if text else 'try env.name=sums'}"
-        )
+    text, options = speaks(kind), config.eval
+    try:
+        config.check_speech(text, "policy.name=language, or a checkpoint of such a policy")
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
     recorded = ("overlay", "cameras", "mosaic", "dataset")
     if text and (given := [f"eval.{name}=true" for name in recorded if getattr(options, name)]):
         raise ConfigError(
@@ -340,28 +331,21 @@ def other_recipes(config: RunConfig) -> list[str]:
 
 def schedule_lines(config: RunConfig) -> list[str]:
     """Lines that say when an update begins, where that is not at the end of its batch, and what to try then."""
-    advice = wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
-    return [f"schedule    {describe_schedule(config)}", *advice] if overlap_key(config) else []
-
-
-def describe_schedule(config: RunConfig) -> str:
-    """Says when an update begins with this schedule."""
-    if config.pipeline.schedule == "periodic":
-        return "periodic: learners take finished groups while others are played, and make one step after the last"
-    level = config.pipeline.async_level
+    schedule, level, algo = config.pipeline.schedule, config.pipeline.async_level, config.algo
+    if schedule == "periodic":
+        how = "learners take finished groups while others are played, and make one step after the last"
+        return [f"schedule    periodic: {how}"]
+    if schedule != "async":
+        return []
     older = f"{level} version{'s' if level > 1 else ''} older"
-    return f"async: batches are collected while learners update, with weights {older} than theirs"
-
-
-def advice_on_staleness(config: RunConfig) -> str:
-    """Advice for an asynchronous recipe; empty where there is nothing to say."""
-    algo = config.algo
-    if config.pipeline.schedule != "async" or algo.epochs == 1 or algo.decoupled or algo.clip != "two_sided":
-        return ""
-    return (
-        f"algo.epochs={algo.epochs} takes weights far from those that collect: algo.decoupled=true learned more in our "
-        "measurements (docs/schedules.md)"
-    )
+    lines = [f"schedule    async: batches are collected while learners update, with weights {older} than theirs"]
+    if algo.epochs > 1 and not algo.decoupled and algo.clip == "two_sided":
+        advice = (
+            f"algo.epochs={algo.epochs} takes weights far from those that collect: algo.decoupled=true learned more in "
+            "our measurements (docs/schedules.md)"
+        )
+        lines += wrap(advice, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return lines
 
 
 def without_success(config: RunConfig) -> str:

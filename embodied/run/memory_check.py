@@ -85,9 +85,8 @@ class Need:
         taken = self.whole if self.whole <= self.has else self.least
         turns = "" if taken == self.whole else ", in turns"
         has = f" of {number(self.has)}" if self.has < float("inf") else ""
-        return (
-            f"{' + '.join(parts)}{f' = {number(taken)}' if len(parts) > 1 or ' x ' in parts[0] else ''}{has} GB{turns}"
-        )
+        total = f" = {number(taken)}" if len(parts) > 1 or " x " in parts[0] else ""
+        return f"{' + '.join(parts)}{total}{has} GB{turns}"
 
 
 def is_large(config: RunConfig) -> bool:
@@ -117,13 +116,8 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
         return None
     rows = -(-(config.algo.minibatch_size or max(1, decisions_of(config))) // ranks)
     rows = min(rows, config.learner.micro_batch_size or rows)
-    update = {"micro_batch_size": rows, "shard": False}
-    alike = config.model_copy(
-        update={
-            "policy": config.policy.model_copy(update={} if config.policy.speaks else {"preset": "full"}),
-            "learner": config.learner.model_copy(update=update),
-        }
-    )
+    alike = config.with_values("learner", micro_batch_size=rows, shard=False)
+    alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
     said = alike.model_dump_json(include={"policy", "learner", "algo", "env"})
     if said not in counted:
         from embodied.learners.memory_estimate import estimate
@@ -140,7 +134,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     sims, learners = plan.count("sim"), [host for host in plan.hosts if "learner" in host.roles]
     rows = -(-config.env.num_envs // sims)
     for host in plan.hosts:
-        if "sim" in host.roles and (scene := simulator_bytes(config, rows)):
+        if "sim" in host.roles and (scene := config.env.worker_bytes(rows)):
             yield Load("simulators", scene, host.node)
     if learn and (images := image_bytes(config)):
         for host in learners:
@@ -203,12 +197,8 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
         if need.whole > need.has:
             aside = Load("set aside from GPUs", need.whole - need.least, need.node)
             by_place.setdefault((need.node, ""), []).append(aside)
-    hosts = [
-        Need(name, "", nodes[name].memory_bytes, tuple(there))
-        for (name, device), there in by_place.items()
-        if not device
-    ]
-    return [*gpus, *hosts]
+    on_hosts = {name: there for (name, device), there in by_place.items() if not device}
+    return [*gpus, *(Need(name, "", nodes[name].memory_bytes, tuple(there)) for name, there in on_hosts.items())]
 
 
 def describe_memory(found: list[Need]) -> list[str]:
@@ -216,11 +206,8 @@ def describe_memory(found: list[Need]) -> list[str]:
     alike: dict[tuple[str, str], list[Need]] = {}
     for need in found:
         alike.setdefault((bool(need.device), str(need)), []).append(need)
-    lines = []
-    for (_, text), same in alike.items():
-        first = same[0].place
-        lines.append(f"{first}{f' and {len(same) - 1} more alike' if len(same) > 1 else ''}: {text}")
-    return lines
+    more = [f" and {len(same) - 1} more alike" if len(same) > 1 else "" for same in alike.values()]
+    return [f"{same[0].place}{others}: {text}" for ((_, text), same), others in zip(alike.items(), more)]
 
 
 # Refusals, with a recipe that fits
@@ -345,14 +332,9 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
         )
 
 
-def simulator_bytes(config: RunConfig, rows: int) -> float:
-    """Bytes of a sim worker with so many env rows; 0 where the env does not say."""
-    return config.env.worker_bytes(rows)
-
-
 def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> None:
     """Raise if machines with so much memory could not hold them."""
-    each = simulator_bytes(config, -(-config.env.num_envs // num_sims))
+    each = config.env.worker_bytes(-(-config.env.num_envs // num_sims))
     if num_sims * each > memory_bytes:
         fit = int(memory_bytes / each)
         works = f"{fit} sim worker(s)" if fit else "env.tasks_in_memory=1 with fewer env.num_envs"
@@ -372,7 +354,7 @@ def most_sims(config: RunConfig, machines: Topology) -> int | None:
     if memory == float("inf"):
         return None
     envs = config.env.num_envs
-    return max((n for n in range(1, envs + 1) if n * simulator_bytes(config, -(-envs // n)) <= memory), default=1)
+    return max((n for n in range(1, envs + 1) if n * config.env.worker_bytes(-(-envs // n)) <= memory), default=1)
 
 
 def gigabytes(num_bytes: float) -> str:
