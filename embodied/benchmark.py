@@ -110,7 +110,7 @@ class Result:
 
 def main(argv: list[str] | None = None, program: type[Workflow] = EmbodiedLoop) -> int:
     """The command; `program`: the workflow that is run."""
-    return launch.answer(argv, USAGE, partial(start, program=program))
+    return launch.run(partial(start, program=program), argv, USAGE)
 
 
 def start(argv: list[str], program: type[Workflow] = EmbodiedLoop) -> int:
@@ -134,7 +134,8 @@ def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     about: dict[str, Any] = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
     about |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
     results = [benchmark(config, options, folder, program) for config in configs]
-    about["load"]["during"] = during(results)
+    others = [result.others for result in results if result.others is not None]
+    about["load"]["during"] = {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
     write_report(results, about, folder)
     for result in results:
         print("\n".join(describe(result)))
@@ -163,32 +164,21 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
             chosen[schedule] = found
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
-    expected = {name: predicted(planned, name, choice) for name, choice in in_order(chosen).items()}
+    fastest_first = sorted(chosen.items(), key=lambda item: item[1].price.seconds)
+    expected = {name: predicted(planned, name, choice) for name, choice in fastest_first}
     used = {str(c): c.count for c in planned.planner.classes}
     result = Result(str(config.env.task), config.env.num_envs, used, len(there.nodes), expected, refused)
     result.profile = dict(profile.made)
     name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
     (folder / name).write_text(json.dumps({"task": result.task, **asdict(result)}, indent=1) + "\n")
-    print(
-        f"\n{result.task}, {result.num_envs} envs on {result.where}: expected, written to {folder / name} before "
-        "anything is measured"
-    )
+    what = f"{result.task}, {result.num_envs} envs on {result.where}"
+    print(f"\n{what}: expected, written to {folder / name} before anything is measured")
     for mode, forecast in expected.items():
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     meter = LoadMeter()
     run_all(config, planned, chosen, options.rounds, result, folder, program)
     result.others = None if config.cluster.backend == "ray" else meter.others()  # Ray's workers count as others
     return result
-
-
-def during(results: Sequence[Result]) -> dict[str, Any]:
-    """The load of the machine while the modes took turns."""
-    others = [result.others for result in results if result.others is not None]
-    return {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
-
-
-def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
-    return dict(sorted(chosen.items(), key=lambda item: item[1].price.seconds))
 
 
 def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:

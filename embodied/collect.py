@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,7 @@ SOURCE = "meta/source.json"  # beside LeRobot's own files: the player, the env, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(start, argv)
 
 
 def start(argv: list[str]) -> int:
@@ -70,7 +69,8 @@ def demonstrated(loaded: Loaded) -> Loaded:
             f"which demonstrations? env.name={config.env.name} has no expert; sft.data=demos/NAME, which "
             "python -m embodied.collect checkpoint=RUN out=demos/NAME makes from a policy"
         )
-    out = config.run.dir / f"{loaded.name}-demonstrations-{digest_of(config)}"
+    decides = json.dumps(config.model_dump(mode="json", include={"env", "collect", "seed"}), sort_keys=True)
+    out = config.run.dir / f"{loaded.name}-demonstrations-{hashlib.sha256(decides.encode()).hexdigest()[:8]}"
     if loaded.dry_run and not out.exists():
         kind.check_expert(config.env, config.collect.expert)
         launch.say(f"demonstrations  none yet: {config.collect.episodes} episodes of the expert, collected into {out}")
@@ -114,12 +114,6 @@ def check_whole(out: Path) -> None:
         problem = str(err)
     if problem:
         raise ConfigError(f"{problem}; remove {out}, and the same command collects these demonstrations again")
-
-
-def digest_of(config: RunConfig) -> str:
-    """Short name of what decides about demonstrations: env, collecting, seed."""
-    said = config.model_dump(mode="json", include={"env", "collect", "seed"})
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
@@ -197,7 +191,7 @@ def play(
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
     """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
     folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
-    from embodied.datasets.episode_recorder import EpisodeRecorder
+    from embodied.datasets.episode_buffer import EpisodeRecorder
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.rl_loop import PLAYERS
     from embodied.workflows.workers import Workers

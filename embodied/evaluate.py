@@ -9,7 +9,6 @@ are played one after the other where the simulator cannot mix them.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -30,7 +29,7 @@ from embodied.reporting.results import (
     COMPARISON,
     RESULTS,
     describe_causes,
-    describe_comparison,
+    describe_pair,
     describe_results,
     describe_tasks,
     read_results,
@@ -57,7 +56,7 @@ Part = tuple[RunConfig, PlacementPlan]  # tasks that one env can play, and the p
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(start, argv)
 
 
 def start(argv: list[str]) -> int:
@@ -92,11 +91,12 @@ def play(loaded: Loaded) -> Path | None:
     policies = {source.name: source.described() for source in sources}
     asked = [asked_for(parts, source.config, policies[source.name]) for source in sources]
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
-    with Interruption(at_once=True), open_folder(results_folder(loaded.config, sources), wanted) as out:
+    runs, alone = loaded.config.run.dir, sources[0]
+    folder = runs / "compare" if len(sources) > 1 else alone.out or runs / f"evaluate-{alone.name}"
+    with Interruption(at_once=True), open_folder(folder, wanted) as out:
         print(f"results     {out}", flush=True)
         if len(sources) == 1:
-            name = sources[0].name
-            refuse_errors_only({name: evaluate(parts, sources[0], policies[name], out)}, out)
+            refuse_errors_only({alone.name: evaluate(parts, alone, policies[alone.name], out)}, out)
         else:
             compare(parts, sources, policies, wanted, out)
     return out
@@ -123,7 +123,7 @@ def compare(
             print(f"{source.name}, played before: {describe_results(results)}{describe_tasks(results)}")
         else:
             played[source.name] = evaluate(parts, source, policies[source.name], folder)
-    print(describe_comparison(write_comparison(out, played)))
+    print("\n".join(map(describe_pair, write_comparison(out, played)["pairs"])))
     print(f"  comparison  {out / 'comparison.json'}")
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
     unmark(out)
@@ -171,12 +171,6 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
             print(f"protocol    {describe_published(source.config, env)}")
         if note := other_training(source, loaded, protocol.options):
             print(f"note        {note}")
-
-
-def results_folder(config: RunConfig, sources: list[PolicySource]) -> Path:
-    if len(sources) > 1:
-        return config.run.dir / "compare"
-    return sources[0].out or config.run.dir / f"evaluate-{sources[0].name}"
 
 
 @contextmanager

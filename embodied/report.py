@@ -30,7 +30,7 @@ COMPARISON = "comparison.html"
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+    return launch.run(start, argv, USAGE)
 
 
 def start(argv: list[str]) -> int:

@@ -36,7 +36,7 @@ seeds are added to the same group. Keys and their meaning: python -m embodied.tr
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+    return launch.run(start, argv, USAGE)
 
 
 def start(argv: list[str]) -> int:

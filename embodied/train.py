@@ -7,7 +7,6 @@ is any `Workflow`.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -40,7 +39,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=launch.UNSAVED)
+    return launch.run(start, argv, lost=launch.UNSAVED)
 
 
 def start(argv: list[str]) -> int:

@@ -242,7 +242,6 @@ def test_parts_are_measured_again_and_again_with_the_same_envs(arguments):
     assert min(probes.update(2, 4, 1)["step"]) > 0
     moves = probes.moves(2)
     assert moves["learner"].bytes == 4 * moves["policy"].bytes > 0  # weights, gradients and Adam's two averages
-    probes.forget(2)
 
 
 @pytest.mark.parametrize("arguments", [SMALL, GROUPED])

@@ -113,16 +113,12 @@ def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str
 def describe(field: FieldInfo) -> str:
     """The type, default and meaning of a field."""
     default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
-    return f"{type_name(field)} [{default}]  {field.description or ''}"
-
-
-def type_name(field: FieldInfo) -> str:
-    """The type of a field, in the user's words."""
     fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
-    return "text" if fixed else name_of(field.annotation)
+    return f"{'text' if fixed else name_of(field.annotation)} [{default}]  {field.description or ''}"
 
 
 def name_of(kind: Any) -> str:
+    """A type in the user's words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return "|".join(map(str, args))

@@ -79,16 +79,11 @@ class Dataset:
             name: {**feature, "shape": lerobot_layout.image_shape(feature)}
             for name, feature in lerobot_layout.renamed(info["features"], theirs).items()
         }
-        if is_older(info):
-            self.stats = (
-                read_stats(inside(path, lerobot_layout.STATS)) if (path / lerobot_layout.STATS).exists() else {}
-            )
-            self.tasks_file = path / OLDER_TASKS
-            self.tasks, self.entries = read_older_tasks(path), read_older_entries(path, info)
-        else:
-            self.stats = read_stats(inside(path, lerobot_layout.STATS))
-            self.tasks_file = path / lerobot_layout.TASKS
-            self.tasks, self.entries = read_tasks(inside(path, lerobot_layout.TASKS)), read_entries(path)
+        older, stats = is_older(info), inside(path, lerobot_layout.STATS)
+        self.stats = {} if older and not stats.exists() else read_stats(stats)
+        self.tasks_file = inside(path, OLDER_TASKS if older else lerobot_layout.TASKS)
+        self.tasks = read_older_tasks(path) if older else read_tasks(self.tasks_file)
+        self.entries = read_older_entries(path, info) if older else read_entries(path)
         check_entries(path, self.entries, info)
         self._begins: dict[tuple[int, int], int] = {}  # the first frame of every data file
         for entry in self.entries:

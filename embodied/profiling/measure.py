@@ -54,6 +54,10 @@ PROBING = 0.4  # of the time goes to the parts, the rest to short real runs
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
 LEAST_ALONE = 0.5  # two threads of a core slow each other down no more than this; less is noise
+PROBERS = {  # the worker that measures the parts of a recipe, where its policy speaks, and where it acts
+    True: "embodied.profiling.conversation_probe:ConversationProbe",
+    False: "embodied.profiling.role_probe:ProbeWorker",
+}
 USAGE = """Measure what the env, policy and learner of a recipe cost on this machine, for planning.
 
 usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
@@ -66,7 +70,7 @@ The profile goes to runs/profiles/ and is found there by plan, benchmark and pla
 
 def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
     """The command; `program`: whose roles are measured."""
-    return launch.answer(argv, USAGE, partial(start, program=program))
+    return launch.run(partial(start, program=program), argv, USAGE)
 
 
 def start(argv: list[str], program: type = EmbodiedLoop) -> int:
@@ -137,8 +141,16 @@ class Site:
     sims: int = 0  # on other devices, at most
 
     def sizes(self, config: RunConfig) -> list[int]:
-        here = "sim" in self.parts
-        return env_sizes(config, self.on.count) if here else call_sizes(config, self.sims, self.on.count)
+        """Envs per worker and stage, the share of a device first, then others around it. Where sims are elsewhere, rows
+        that a policy worker is asked for at once: at most its share, or what it answers in a call, or a sim's
+        request."""
+        total, workers = config.env.num_envs, self.on.count
+        if "sim" in self.parts:
+            shares = [total // n for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
+        else:
+            most = max(min(total // workers, config.merged_rows), total // self.sims, 1)
+            shares = [most // n for n in (1, 2, 4, 16)]
+        return list(dict.fromkeys(max(1, share) for share in shares))[:MOST_SIZES]
 
     def __str__(self) -> str:
         *others, last = self.parts
@@ -163,21 +175,6 @@ def probe_hosts(site: Site, there: Topology, draws: bool) -> list[PlannedHost]:
         for i, (node, kind, number) in enumerate(chosen)
     ]
     return hosts_on(("probe",), slots, there)
-
-
-def env_sizes(config: RunConfig, workers: int) -> list[int]:
-    """Envs per worker and stage, the share of a device first, then others around it."""
-    total = config.env.num_envs
-    shares = [max(1, total // n) for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
-    return list(dict.fromkeys(shares))[:MOST_SIZES]
-
-
-def call_sizes(config: RunConfig, sims: int, workers: int) -> list[int]:
-    """Rows that a policy worker is asked for at once, where so many sims are elsewhere: at most its share, or what it
-    answers in a call, or the request of a sim."""
-    total = config.env.num_envs
-    most = max(min(total // workers, config.merged_rows), total // sims, 1)
-    return list(dict.fromkeys(max(1, most // n) for n in (1, 2, 4, 16)))
 
 
 @dataclass(frozen=True)
@@ -215,8 +212,11 @@ def probe_site(
     resets: list[float] = []
     learns = "learner" in site.parts
     logs.mkdir(parents=True)
-    with launch.cluster(beside(config, hosts), PlacementPlan("probe", tuple(hosts), config.env.num_envs), logs) as run:
-        probes = run.launch(prober(config), "probe", config, devices.torch_device(site.on.kind), site.parts)
+    here = not any(host.node for host in hosts)
+    plan = PlacementPlan("probe", tuple(hosts), config.env.num_envs)
+    with launch.cluster(config.with_values("cluster", backend="local") if here else config, plan, logs) as run:
+        prober = PROBERS[config.policy.speaks]
+        probes = run.launch(prober, "probe", config, devices.torch_device(site.on.kind), site.parts)
         sizes = site.sizes(config)
         decisions, horizon = affordable(sizes, probes, clock, share)
         for place, num_envs in enumerate(sizes):
@@ -263,20 +263,6 @@ def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
     if config.policy.speaks:
         share = max(share // config.algo.group_size, 1) * config.algo.group_size
     return min(share, num_envs * decisions)
-
-
-def prober(config: RunConfig) -> str:
-    """The worker that measures the parts of this recipe."""
-    if config.policy.speaks:
-        return "embodied.profiling.conversation_probe:ConversationProbe"
-    return "embodied.profiling.role_probe:ProbeWorker"
-
-
-def beside(config: RunConfig, hosts: list[PlannedHost]) -> RunConfig:
-    """The recipe with plain processes where all are on this machine."""
-    if any(host.node for host in hosts):
-        return config
-    return config.with_values("cluster", backend="local")
 
 
 def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:

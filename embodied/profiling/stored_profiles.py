@@ -262,9 +262,8 @@ def periodic_is_the_same(config: RunConfig) -> bool:
 def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
     """The fastest layout and its schedule, of those that learn the same."""
     if planner.dataflow.groups:
-        other = Planner(
-            planner.dataflow.under("periodic"), planner.pricer.profile, planner.classes, planner.stages
-        ).best()
+        dataflow = planner.dataflow.under("periodic")
+        other = Planner(dataflow, planner.pricer.profile, planner.classes, planner.stages).best()
         if other and other.price.seconds < (1 - PAYS) * best.price.seconds:
             return other, "periodic"
     return best, "sync"

@@ -75,7 +75,10 @@ def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
         parts.append(section("Runs", seed_sets_page.runs_table(sets, beside, colors), note=seed_sets_page.RUNS_NOTE))
     if len(sets) > 1:
         parts.append(section("What differs", *what_differs(sets)))
-    parts.append(section("Where they come from", seed_sets_page.made_table(sets), recipe_of(group, runs)))
+    made = [seed_sets_page.made_table(sets)]
+    if group and runs:
+        made.append(tag("details", tag("summary", f"config.yaml of {runs[0].name}"), tag("pre", runs[0].config)))
+    parts.append(section("Where they come from", *made))
     return page(f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison", *parts)
 
 
@@ -116,13 +119,6 @@ def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Htm
         tag("p", tag("code", f"python -m {join_words(group.command)}")) if group and group.command else None,
         *map(problem, (*seed_sets_page.problems(sets), *mixed)),
     )
-
-
-def recipe_of(group: RunGroup | None, runs: list[Run]) -> Html | None:
-    """The resolved recipe of the first run of a group."""
-    if group is None or not runs:
-        return None
-    return tag("details", tag("summary", f"config.yaml of {runs[0].name}"), tag("pre", runs[0].config))
 
 
 CURVES_NOTE = "Lines: the last episodes of training, which explores. Dots: evaluations. With 95% Wilson intervals."

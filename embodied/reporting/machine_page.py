@@ -30,7 +30,8 @@ def time_spent(run: Run) -> list[Html]:
     rows = [row for row in run.metrics if row.get("time/rollout_s") is not None]
     if not rows:
         return []
-    whole = iteration_seconds(rows)
+    before = [0.0, *[row["train_s"] for row in rows]]
+    whole = [max(row["train_s"] - earlier, 0.0) for row, earlier in zip(rows, before)]
     rollout = [row["time/rollout_s"] for row in rows]
     publish = [row["time/publish_s"] for row in rows]
     rest = [all_s - a - b for all_s, a, b in zip(whole, rollout, publish)]
@@ -49,11 +50,6 @@ def time_spent(run: Run) -> list[Html]:
     }
     bar = figure("All iterations, mean sim worker", shares_legend(parts), bar_of(parts, sum(whole)))
     return [tag("div", line_chart("Seconds per iteration", series), bar, class_="charts")]
-
-
-def iteration_seconds(rows: list[dict[str, Any]]) -> list[float]:
-    before = [0.0, *[row["train_s"] for row in rows]]
-    return [max(row["train_s"] - earlier, 0.0) for row, earlier in zip(rows, before)]
 
 
 def timeline_charts(run: Run) -> list[Html]:

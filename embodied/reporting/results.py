@@ -306,11 +306,6 @@ def describe_tasks(results: dict) -> str:
     return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())
 
 
-def describe_comparison(comparison: dict) -> str:
-    """A line per pair of policies."""
-    return "\n".join(describe_pair(pair) for pair in comparison["pairs"])
-
-
 def describe_pair(pair: dict) -> str:
     """`b - a on the same 200 episodes: success_once +4.5% [0.2%, 8.9%], p 0.049; return ...`"""
     parts = []

@@ -111,7 +111,7 @@ def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Ite
     places: dict[int, tuple[Path, int]] = {}
     for path in (folder / TRANSCRIPTS, *sorted((folder / PARTS).glob("*.jsonl"))):
         if path.is_file():
-            places |= {index: (path, start) for index, start in transcripts_in(path)}
+            places |= {index: (path, start) for start, index in starts_in(path) if index is not None}
     for index in sorted(places):
         if wanted is None or index in wanted:
             path, start = places[index]
@@ -120,13 +120,12 @@ def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Ite
                 yield index, file.readline()
 
 
-def transcripts_in(path: Path) -> Iterator[tuple[int, int]]:
-    """The episode of each whole line, and where in the file the line begins."""
+def starts_in(path: Path) -> Iterator[tuple[int, int | None]]:
+    """Where in the file each line begins, and the episode of the line."""
     start = 0
     with path.open("rb") as file:
         for line in file:
-            if (index := episode_of(line)) is not None:
-                yield index, start
+            yield start, episode_of(line)
             start += len(line)
 
 

@@ -77,7 +77,8 @@ class VideoRecorder:
             else:
                 self.statuses[int(row)].over = True
                 writer.add(self._captioned(int(row), frame))
-                writer.finish(name_of_video(outcome))
+                task = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
+                writer.finish(video_name(outcome.index, outcome.success_once, file_name(task), outcome.seed))
 
     def _captioned(self, row: int, frame: np.ndarray) -> np.ndarray:
         return captioned(frame, self.statuses[row].caption()) if self.recording.overlay else frame
@@ -125,9 +126,3 @@ class EpisodeStatus:
 def short(number: float) -> str:
     """12, 0.25, -3.10, 1234"""
     return f"{number:.2f}" if isinstance(number, float) and abs(number) < 100 else f"{number:.0f}"
-
-
-def name_of_video(outcome: EpisodeResult) -> str:
-    """episode-000_success_PushCube-v1_seed7.mp4"""
-    called = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
-    return video_name(outcome.index, outcome.success_once, file_name(called), outcome.seed)

@@ -213,16 +213,13 @@ def captioned(frame: np.ndarray, caption: Caption) -> np.ndarray:
     lines += [[(0.0, text)] for text in in_lines(caption.words, room, size)]
     page = Image.new("RGB", (width, len(lines) * (size + MARGIN) + 2 * MARGIN), PAPER)
     pen = ImageDraw.Draw(page)
+    own_colour = next((colour for word, colour in OUTCOMES.items() if caption.outcome.startswith(word)), TEXT)
     for number, line in enumerate(lines):
-        colour = colour_of(caption.outcome) if caption.outcome and not number else TEXT
+        colour = own_colour if caption.outcome and not number else TEXT
         for left, text in line:
             at = (MARGIN + left, MARGIN + number * (size + MARGIN))
             pen.text(at, fitting(text, room - left, size), colour, font(size))
     return np.concatenate([frame, np.asarray(page)])
-
-
-def colour_of(outcome: str) -> tuple[int, int, int]:
-    return next((colour for word, colour in OUTCOMES.items() if outcome.startswith(word)), TEXT)
 
 
 def in_lines(words: str, width: float, size: int) -> list[str]:

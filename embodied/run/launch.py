@@ -50,13 +50,17 @@ LONGER = 4  # times as long is what a run without success is advised to be
 UNSAVED = "; what came after the last checkpoint is lost"
 
 
-def run(body: Callable[[], int], lost: str = "") -> int:
-    """Run a command's body; mistakes of the user's side become a few lines and an exit code. `lost`: what a second
-    Ctrl-C costs."""
+def run(body: Callable[[list[str]], int], argv: list[str] | None = None, usage: str = "", lost: str = "") -> int:
+    """Run a command with its arguments; mistakes of the user's side become a few lines and an exit code. `usage` is the
+    answer to --help, where the recipe's keys are not; `lost`: what a second Ctrl-C costs."""
+    arguments = sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on there is something to close
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return body()
+        if usage and {"-h", "--help"} & {*arguments}:
+            say(usage)
+            return 0
+        return body(arguments)
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
@@ -80,14 +84,6 @@ def run(body: Callable[[], int], lost: str = "") -> int:
 def say(line: str) -> None:
     """Print at once."""
     print(line, flush=True)
-
-
-def answer(argv: list[str] | None, usage: str, body: Callable[[list[str]], int]) -> int:
-    """Run a command that explains itself: --help prints `usage`."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(arguments):
-        return run(lambda: say(usage) or 0)
-    return run(lambda: body(arguments))
 
 
 def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:

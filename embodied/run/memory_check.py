@@ -94,15 +94,10 @@ def is_large(config: RunConfig) -> bool:
     policy = config.policy
     if not policy.published:
         return False
-    stored = stored_bytes(policy)
+    folder = Path(policy.pretrained).expanduser() if policy.pretrained else None
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
     planned = policy.speaks and policy.pretrained is not None and not stored
     return policy.preset == "full" or stored > LARGE_BYTES or planned
-
-
-def stored_bytes(policy: Any) -> int:
-    """Bytes of the folder that it begins with."""
-    folder = Path(policy.pretrained).expanduser() if policy.pretrained else None
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
 
 
 def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:

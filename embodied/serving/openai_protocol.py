@@ -165,22 +165,12 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model should be text", "model")
+    most, usage = whole(fields, "max_tokens", None, 1, 2**31), bool(options.get("include_usage"))
+    seed = whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED)
+    ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
+    ends = stop, tuple(ids), ignore_eos
     return Ask(
-        prompts,
-        chat,
-        whole(fields, "max_tokens", None, 1, 2**31),
-        float(temperature),
-        n,
-        whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED),
-        noise,
-        stop,
-        tuple(ids),
-        flag(fields, "ignore_eos"),
-        logprobs,
-        flag(fields, "return_token_ids"),
-        stream,
-        bool(options.get("include_usage")),
-        model,
+        prompts, chat, most, float(temperature), n, seed, noise, *ends, logprobs, token_ids, stream, usage, model
     )
 
 
