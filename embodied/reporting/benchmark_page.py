@@ -13,9 +13,8 @@ import numpy as np
 
 from embodied.placement.reasons import equal_to_the_fastest, words
 from embodied.reporting.html import Html, facts_table, page, problem, section, table, tag
-from embodied.reporting.machine_page import MOST_TRACE_BYTES, is_move, worker_rows
+from embodied.reporting.machine_page import is_move, pieces_of, worker_rows
 from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
-from embodied.reporting.timeline import innermost, read_trace
 from embodied.system.cpu_load import under_load
 
 HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
@@ -248,9 +247,9 @@ def warnings(results: Sequence[Any], about: dict[str, Any]) -> list[str]:
 
 def timeline(mode: str, path: Path) -> list[Html]:
     """One iteration of a mode, piece by piece, and what left a device or came back in it."""
-    if path.stat().st_size > MOST_TRACE_BYTES:
-        return [tag("p", f"{path.name} is too large to be drawn here; open it in a trace viewer.", class_="note")]
-    spans = innermost(read_trace(path))
+    spans, note = pieces_of(path)
+    if not spans:
+        return note
     begin = min(span.start_s for span in spans)
     moves = [
         [f"{span.start_s - begin:.3f} s", span.worker, span.name, f"{1e3 * (span.end_s - span.start_s):.2f} ms"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from shlex import join as join_words
@@ -19,7 +19,6 @@ from embodied.reporting.evaluation_page import (
     MOST_VIDEOS,
     PageVideos,
     answers_of,
-    figure_cells,
     named_table,
     outcome,
     prompt_name,
@@ -28,7 +27,7 @@ from embodied.reporting.evaluation_page import (
 )
 from embodied.reporting.html import Html, join, page, problem, section, table, tag
 from embodied.reporting.runs import Evaluation, Run
-from embodied.reporting.seed_sets_page import SeedSet, alone
+from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, alone
 from embodied.reporting.success_stats import Prompt, compare, prompt_of
 from embodied.reporting.svg import Series, line_chart, percent, short, swatch
 from embodied.reporting.training_page import curve, in_evaluations, success_in_training
@@ -40,17 +39,7 @@ MOST_PROMPTS = 20  # whose answers are shown side by side
 
 # Keys of a protocol that decide how an episode is played
 SAME = ("env", "eval", "name", "backend", "max_episode_steps")
-SHOWN = (*MEASURES, "return", "episodes")  # figures of each run in the first table
 IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that change no episode
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """A run on the page, with its name and colour there."""
-
-    run: Run
-    label: str
-    color: int
 
 
 def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> str:
@@ -68,11 +57,12 @@ def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
         note = tag("p", seed_sets_page.iqm_note(sets), class_="note")
         parts.append(section("Over seeds", seed_sets_page.tiles(sets[0]), note))
     if singles:
-        parts += of_single_runs([ComparedRun(one.runs[0], one.label, colors[one.label]) for one in sets], beside)
+        parts += of_single_runs(seed_sets_page.entries_of(sets, colors), beside)
     elif runs:
         note = seed_sets_page.CURVES_NOTE + seed_sets_page.DOTS_NOTE * (len(sets) == 1)
         parts.append(section("Curves", seed_sets_page.curves(sets, colors), note=note))
-        parts.append(section("Runs", seed_sets_page.runs_table(sets, beside, colors), note=seed_sets_page.RUNS_NOTE))
+        table_of_runs = seed_sets_page.runs_table(seed_sets_page.entries_of(sets, colors), beside)
+        parts.append(section("Runs", table_of_runs, note=seed_sets_page.RUNS_NOTE))
     if len(sets) > 1:
         parts.append(section("What differs", *what_differs(sets)))
     made = [seed_sets_page.made_table(sets)]
@@ -148,22 +138,8 @@ def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
     """A row per run: its newest evaluation, how long it trained, and how fast; for language policies the version and
     the temperature they were evaluated at."""
     if all(entry.run.last and entry.run.last.of_text for entry in entries):
-        return named_table("run", {linked(entry, beside): answers_of(entry.run, entry.run.last) for entry in entries})
-    rows = []
-    for entry in entries:
-        run, figures = entry.run, entry.run.last.results["overall"] if entry.run.last else {}
-        trained = ["-"] * 3
-        if run.metrics:
-            steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
-            trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
-        state = run.info.get("state", "evaluation")
-        rows.append([linked(entry, beside), *figure_cells(figures, SHOWN), *trained, state])
-    return table(["run", *SHOWN, "env steps", "training s", "steps/s", "state"], rows)
-
-
-def linked(entry: ComparedRun, beside: Path) -> Html:
-    """A run's colour and name, which leads to its report."""
-    return join(swatch(entry.color), seed_sets_page.report_link(entry.run, entry.label, beside))
+        return named_table("run", {entry.linked(beside): answers_of(entry.run, entry.run.last) for entry in entries})
+    return seed_sets_page.runs_table(entries, beside)
 
 
 def overlaid(entries: list[ComparedRun]) -> list[Html]:

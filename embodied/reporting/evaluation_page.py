@@ -39,10 +39,8 @@ def per_task_table(evaluation: Evaluation) -> Html:
         found["all"] = evaluation.results["overall"]
     if evaluation.of_text:
         return named_table("task", {task: text_cells(figures) for task, figures in found.items()})
-    rows = []
-    for task, figures in found.items():
-        at_reset = figures["success_at_reset"]
-        rows.append([task, *figure_cells(figures), at_reset["count"] if at_reset else "-"])
+    at_reset = {task: (figures["success_at_reset"] or {}).get("count", "-") for task, figures in found.items()}
+    rows = [[task, *figure_cells(figures), at_reset[task]] for task, figures in found.items()]
     return table(["task", *FIGURES, "at reset"], rows)
 
 
@@ -50,10 +48,9 @@ def evaluations_table(run: Run) -> Html:
     """A row per evaluation of a run."""
     if run.last and run.last.of_text:
         return named_table("evaluation", {one.name: answers_of(run, one) for one in run.evaluations})
-    rows = []
-    for one in run.evaluations:
-        steps = run.env_steps(one.version)
-        rows.append([one.name, f"{steps:,}" if steps is not None else "-", *figure_cells(one.results["overall"])])
+    steps = [run.env_steps(one.version) for one in run.evaluations]
+    trained = ["-" if known is None else f"{known:,}" for known in steps]
+    rows = [[e.name, after, *figure_cells(e.results["overall"])] for e, after in zip(run.evaluations, trained)]
     return table(["evaluation", "env steps", *FIGURES], rows)
 
 

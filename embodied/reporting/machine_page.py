@@ -57,15 +57,20 @@ def timeline_charts(run: Run) -> list[Html]:
     path = run.folder / TRACE
     if not path.is_file():
         return []
-    if path.stat().st_size > MOST_TRACE_BYTES:
-        return [tag("p", f"{TRACE} is too large to be drawn here; open it in a trace viewer.", class_="note")]
-    spans = innermost(read_trace(path))
+    spans, note = pieces_of(path)
     if not spans:
-        return []
+        return note
     last = max(span.iteration for span in spans)
     first = max(last - SHOWN_ITERATIONS + 1, 1)
     shown = [span for span in spans if first <= span.iteration <= last]
     return [per_worker(spans), worker_rows(shown, f"Iterations {first} to {last}, piece by piece")]
+
+
+def pieces_of(path: Path) -> tuple[list[TimedSpan], list[Html]]:
+    """Every moment of a trace once, or a note instead where it is too large."""
+    if path.stat().st_size > MOST_TRACE_BYTES:
+        return [], [tag("p", f"{path.name} is too large to be drawn here; open it in a trace viewer.", class_="note")]
+    return innermost(read_trace(path)), []
 
 
 def per_worker(spans: list[TimedSpan]) -> Html:

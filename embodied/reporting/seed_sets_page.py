@@ -285,25 +285,42 @@ def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool, label: s
 # Every run
 
 
-def runs_table(sets: Sequence[SeedSet], beside: Path, colors: dict[str, int]) -> Html:
-    """A row per run: its final evaluation, what it cost, and what made it."""
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run on the page, with its name and colour there."""
+
+    run: Run
+    label: str
+    color: int
+
+    def linked(self, beside: Path) -> Html:
+        """Its colour and its name, which leads to its report."""
+        report = self.run.folder / "report.html"
+        name = tag("a", self.label, href=relative(report, beside)) if report.is_file() else self.label
+        return join(swatch(self.color), name)
+
+
+def entries_of(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[ComparedRun]:
+    """Every run; those of the only set have colours of their own."""
+    return [
+        ComparedRun(run, label_of(one, place, sets), 1 + place if len(sets) == 1 else colors[one.label])
+        for one in sets
+        for place, run in enumerate(one.runs)
+    ]
+
+
+def runs_table(entries: Sequence[ComparedRun], beside: Path) -> Html:
+    """A row per run: its newest evaluation, how long it trained, how fast, and how it ended."""
     rows = []
-    for one in sets:
-        for place, run in enumerate(one.runs):
-            figures = run.last.results["overall"] if run.last else {}
-            color = 1 + place if len(sets) == 1 else colors[one.label]
-            link = report_link(run, label_of(one, place, sets), beside)
-            cost = [f"{run.metrics[-1][key]:,.0f}" if run.metrics else "-" for key in ("env_steps", "train_s")]
-            state = run.info.get("state", "evaluation")
-            shown = tag("span", state, class_=f"state {state}")
-            rows.append([join(swatch(color), link), *figure_cells(figures, SCORES), *cost, shown])
-    return table(["run", *SCORES, "env steps", "training s", "state"], rows)
-
-
-def report_link(run: Run, label: str, beside: Path) -> Html | str:
-    """A run's name, which leads to its report."""
-    report = run.folder / "report.html"
-    return tag("a", label, href=relative(report, beside)) if report.is_file() else label
+    for entry in entries:
+        run, trained = entry.run, ["-"] * 3
+        if run.metrics:
+            steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
+            trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
+        cells = figure_cells(run.last.results["overall"] if run.last else {}, (*SCORES, "episodes"))
+        state = run.info.get("state", "evaluation")
+        rows.append([entry.linked(beside), *cells, *trained, tag("span", state, class_=f"state {state}")])
+    return table(["run", *SCORES, "episodes", "env steps", "training s", "steps/s", "state"], rows)
 
 
 def made_table(sets: Sequence[SeedSet]) -> Html:

@@ -39,7 +39,6 @@ class Series:
     high: Sequence[float] = ()
     points: bool = False  # measured now and then: dots instead of a line
     color: int = 0
-    dashed: bool = False
     faint: bool = False  # one of many, behind their mean
 
 
@@ -97,8 +96,7 @@ def line_chart(
         shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
     marks: dict[int, tuple] = {}  # by colour: evaluations of a run that has a line need no entry of their own
     for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
-        mark = "dot" if one.points else "dash" if one.dashed else ""
-        marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))
+        marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", "dot" if one.points else ""))
     return figure(title, legend(list(marks.values())), canvas(title, shapes, x_name))
 
 
@@ -220,7 +218,7 @@ def line(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> l
         there = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.high)]
         back = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.low)]
         shapes.append(tag("polygon", points=path([*there, *reversed(back)]), class_=f"band {color}"))
-    kind = f"line {color}{' dash' if one.dashed else ''}{' faint' if one.faint else ''}"
+    kind = f"line {color}{' faint' if one.faint else ''}"
     shapes.append(tag("polyline", points=path(spots), class_=kind, **numbers(one, show)))
     if len(spots) == 1:
         shapes.append(tag("circle", cx=spots[0][0], cy=spots[0][1], r=3, class_=f"dot {color}"))
