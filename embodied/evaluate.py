@@ -233,12 +233,10 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
     # Written at once, so there are results only of whole evaluations.
     results = write_evaluation(kept, evaluators, episodes)
     print(f"{source.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
-    print(f"  results     {out / 'results.json'}")
-    print(f"  report      {out / 'report.html'}")
-    if (out / TRANSCRIPTS).is_file():
-        print(f"  transcripts {out / TRANSCRIPTS}")
-    if (out / "dataset").is_dir():
-        print(f"  dataset     {out / 'dataset'}")
+    made = {"results": RESULTS, "report": report.REPORT, "transcripts": TRANSCRIPTS, "dataset": "dataset"}
+    for name, file in made.items():
+        if (out / file).exists():
+            print(f"  {name:<11} {out / file}")
     for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
         print(f"  video       {video}")
     return episodes

@@ -22,7 +22,7 @@ from embodied.config.recipe_files import recipe_words
 from embodied.config.sections import RunSection
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.placement import PlacedRole, PlacementError, roles_of
+from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
 from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.event_replay import Schedule, simulate
@@ -30,26 +30,9 @@ from embodied.placement.grammar import EMBODIED
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.profile_planner import STAGES, Choice, Planner
-from embodied.placement.reasons import (
-    describe_layout,
-    equal_to_the_fastest,
-    idle_shares,
-    why_it_wins,
-    why_not,
-    why_not_apart,
-    words,
-)
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiling.stored_profiles import (
-    describe_devices,
-    fitted_to,
-    homes,
-    limited,
-    newest_profile,
-    profile_for,
-    with_cpu_memory,
-)
+from embodied.profiling import stored_profiles
 from embodied.reporting.html import Html, page, section, table, tag
 from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
 from embodied.run import launch
@@ -101,23 +84,23 @@ class Planned:
     @property
     def refused(self) -> dict[str, str]:
         """Why the others do not fit."""
-        return {mode: why_not(self.planner, mode) for mode in MODES[:3] if self.modes.get(mode) is None}
+        return {mode: reasons.why_not(self.planner, mode) for mode in MODES[:3] if self.modes.get(mode) is None}
 
     @property
     def equal(self) -> list[str]:
         """The modes that are predicted as fast as the fastest, which comes first."""
-        return equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.ranked.items()})
+        return reasons.equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.ranked.items()})
 
     @property
     def why(self) -> list[str]:
         """Why the fastest wins over those that are not predicted as fast."""
         slower = {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
-        return why_it_wins(self.planner.pricer, self.winner, slower)
+        return reasons.why_it_wins(self.planner.pricer, self.winner, slower)
 
     @property
     def verdict(self) -> str:
         """Says which mode wins; those that are predicted equal have no winner among them."""
-        return f"{words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
+        return f"{reasons.words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
 
     def steps_per_s(self, choice: Choice) -> float:
         return self.profile.dataflow.env_steps / choice.price.seconds
@@ -151,7 +134,7 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
         config = recipe_of(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology, roles)
-        where = homes(config, topology, roles) if config else None
+        where = stored_profiles.homes(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
             raise ConfigError(why)
         about = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
@@ -185,9 +168,12 @@ def find_profile(
 ) -> tuple[Profile, str]:
     """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
     a recipe it has that one's dataflow."""
-    path = packaged(named) if named else profile_for(config, topology, roles)[0] or newest_profile(config, roles)
+    if named:
+        path = packaged(named)
+    else:
+        path = stored_profiles.profile_for(config, topology, roles)[0] or stored_profiles.newest_profile(config, roles)
     profile = read_profile(path)
-    return fitted_to(config, profile, path, roles) if config else profile, path.stem
+    return stored_profiles.fitted_to(config, profile, path, roles) if config else profile, path.stem
 
 
 def why_not_measured(
@@ -202,14 +188,13 @@ def why_not_measured(
     if not found:
         return ""
     recipe = profile.made.get("recipe", "NAME")
-    lacks = "; ".join(f"{words(roles)} on {kind}" for kind, roles in found.items())
-    measured = profile.made.get("devices")
-    known = (
-        describe_devices(measured) if measured else ", ".join(sorted({k for on in profile.costs.values() for k in on}))
-    )
+    lacks = "; ".join(f"{reasons.words(roles)} on {kind}" for kind, roles in found.items())
+    known = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
+    if measured := profile.made.get("devices"):
+        known = stored_profiles.describe_devices(measured)
     lines = [
         f"{name} was measured on {known}; {topology.name} would need what was not: {lacks}",
-        f"measure it on a machine with {words([*found])}: python -m embodied.profiling recipe={recipe}",
+        f"measure it on a machine with {reasons.words([*found])}: python -m embodied.profiling recipe={recipe}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:
         lines.append(f"or plan for its cores alone: cluster={topology.cores}xCPU")
@@ -234,8 +219,8 @@ def plan(
 ) -> Planned:
     """The fastest layout of every mode on the devices that the profile knows, with so much memory on each; and of every
     schedule. `not_periodic`: why learners cannot take groups as they come, where they cannot."""
-    profile = with_cpu_memory(profile, memory_gb)
-    classes = limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
+    profile = stored_profiles.with_cpu_memory(profile, memory_gb)
+    classes = stored_profiles.limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
         known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
         have = ", ".join(str(c) for c in topology.classes())
@@ -250,10 +235,10 @@ def plan(
     schedules = {schedule: under(planner, schedule, modes) or not_periodic for schedule in SCHEDULES}
     search_s = time.perf_counter() - started
     if not any(modes.values()):
-        reasons = [f"{mode}: {why_not(planner, mode)}" for mode in MODES[:3]]
+        why = [f"{mode}: {reasons.why_not(planner, mode)}" for mode in MODES[:3]]
         if overlaps(planner.dataflow):
-            reasons = [f"{why_not_apart(planner)}; try pipeline.schedule=sync"]
-        raise PlacementError("nothing fits on this cluster\n" + "\n".join(reasons))
+            why = [f"{reasons.why_not_apart(planner)}; try pipeline.schedule=sync"]
+        raise PlacementError("nothing fits on this cluster\n" + "\n".join(why))
     return Planned(profile, topology, planner, modes, schedules, search_s, draws)
 
 
@@ -268,7 +253,7 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
     else:
         planner = Planner(dataflow.under(schedule), planner.pricer.profile, planner.classes, planner.stages)
         found = planner.best()
-    return found or why_not_apart(planner)
+    return found or reasons.why_not_apart(planner)
 
 
 # What it found, in words, as a drawing, as JSON and as a page
@@ -304,7 +289,7 @@ def row(planned: Planned, name: str, choice: Choice, idle: float | None = None) 
     """A line of the tables: seconds, speed, the idle share where it is known, the layout."""
     numbers = f"{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}"
     waiting = f"{'':>6}" if idle is None else f"{idle:>6.0%}"
-    return f"{name:<14}{numbers}{waiting}  {describe_layout(choice.layout)}"
+    return f"{name:<14}{numbers}{waiting}  {reasons.describe_layout(choice.layout)}"
 
 
 def drawable(choice: Choice) -> bool:
@@ -315,7 +300,7 @@ def mean_idle(planned: Planned, choice: Choice) -> float | None:
     """The mean idle share over the devices of the classes in use."""
     if not drawable(choice):
         return None
-    shares = idle_shares(planned.planner.pricer, choice.layout)
+    shares = reasons.idle_shares(planned.planner.pricer, choice.layout)
     used = [c for c in planned.planner.classes if any(zone.device_class == c.name for zone in choice.layout.zones)]
     return sum(shares[c.name] * c.count for c in used) / sum(c.count for c in used)
 
@@ -323,7 +308,7 @@ def mean_idle(planned: Planned, choice: Choice) -> float | None:
 def replays(planned: Planned) -> dict[str, Schedule]:
     """Replayed, fastest first, where the cluster is small enough to be drawn."""
     return {
-        f"{mode}: {describe_layout(choice.layout)}": simulate(planned.planner.pricer, choice.layout)
+        f"{mode}: {reasons.describe_layout(choice.layout)}": simulate(planned.planner.pricer, choice.layout)
         for mode, choice in planned.ranked.items()
         if drawable(choice)
     }
@@ -365,7 +350,7 @@ def choice_as_json(planned: Planned, choice: Choice) -> dict:
 def html(planned: Planned, name: str, picture: Html | None) -> str:
     def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
         return [
-            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", describe_layout(c.layout)]
+            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", reasons.describe_layout(c.layout)]
             for one, c in choices.items()
             if not isinstance(c, str)
         ]

@@ -189,10 +189,8 @@ def not_a_section_value(section: Section, key: Key, value: Any) -> str:
 
 
 def has_no_finite_value(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(has_no_finite_value, value.values()))
-    if isinstance(value, list):
-        return any(map(has_no_finite_value, value))
+    if isinstance(value, dict | list):
+        return any(map(has_no_finite_value, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float) and not math.isfinite(value)
 
 

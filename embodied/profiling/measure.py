@@ -11,7 +11,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,6 +25,7 @@ from embodied.placement.grammar import Slot, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
+from embodied.placement.reasons import words
 from embodied.profiling.stored_profiles import (
     cost_key,
     dataflow_of,
@@ -38,6 +38,7 @@ from embodied.profiling.stored_profiles import (
     repeated,
 )
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate, check_program
+from embodied.reporting.progress import now
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
@@ -111,7 +112,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "devices": counts,
             "nodes": nodes,
             "commit": commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": now(),
             # Each conversation goes on as soon as it is answered, so stages would add nothing.
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not config.policy.speaks)],
         }
@@ -153,9 +154,7 @@ class Site:
         return list(dict.fromkeys(max(1, share) for share in shares))[:MOST_SIZES]
 
     def __str__(self) -> str:
-        *others, last = self.parts
-        parts = f"{', '.join(others)} and {last}" if others else last
-        return f"{parts} on {describe_devices({str(self.on): self.on.count})}"
+        return f"{words(self.parts)} on {describe_devices({str(self.on): self.on.count})}"
 
 
 def sites_of(config: RunConfig, there: Topology) -> list[Site]:
@@ -206,9 +205,6 @@ def probe_site(
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     alone: dict[str, float] = defaultdict(lambda: 1.0)
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
-    fixed: list[float] = []
-    ahead: list[float] = []
-    item_bytes: list[float] = []
     resets: list[float] = []
     learns = "learner" in site.parts
     logs.mkdir(parents=True)
@@ -230,13 +226,9 @@ def probe_site(
                 resets += samples.reset_s if place == 0 else []
             minibatch = share_of_step(config, num_envs, decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
-                found["step"][minibatch] += learned["step"]
-                found["whole"][minibatch] += learned["whole"]
-                used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned["bytes"])
-                if place == 0:
-                    fixed += learned["fixed"]
-                    ahead += learned["ahead"]
-                    item_bytes += learned["item_bytes"]
+                used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned.pop("bytes"))
+                for name, values in learned.items():
+                    found[name][minibatch] += values
             if place == 0 and len(hosts) > 1:
                 alone |= beside_nobody(probes[0], found, num_envs, decisions, minibatch)
         moves = probes.moves(sizes[0]).wait() if learns else []
@@ -249,9 +241,9 @@ def probe_site(
         policy = Cost(fit(found["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
         costs["policy"] = movable(policy, [each["policy"] for each in moves], site.on)
     if learns:
-        fixed_s, ahead_s = median(fixed), median(ahead)
-        learner = Cost(fit(found["step"]), needed["learner"], fixed_s, alone=alone["whole"], ahead_s=ahead_s)
-        learner = replace(learner, item_bytes=median(item_bytes))
+        first = {name: median(next(iter(found[name].values()))) for name in ("fixed", "ahead", "item_bytes")}
+        learner = Cost(fit(found["step"]), needed["learner"], first["fixed"], alone=alone["whole"])
+        learner = replace(learner, ahead_s=first["ahead"], item_bytes=first["item_bytes"])
         costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
 

@@ -97,22 +97,19 @@ def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[Dev
 def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
     """Names what costs the same."""
     said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
-    for section, keys in AMOUNTS.items():
-        for key in keys:
-            said[section].pop(key, None)
+    free = {(section, key) for section, keys in AMOUNTS.items() for key in keys}
     if config.algo.name == "ppo" and not config.algo.kl_coef:  # nor where nobody compares with a reference
-        for key in ("kl_coef", "kl_estimator", "kl_in"):
-            del said["algo"][key]
-    for key in ("decoupled", "episode_mask"):  # nor where nothing is computed for stale decisions
-        if said["algo"].get(key) in (False, "none"):
-            del said["algo"][key]
-    for section, *keys in (("env", "modules", "robot"), ("policy", "value_head")):
-        for key in keys:  # where nobody asks for any, profiles from before there were these keys hold
-            if not said[section].get(key, True):
-                del said[section][key]
+        free |= {("algo", key) for key in ("kl_coef", "kl_estimator", "kl_in")}
     if not config.algo.whole_episodes:
-        for key in ("truncated", "overlong", "pools", "weighting"):
-            del said["algo"][key]
+        free |= {("algo", key) for key in ("truncated", "overlong", "pools", "weighting")}
+    # Nor where nothing is computed for stale decisions; and profiles from before there were the last three keys hold.
+    optional = ("algo", "decoupled"), ("algo", "episode_mask"), ("env", "modules"), ("env", "robot")
+    for section, key in (*optional, ("policy", "value_head")):
+        free |= {(section, key)} if said[section].get(key) in (None, False, "none", [], "") else set()
+    said = {
+        section: {key: value for key, value in values.items() if (section, key) not in free}
+        for section, values in said.items()
+    }
     more = sorted(role.name for role in others(roles))  # of a program with roles of its own
     return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
 

@@ -29,19 +29,10 @@ from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package
 from embodied.reporting.wandb_logger import check_log
+from embodied.run import memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
-from embodied.run.memory_check import (
-    check_images,
-    check_memory,
-    check_simulators,
-    decisions_of,
-    describe_memory,
-    is_large,
-    most_sims,
-    random_weights,
-)
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
@@ -144,16 +135,16 @@ def planned(
     plan = plan if learn else plan.only("sim", "policy")
     replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
     if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
-        check_memory(config.with_values("learner", shard=False), plan, there, learn, replan)
+        memory_check.check_memory(config.with_values("learner", shard=False), plan, there, learn, replan)
     if learn:
         check_learners(config, plan, there, roles)
-    if not is_large(config):
+    if not memory_check.is_large(config):
         memory = sum(node.memory_bytes for node in there.nodes)
-        check_simulators(config, plan.count("sim"), memory)
+        memory_check.check_simulators(config, plan.count("sim"), memory)
         if learn:
-            check_images(config, memory)
-    found = check_memory(config, plan, there, learn, replan)
-    return config, replace(plan, memory=tuple(describe_memory(found)))
+            memory_check.check_images(config, memory)
+    found = memory_check.check_memory(config, plan, there, learn, replan)
+    return config, replace(plan, memory=tuple(memory_check.describe_memory(found)))
 
 
 def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[PlacedRole, ...]) -> PlacementPlan:
@@ -266,7 +257,7 @@ def placed(
         networks_on(config, machines),
         gpu_sims=env.on_gpu,
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
-        most_sims=most_sims(config, machines),
+        most_sims=memory_check.most_sims(config, machines),
         draws=draws_on_gpus(env),
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs
@@ -368,7 +359,7 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
     if not config.policy.published:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
-    if random_weights(config, folder):
+    if memory_check.random_weights(config, folder):
         return ", RANDOM WEIGHTS: a model of full size that nobody has trained; name one with policy.pretrained=FOLDER"
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
 
@@ -390,7 +381,7 @@ def describe_learner(config: RunConfig) -> str:
     from embodied.learners.memory_estimate import estimate
 
     shared = ", shared out among the learners" if config.learner.shard else " in each learner"
-    found = estimate(config, decisions_of(config) or 1)
+    found = estimate(config, memory_check.decisions_of(config) or 1)
     return f"learner     {found}{shared}\n" if found else ""
 
 

@@ -49,15 +49,19 @@ class Order:
     words: tuple[str, ...]  # those that all runs have in common
     flags: tuple[str, ...]
     asked: dict[str, Any]  # the same words' values
-    grid: dict[str, tuple[str, ...]]  # swept key -> values as they were typed
+    grid: dict[str, tuple[Any, ...]]  # swept key -> values
     seeds: tuple[int, ...]
     at_once: int | None
     group: Path | None
 
     @property
-    def settings(self) -> list[dict[str, str]]:
+    def settings(self) -> list[dict[str, Any]]:
         """Every combination of the swept values."""
         return [dict(zip(self.grid, values)) for values in product(*self.grid.values())]
+
+    def words_of(self, setting: dict[str, Any]) -> list[str]:
+        """The arguments of a run with these values."""
+        return [*self.words, *(f"{key}={write_yaml(value)}" for key, value in setting.items())]
 
 
 # What is asked for
@@ -138,9 +142,9 @@ def parts_of(text: str) -> list[str]:
     return parts
 
 
-def read_values(key: str, values: list[str], problems: list[str]) -> tuple[str, ...]:
-    """The values of a swept key as they were typed, each once."""
-    found: dict[str, str] = {}
+def read_values(key: str, values: list[str], problems: list[str]) -> tuple[Any, ...]:
+    """The values of a swept key, each once."""
+    found: dict[str, str] = {}  # as YAML -> as typed
     for text in map(str.strip, values):
         try:
             meant = write_yaml(read_yaml(text)) if text else ""
@@ -152,40 +156,30 @@ def read_values(key: str, values: list[str], problems: list[str]) -> tuple[str, 
         elif meant in found:
             problems.append(f"{key}: {found[meant]} and {text} are the same value")
         found[meant] = text
-    return tuple(found.values())
+    return tuple(map(read_yaml, found))
 
 
 def load_all(order: Order) -> dict[str, Loaded]:
     """The recipe of every setting, by its description; what is wrong with any of them is said at once."""
     found, problems = {}, []
-    for typed in order.settings:
-        words = [*order.words, *(f"{key}={text}" for key, text in typed.items())]
+    for setting in order.settings:
         try:
-            loaded = load(words)
+            loaded = load(order.words_of(setting))
         except ConfigError as err:
             problems += str(err).splitlines()
             continue
         assert loaded is not None, "it was asked for no help"
-        found[setting_of(typed)] = loaded
+        found[describe_setting(setting)] = loaded
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return found
 
 
-def setting_of(typed: dict[str, str]) -> str:
-    return describe_setting(values_of(typed))
-
-
-def values_of(typed: dict[str, str]) -> dict[str, Any]:
-    return {key: read_yaml(text) for key, text in typed.items()}
-
-
 def members_of(order: Order, recipes: dict[str, Loaded]) -> tuple[Member, ...]:
     """All runs: every setting with the first seed, then with the next."""
+    marks = {name: recipe_mark(loaded.config) for name, loaded in recipes.items()}
     found = [
-        Member(values_of(typed), seed, recipe_mark(recipes[setting_of(typed)].config))
-        for seed in order.seeds
-        for typed in order.settings
+        Member(setting, seed, marks[describe_setting(setting)]) for seed in order.seeds for setting in order.settings
     ]
     if len(found) > MOST:
         raise ConfigError(
@@ -253,9 +247,9 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
 def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
     """The recipe whose run, or demonstrations, several of the runs start from, if one of them has to make it; empty
     otherwise. Seeds have starts of their own."""
-    starting = [typed for typed in order.settings if recipes[setting_of(typed)].config.run.start_from]
-    for seed, typed in product(order.seeds, starting if len(order.settings) > 1 else ()):
-        loaded = load([*order.words, *(f"{key}={text}" for key, text in typed.items()), f"seed={seed}"])
+    starting = [one for one in order.settings if recipes[describe_setting(one)].config.run.start_from]
+    for seed, setting in product(order.seeds, starting if len(order.settings) > 1 else ()):
+        loaded = load([*order.words_of(setting), f"seed={seed}"])
         if (first := first_run(loaded)) and not first.folder:
             return first.recipe
     return ""
@@ -283,7 +277,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     recipes = load_all(alone)
     first = next(iter(recipes.values()))
     if "--cfg" in order.flags:
-        load([*words, *(f"{key}={text}" for key, text in order.settings[0].items()), "--cfg"])
+        load([*alone.words_of(order.settings[0]), "--cfg"])
         return 0, None
     dry = "--dry-run" in order.flags
     plans = [launch.planned(one.config, dry=dry, roles=program.roles) for one in recipes.values()]

@@ -12,9 +12,8 @@ import http
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -173,23 +172,17 @@ class Batching:
                 future.set_result(answer)
 
 
+@dataclass
 class Client:
     """A connection that has a place."""
 
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
-        self.farewell: asyncio.Task | None = None
-        self._since: float | None = time.monotonic()  # None while it is being answered
+    connection: Any
+    silent_since: float | None = field(default_factory=time.monotonic)  # None while it is being answered
+    farewell: asyncio.Task | None = None
 
     @property
     def silent_s(self) -> float:
-        return 0.0 if self._since is None else time.monotonic() - self._since
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        self._since = None
-        yield
-        self._since = time.monotonic()
+        return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
 
 
 class PolicyServer:
@@ -247,8 +240,9 @@ class PolicyServer:
             await asyncio.wait_for(connection.send(pack(self.answers.metadata())), SEND_S)
             for asked in itertools.count():
                 data = await connection.recv()
-                with client.busy():
-                    await self._reply(connection, data, number, asked)
+                client.silent_since = None
+                await self._reply(connection, data, number, asked)
+                client.silent_since = time.monotonic()
         except (ConnectionClosed, TimeoutError):
             self.notify(f"client {number} is gone")
         finally:
