@@ -22,14 +22,13 @@ def main(argv: list[str] | None = None) -> int:
     return launch.run(start, argv)
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str]) -> None:
     loaded = load(["run.iterations=1", *argv], entry="check")
     if loaded is None:
-        return 0
+        return
     kind = env_class(loaded.config.env)
     for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
         check(loaded.config.with_values("env", task=task))
-    return 0
 
 
 def check(config: RunConfig) -> None:

@@ -23,10 +23,11 @@ from embodied.envs import env_class
 from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.evaluation_protocols import AS_TRAINED
 from embodied.envs.text.text_env import TextEnv
+from embodied.evaluate import players
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
-from embodied.run.policy_source import PolicySource, check_fits, find, stored
+from embodied.run.policy_source import PolicySource, find, stored
 from embodied.run.run_folder import provenance
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
@@ -38,18 +39,17 @@ def main(argv: list[str] | None = None) -> int:
     return launch.run(start, argv)
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str]) -> None:
     """Find the player, play, keep the episodes worth keeping, print what came of it."""
     loaded = load(argv, entry="collect")
     if loaded is None:
-        return 0
+        return
     if issubclass(env_class(loaded.config.env), TextEnv):
         raise ConfigError(
             f"env.name={loaded.config.env.name} asks in words, and demonstrations are robots' only so far; "
             "embodied.sft imitates the env's own solutions, or sft.data=FILE.jsonl with lines of prompt and answer"
         )
     collect(loaded, place_of(loaded), one_of(loaded))
-    return 0
 
 
 def demonstrated(loaded: Loaded) -> Loaded:
@@ -192,15 +192,9 @@ def play(
     """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
     folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
     from embodied.datasets.episode_buffer import EpisodeRecorder
-    from embodied.workflows.evaluator import Evaluator
-    from embodied.workflows.rl_loop import PLAYERS
-    from embodied.workflows.workers import Workers
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
-        workers = Workers(PLAYERS, config, cluster, notify=launch.say)
-        check_fits(source, config.env, workers.spec)
-        workers.adopt(source.weights_for(workers.spec))
-        evaluator, noise = Evaluator(workers), config.collect.noise
+        evaluator, noise = players(config, cluster, source), config.collect.noise
         spec = evaluator.read_spec()
         if noise and spec.action.discrete:
             raise ConfigError(f"collect.noise={noise:g} needs continuous actions; leave it out")

@@ -1,8 +1,12 @@
 """Report what works on this machine and how to mend the rest: python -m embodied.doctor [--json]
 
-A check is a function of a `Machine` alone, which answers with what it found and, if need be, the fix. `failed` means
-that something every run needs, or something installed on purpose, does not work; `warning` that it works but not well;
-`absent` that an optional part is not installed.
+usage: python -m embodied.doctor [--json] [--help]
+
+  --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "detail", "fix"}, ...]}
+
+Tries out what a run uses: packages against the lock, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and
+disk. States: ok; warning (works, but not well); absent (optional, not here); failed (something that every run needs, or
+something installed on purpose, does not work). Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -32,18 +36,10 @@ NEWEST, OLDEST = (3, 12), (3, 11)
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
 INSTALLED = {kind: issubclass(options, TextConfig) for kind, options in ENV_CONFIGS.items() if options.needs.packages}
 DRAWN, SCORED = ([kind for kind, text in INSTALLED.items() if text is scored] for scored in (False, True))
-USAGE = """Report what works on this machine and how to mend the rest.
-
-usage: python -m embodied.doctor [--json] [--help]
-
-  --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "detail", "fix"}, ...]}
-
-Tries out what a run uses: packages against the lock, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and
-disk. States: ok; warning (works, but not well); absent (optional, not here); failed. Exit code 1 if anything failed."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(start, argv, USAGE)
+    return launch.run(start, argv, __doc__)
 
 
 def start(argv: list[str]) -> int:
@@ -100,6 +96,8 @@ def set_up() -> str:
     """The command that restores the locked packages in a checkout."""
     return f"cd {ROOT} && rm -f .venv/set-up-for && make setup"
 
+
+# The checks: each is a function of a `Machine` alone, which answers with what it found and, if need be, the fix
 
 # Python and its packages
 

@@ -50,6 +50,7 @@ from embodied.run.policy_source import PolicySource, check_fits, describe_publis
 from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
+    from embodied.runtime import Cluster
     from embodied.workflows.evaluator import Evaluator
 
 Part = tuple[RunConfig, PlacementPlan]  # tasks that one env can play, and the plan for them
@@ -59,12 +60,11 @@ def main(argv: list[str] | None = None) -> int:
     return launch.run(start, argv)
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str]) -> None:
     """Find the policies, take env and protocol from the first one's recipe, play, write and print the results."""
     loaded = load(argv, entry="evaluate")
     if loaded is not None:
         play(loaded)
-    return 0
 
 
 def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -203,10 +203,6 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
 
 def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
-    from embodied.workflows.evaluator import Evaluator
-    from embodied.workflows.rl_loop import PLAYERS
-    from embodied.workflows.workers import Workers
-
     # One env after the other, each with workers of its own; `kept` goes on where an earlier command was interrupted.
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     kept: PartialEvaluation | None = None
@@ -217,10 +213,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
         part = file_name(str(config.env.task)) if len(parts) > 1 else ""
         logs = out / "logs" / part
         with launch.cluster(config, plan, logs) as cluster:
-            workers = Workers(PLAYERS, config, cluster, notify=launch.say, eval_tasks=tasks)
-            check_fits(source, config.env, workers.spec)
-            workers.adopt(source.weights_for(workers.spec))
-            evaluator = Evaluator(workers)
+            evaluator = players(config, cluster, source, eval_tasks=tasks)
             dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind
                 kept = PartialEvaluation(out, asked_for(parts, source.config, policy), policy, notify=launch.say)
@@ -240,6 +233,18 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
     for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
         print(f"  video       {video}")
     return episodes
+
+
+def players(config: RunConfig, cluster: Cluster, source: PolicySource, **options: Any) -> Evaluator:
+    """Workers that play with a policy; raises ConfigError where it does not fit the env."""
+    from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.rl_loop import PLAYERS
+    from embodied.workflows.workers import Workers
+
+    workers = Workers(PLAYERS, config, cluster, notify=launch.say, **options)
+    check_fits(source, config.env, workers.spec)
+    workers.adopt(source.weights_for(workers.spec))
+    return Evaluator(workers)
 
 
 @contextmanager

@@ -2,6 +2,16 @@
 
 Reads what the parts of a recipe cost (a profile), tries every way to place them on a cluster, and says how fast each
 mode would be, which one wins, and why. Nothing is started; neither torch nor a simulator is imported.
+
+usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
+
+  recipe    {recipes}; its profile is the one measured here last
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
+  profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
+            published_maniskill_openvla, published_libero_openvla_oft
+  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
+            all nodes of the Ray cluster that the recipe names (cluster.address)
+  out       where plan.json, plan.svg and plan.html go; default: plans/PROFILE-CLUSTER in run.dir
 """
 
 from __future__ import annotations
@@ -20,6 +30,7 @@ from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
 from embodied.config.sections import RunSection
+from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
@@ -48,17 +59,7 @@ MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not r
 FIRST = ("sim", "policy", "learner")  # of the same colours in every drawing
 MOST_ROWS = 24  # devices drawn; more would not be told apart
 MOST_SPANS = 2000  # bars drawn in a row; neighbours are joined beyond
-USAGE = f"""Predict how fast every placement of a recipe is, on machines one has or not, and say which wins and why.
-
-usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
-
-  recipe    {recipe_words()}; its profile is the one measured here last
-  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
-  profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
-            published_maniskill_openvla, published_libero_openvla_oft
-  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
-            all nodes of the Ray cluster that the recipe names (cluster.address)
-  out       where plan.json, plan.svg and plan.html go; default: plans/PROFILE-CLUSTER in run.dir"""
+USAGE = __doc__.format(recipes=recipe_words())
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,8 @@ def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
     return launch.run(partial(start, roles=roles_of(roles)), argv, USAGE)
 
 
-def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> int:
+def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> None:
     compare_predictions(argv, roles)
-    return 0
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -182,9 +182,7 @@ def why_not_measured(
     """Says what has to be measured before this profile can price these machines; "" if nothing is missing. `where`: the
     devices that each role of the recipe runs on."""
     classes = [c for c in topology.classes() if c.count]
-    found: dict[str, list[str]] = {}
-    for role, on in profile.missing(classes, where):
-        found.setdefault(str(on), []).append(role)
+    found = gather((str(on), role) for role, on in profile.missing(classes, where))
     if not found:
         return ""
     recipe = profile.made.get("recipe", "NAME")

@@ -3,6 +3,13 @@
 Each part is measured on the kind of device that it runs on, on all devices of that kind at the same time, as in a run.
 Then short real runs show what the parts leave out (`timed_run.py`). The result is one file that
 `python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
+
+usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
+
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
+  seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
+
+The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto.
 """
 
 from __future__ import annotations
@@ -59,22 +66,14 @@ PROBERS = {  # the worker that measures the parts of a recipe, where its policy 
     True: "embodied.profiling.conversation_probe:ConversationProbe",
     False: "embodied.profiling.role_probe:ProbeWorker",
 }
-USAGE = """Measure what the env, policy and learner of a recipe cost on this machine, for planning.
-
-usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
-
-  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
-  seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
-
-The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto."""
 
 
 def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
     """The command; `program`: whose roles are measured."""
-    return launch.run(partial(start, program=program), argv, USAGE)
+    return launch.run(partial(start, program=program), argv, __doc__)
 
 
-def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+def start(argv: list[str], program: type = EmbodiedLoop) -> None:
     program, argv = program_of(argv, program)
     check_program(program)
     values, problems, rest = launch.split(argv, ("seconds",))
@@ -83,14 +82,13 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> int:
         raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number above 0, seconds=60 say")
     loaded = load(rest)
     if loaded is None:
-        return 0
+        return
     config, _ = launch.planned(in_turns(loaded.config), roles=program.roles)
     profile = measure(config, seconds, print, program)
     path = profile_path(config, profile.made, roles_of(program.roles))
     write_profile(profile, path)
     print("\n".join(describe(profile)))
     print(f"\nprofile     {path}")
-    return 0
 
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
@@ -273,18 +271,11 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
 def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
     """The cost with what its workers need of a device, as a run counts it, and what it takes them to leave it and to
     come back."""
-    onload_s, offload_s = (median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s"))
+    seconds = {name: median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s")}
+    alike = {name: getattr(moves[0], name) for name in ("weight_bytes", "split_bytes")}
     own = CUDA_BYTES if on.kind == "gpu" else 0.0
     needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes
-    return replace(
-        cost,
-        bytes=needed.plus(own),
-        kept_bytes=own,
-        onload_s=onload_s,
-        offload_s=offload_s,
-        weight_bytes=moves[0].weight_bytes,
-        split_bytes=moves[0].split_bytes,
-    )
+    return replace(cost, bytes=needed.plus(own), kept_bytes=own, **seconds, **alike)
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from embodied.core.arrays import gather
 from embodied.core.types import EpisodeResult
 from embodied.reporting.html import Html, join, relative, table, tag
 from embodied.reporting.results import sampling
@@ -157,10 +158,8 @@ def prompt_name(episode: EpisodeResult) -> str:
 def video_gallery(evaluation: Evaluation, beside: Path) -> Html | None:
     """The mosaic of all videos if there is one, and the first MOST_VIDEOS of each outcome, failures first."""
     episodes = {episode.index: episode for episode in evaluation.episodes}
-    found: dict[str, list[int]] = {}
     paths = videos_by_episode(evaluation)
-    for index in sorted(paths.keys() & episodes.keys()):
-        found.setdefault(outcome(episodes[index]), []).append(index)
+    found = gather((outcome(episodes[index]), index) for index in sorted(paths.keys() & episodes.keys()))
     chosen = [index for kind in OUTCOMES for index in found.get(kind, [])[:MOST_VIDEOS]]
     room, shown = PageVideos(beside), []
     if (mosaic := evaluation.folder / "videos" / MOSAIC).is_file():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from embodied.core.arrays import gather
 from embodied.reporting.html import Html, facts_table, join, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.svg import Series, figure, legend, line_chart, short
@@ -98,10 +99,7 @@ def worker_rows(spans: list[TimedSpan], title: str) -> Html:
 
 
 def by_worker(spans: list[TimedSpan]) -> list[tuple[str, list[TimedSpan]]]:
-    found: dict[str, list[TimedSpan]] = {}
-    for span in spans:
-        found.setdefault(span.worker, []).append(span)
-    return list(found.items())[:MOST_ROWS]
+    return list(gather((span.worker, span) for span in spans).items())[:MOST_ROWS]
 
 
 def pieces(spans: list[TimedSpan], start: float, end: float) -> Html:

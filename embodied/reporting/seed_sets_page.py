@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied.core.arrays import gather
 from embodied.reporting.evaluation_page import MEASURES, figure_cells
 from embodied.reporting.html import Html, join, relative, table, tag, tile_list
 from embodied.reporting.runs import Evaluation, Run, read_run
@@ -145,9 +146,7 @@ def verdict(sets: Sequence[SeedSet]) -> str:
         return "No run has come to its end yet."
     if len(places) == 1:
         return ""
-    by_place: dict[str, list[str]] = {}
-    for one in in_order(sets):
-        by_place.setdefault(places.get(one.label, "-"), []).append(one.label)
+    by_place = gather((places.get(one.label, "-"), one.label) for one in in_order(sets))
     near, behind = (by_place.get(place, []) for place in ("not apart", "behind"))
     if not behind:
         said = "no setting is apart from the one with the highest figure: their 95% intervals overlap."

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from embodied.core.arrays import gather
 from embodied.core.types import EpisodeResult
 
 Prompt = tuple[str, int, int]  # task, number, seed
@@ -89,14 +90,6 @@ def of_text(episodes: Iterable[EpisodeResult]) -> bool:
 def prompt_of(episode: EpisodeResult) -> Prompt:
     """Identifies the prompt of an episode: its number among the held-out ones, or its seed."""
     return episode.task, episode.init_state_id, episode.seed if episode.init_state_id < 0 else 0
-
-
-def gather(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """The values of each key."""
-    found: dict[Any, list[Any]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def line_chart(
     up = y_axis([y for one in drawn for ys in (one.y, one.low, one.high) for y in ys], y_range, from_zero)
     shapes = [*grid(across, up, show)]
     for one in drawn:
-        shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
+        shapes += drawn_series(one, across, up, show)
     marks: dict[int, tuple] = {}  # by colour: evaluations of a run that has a line need no entry of their own
     for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
         marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", "dot" if one.points else ""))
@@ -210,10 +210,17 @@ def grid(across: Axis, up: Axis, show: Callable[[float], str], whole_y: bool = F
     return shapes
 
 
-def line(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
+def drawn_series(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
+    """Dots with their whiskers, or a line before its band."""
     color = f"c{one.color % COLORS}"
     spots = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.y)]
     shapes = []
+    if one.points:
+        for (x, _), low, high in zip(spots, one.low, one.high):
+            shapes.append(tag("line", x1=x, x2=x, y1=up.at(low), y2=up.at(high), class_=f"whisker {color}"))
+        shapes += [tag("circle", cx=x, cy=y, r=3.5, class_=f"dot {color}") for x, y in spots]
+        # Invisible: it carries the numbers for the pointer.
+        return [*shapes, tag("polyline", points=path(spots), class_=f"unseen {color}", **numbers(one, show))]
     if one.low:
         there = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.high)]
         back = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.low)]
@@ -222,18 +229,6 @@ def line(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> l
     shapes.append(tag("polyline", points=path(spots), class_=kind, **numbers(one, show)))
     if len(spots) == 1:
         shapes.append(tag("circle", cx=spots[0][0], cy=spots[0][1], r=3, class_=f"dot {color}"))
-    return shapes
-
-
-def dots(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
-    color = f"c{one.color % COLORS}"
-    spots = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.y)]
-    shapes = []
-    for (x, _), low, high in zip(spots, one.low, one.high):
-        shapes.append(tag("line", x1=x, x2=x, y1=up.at(low), y2=up.at(high), class_=f"whisker {color}"))
-    shapes += [tag("circle", cx=x, cy=y, r=3.5, class_=f"dot {color}") for x, y in spots]
-    # Invisible: it carries the numbers for the pointer.
-    shapes.append(tag("polyline", points=path(spots), class_=f"unseen {color}", **numbers(one, show)))
     return shapes
 
 

@@ -62,22 +62,18 @@ class ActiveRun:
     begun: float = field(default_factory=time.monotonic)
 
 
+@dataclass
 class Children:
-    """`places`: cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all."""
-
-    def __init__(
-        self,
-        group: RunGroup,
-        words: Sequence[str],
-        parent: Path,
-        places: Sequence[tuple[list[int], str]] = (([], ""),),
-        train: Sequence[str] = TRAIN,
-    ) -> None:
-        """`words`: what all runs have in common; `parent`: the folder of their folders; `train`: Python's arguments."""
-        self.group, self.shared, self.parent, self.places, self.train = group, words, parent, places, train
-        self.going: list[ActiveRun] = []
-        self.live = bool(sys.stdout and sys.stdout.isatty())
-        self.reported, self.reported_at = "", time.monotonic()
+    group: RunGroup
+    shared: Sequence[str]  # the arguments that all runs have in common
+    parent: Path  # the folder of their folders
+    # Cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all.
+    places: Sequence[tuple[list[int], str]] = (([], ""),)
+    train: Sequence[str] = TRAIN  # Python's arguments
+    going: list[ActiveRun] = field(default_factory=list)
+    live: bool = field(default_factory=lambda: bool(sys.stdout and sys.stdout.isatty()))
+    reported: str = ""
+    reported_at: float = field(default_factory=time.monotonic)
 
     def run(self, members: Sequence[Member], interruption: Interruption) -> None:
         """All of these, as many at a time as there are places; whatever happens, none is left behind."""

@@ -21,13 +21,13 @@ from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.run.checkpoints import read_json
 from embodied.run.policy_source import find_start, stored
 
+# What the command line says of these holds for the first run, too.
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
-"""What the command line says of these holds for the first run, too."""
+# What makes a run of a recipe the one that it asks for, besides task and policy
 DECIDES = ("seed", "algo", "sft", "collect", "run.env_steps", "run.iterations")
-"""What makes a run of a recipe the one that it asks for, besides task and policy."""
 WHERE = ("data", "cache")  # of sft: places on disk
+# Options of an env that say nothing about what a policy sees and does there
 ASIDE = ("num_envs", "stagger", "modules", "fast_images", "video_size")
-"""Options of an env that say nothing about what a policy sees and does there."""
 
 
 @dataclass(frozen=True)

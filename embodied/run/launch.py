@@ -41,17 +41,18 @@ LONGER = 4  # times as long is what a run without success is advised to be
 UNSAVED = "; what came after the last checkpoint is lost"
 
 
-def run(body: Callable[[list[str]], int], argv: list[str] | None = None, usage: str = "", lost: str = "") -> int:
-    """Run a command with its arguments; mistakes of the user's side become a few lines and an exit code. `usage` is the
-    answer to --help, where the recipe's keys are not; `lost`: what a second Ctrl-C costs."""
+def run(body: Callable[[list[str]], int | None], argv: list[str] | None = None, usage: str = "", lost: str = "") -> int:
+    """Run a command with its arguments, whose body may return an exit code; mistakes of the user's side become a few
+    lines and one. `usage` is the answer to --help, where the recipe's keys are not; `lost`: what a second Ctrl-C
+    costs."""
     arguments = sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on there is something to close
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if usage and {"-h", "--help"} & {*arguments}:
-            say(usage)
+            say(usage.strip())
             return 0
-        return body(arguments)
+        return body(arguments) or 0
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code

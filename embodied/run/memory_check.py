@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, Topology
@@ -56,8 +57,7 @@ class Need:
     @property
     def whole(self) -> float:
         """Nothing leaves."""
-        late = sum(load.bytes for load in self.loads if load.phase != START)
-        return max(late, self._during(START))
+        return max(self._late, self._during(START))
 
     @property
     def least(self) -> float:
@@ -68,16 +68,17 @@ class Need:
         return sum(load.bytes for load in self.loads if load.phase in ("", phase))
 
     @property
+    def _late(self) -> float:
+        return sum(load.bytes for load in self.loads if load.phase != START)
+
+    @property
     def place(self) -> str:
         return "/".join(filter(None, [self.node, self.device])) or "this machine"
 
     def __str__(self) -> str:
-        late = sum(load.bytes for load in self.loads if load.phase != START)
-        begins = self._during(START) > late  # then that is when it is fullest
-        merged: dict[str, list[float]] = {}
-        for load in self.loads:
-            if load.phase == "" or (load.phase == START) == begins:
-                merged.setdefault(load.what, []).append(load.bytes)
+        begins = self._during(START) > self._late  # then that is when it is fullest
+        there = [load for load in self.loads if load.phase == "" or (load.phase == START) == begins]
+        merged = gather((load.what, load.bytes) for load in there)
         parts = [
             f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"
             for what, each in merged.items()
@@ -178,9 +179,7 @@ def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
 def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
     """Every memory of the machines that something counted is in."""
     found = measured(config, plan.count("learner") if learn else 1)
-    by_place: dict[tuple[str, str], list[Load]] = {}
-    for load in loads(config, plan, learn, found):
-        by_place.setdefault((load.node, load.device), []).append(load)
+    by_place = gather(((load.node, load.device), load) for load in loads(config, plan, learn, found))
     nodes = {"": machines.nodes[0], **{node.name: node for node in machines.nodes}}
     limit = float("inf") if config.cluster.memory_gb is None else config.cluster.memory_gb * 1e9
     gpus = []
@@ -198,9 +197,7 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
 
 def describe_memory(found: list[Need]) -> list[str]:
     """A line for memories that are alike."""
-    alike: dict[tuple[str, str], list[Need]] = {}
-    for need in found:
-        alike.setdefault((bool(need.device), str(need)), []).append(need)
+    alike = gather(((bool(need.device), str(need)), need) for need in found)
     more = [f" and {len(same) - 1} more alike" if len(same) > 1 else "" for same in alike.values()]
     return [f"{same[0].place}{others}: {text}" for ((_, text), same), others in zip(alike.items(), more)]
 
@@ -218,25 +215,30 @@ def check_memory(
     """Raise ConfigError where a memory cannot hold what the plan puts there; -> every memory. `replan` gives the plan
     of another recipe, to say one that can be held."""
     found = needs(config, plan, machines, learn)
-    over = [need for need in found if need.least > need.has]
-    if over:
+
+    def fits(changed: RunConfig, there: Topology) -> bool:
+        try:
+            other = replan(changed, there)
+        except (PlacementError, ConfigError, ValueError):
+            return False
+        return all(need.least <= need.has for need in needs(changed, other, there, learn))
+
+    if over := [need for need in found if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
-        works = next(alternatives(config, machines, learn, replan), f"a smaller policy or fewer {fewer}")
+        works = next(alternatives(config, machines, fits), f"a smaller policy or fewer {fewer}")
         lines = [f"memory: {line}" for line in describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than there is; try {works}"]))
     return found
 
 
-def alternatives(
-    config: RunConfig, machines: Topology, learn: bool, replan: Callable[[RunConfig, Topology], PlacementPlan]
-) -> Iterator[str]:
+def alternatives(config: RunConfig, machines: Topology, fits: Callable[[RunConfig, Topology], bool]) -> Iterator[str]:
     """Recipes near this one that can be held here, then other machines that hold it."""
     for changed in variants(config):
-        if fits(changed, machines, learn, replan):
+        if fits(changed, machines):
             yield " ".join(differences(config, changed))
     for cluster in ELSEWHERE:
         for changed in variants(config):
-            if fits(changed, read_topology(cluster), learn, replan):
+            if fits(changed, read_topology(cluster)):
                 more = " ".join(differences(config, changed))
                 yield f"other machines: it can be held by {cluster}{f' with {more}' if more else ''}"
 
@@ -271,16 +273,6 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
         if value != getattr(getattr(before, section), key)
     ]
     return ([f"placement={after.placement}"] if after.placement != before.placement else []) + changed
-
-
-def fits(
-    config: RunConfig, machines: Topology, learn: bool, replan: Callable[[RunConfig, Topology], PlacementPlan]
-) -> bool:
-    try:
-        plan = replan(config, machines)
-    except (PlacementError, ConfigError, ValueError):
-        return False
-    return all(need.least <= need.has for need in needs(config, plan, machines, learn))
 
 
 def copies(config: RunConfig) -> int:

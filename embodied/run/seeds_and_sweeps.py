@@ -196,8 +196,7 @@ def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[i
     node = there.nodes[0]
     if len(there.nodes) > 1:
         return 1, f"a run uses all {len(there.nodes)} machines of the cluster"
-    cores = {core for host in plan.hosts for core in host.cores}
-    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    cores, cards = held_by(plan)
     room = {
         number(len(cores), "core"): (len(cores), node.cores, f"of {node.cores}"),
         number(len(cards), "GPU"): (len(cards), len(node.gpus), f"of {len(node.gpus)}"),
@@ -206,6 +205,12 @@ def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[i
     least = min(room, key=lambda name: room[name][1] // room[name][0] if room[name][0] else float("inf"))
     needed, has, of = room[least]
     return max(1, int(has // needed)) if needed else 1, f"a run takes {least} {of}"
+
+
+def held_by(plan: PlacementPlan) -> tuple[set[int], set[str]]:
+    """The cores and the GPUs of a run."""
+    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    return {core for host in plan.hosts for core in host.cores}, cards
 
 
 def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
@@ -232,10 +237,9 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
         raise ConfigError(
             f"at_once={asked} needs a core for each run, and there are {node.cores}; try at_once={node.cores}"
         )
-    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    cores, cards = held_by(plan)
     if cards and asked > len(node.gpus):
         raise ConfigError(f"at_once={asked} needs a GPU for each run, and there are {len(node.gpus)}")
-    cores = {core for host in plan.hosts for core in host.cores}
     if plan.mode == "explicit" and asked > 1 and (share := node.cores // asked) < len(cores):
         raise ConfigError(
             f"at_once={asked} leaves each run {number(share, 'core')}, and placement names {len(cores)}; "

@@ -107,14 +107,12 @@ class Answers:
         actions = host(output.actions)
         sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are numbers even where all else is NaN
         spent = 1000 * (time.perf_counter() - began)
-        return [
-            pack({"actions": row, "policy_timing": {"infer_ms": spent}})
-            if fine
-            else BadMessage("the policy's actions or their log-probs are not finite for this observation")
-            for row, fine in zip(actions, sound, strict=True)
-        ]
+        odd = BadMessage("the policy's actions or their log-probs are not finite for this observation")
+        found = [pack({"actions": row, "policy_timing": {"infer_ms": spent}}) for row in actions]
+        return [answer if fine else odd for answer, fine in zip(found, sound, strict=True)]
 
 
+@dataclass
 class Batching:
     """Answers requests that arrive together in one pass of the policy.
 
@@ -122,16 +120,12 @@ class Batching:
     and never longer than `wait_s`.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]],
-        most: int,
-        wait_s: float,
-        clients: Callable[[], int],
-    ) -> None:
-        """`answer` may block, since it runs in a thread. An answer that is an exception is raised by `ask`."""
-        self.answer, self.most, self.wait_s, self.clients = answer, most, wait_s, clients
-        self.asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = asyncio.Queue()
+    # May block, since it runs in a thread. An answer that is an exception is raised by `ask`.
+    answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]]
+    most: int
+    wait_s: float
+    clients: Callable[[], int]  # how many are connected
+    asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = field(default_factory=asyncio.Queue)
 
     async def ask(self, request: ClientRequest) -> bytes:
         """Wait for the answer to this request."""
