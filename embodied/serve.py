@@ -206,12 +206,11 @@ def load_language(config: LanguageConfig, source: PolicySource) -> LanguagePolic
     from embodied.policies.language.policy import LanguagePolicy
     from embodied.policies.policy_folder import read_weights
 
-    if source.spec is None:
-        policy = LanguagePolicy(config, ANY_TEXT)
-        policy.load_weights({name: array_of(blob) for name, blob in policy.stored_weights().items()})
-    else:
-        policy = LanguagePolicy(config, source.spec)
+    policy = LanguagePolicy(config, source.spec or ANY_TEXT)
+    if source.spec:
         policy.load_weights(read_weights(source.folder))
+    else:
+        policy.load_weights({name: array_of(blob) for name, blob in policy.stored_weights().items()})
     return policy
 
 

@@ -124,10 +124,8 @@ PROMPTS_NOTE = (
 
 def labels(runs: list[Run]) -> list[str]:
     """Folder names, with as much of their paths as is needed to distinguish them."""
-    if not runs:
-        return []
     parts = [run.folder.resolve().parts for run in runs]
-    for length in range(1, max(map(len, parts)) + 1):
+    for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(one[-length:]) for one in parts]
         if len(set(names)) == len(names):
             return names
