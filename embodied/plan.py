@@ -217,8 +217,7 @@ def plan(
 ) -> Planned:
     """The fastest layout of every mode on the devices that the profile knows, with so much memory on each; and of every
     schedule. `not_periodic`: why learners cannot take groups as they come, where they cannot."""
-    profile = stored_profiles.with_cpu_memory(profile, memory_gb)
-    classes = stored_profiles.limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
+    profile, classes = stored_profiles.with_memory(profile, topology, memory_gb)
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
         known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
         have = ", ".join(str(c) for c in topology.classes())

@@ -189,7 +189,8 @@ def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str]
     if not (path / lerobot_layout.INFO).is_file():
         raise ConfigError(f"{path} is no LeRobot dataset: there is no {lerobot_layout.INFO} in it")
     info = read_object(inside(path, lerobot_layout.INFO), ConfigError, AGAIN)
-    theirs = {lerobot_layout.feature_named(name): other for name, other in (names or {}).items()}
+    ours = {"action": ACTION, "state": STATE}
+    theirs = {ours.get(name, CAMERA + name): other for name, other in (names or {}).items()}
     check_info(path, info, theirs)
     return Dataset(path, info, images, theirs)
 
@@ -199,13 +200,10 @@ def read_stats(path: Path) -> dict[str, Stats]:
     stats = read_object(path, ConfigError, AGAIN)
     with reading(path, ConfigError, AGAIN):
         found = as_arrays(stats)
-        if odd := [name for name, figures in found.items() if not all(map(are_numbers, figures.values()))]:
-            raise ValueError(f"the figures of {odd[0]} are not finite numbers")
+        for name, values in ((name, values) for name, figures in found.items() for values in figures.values()):
+            if values.dtype.kind not in "fiub" or not np.isfinite(values).all():
+                raise ValueError(f"the figures of {name} are not finite numbers")
     return found
-
-
-def are_numbers(values: np.ndarray) -> bool:
-    return values.dtype.kind in "fiub" and bool(np.isfinite(values).all())
 
 
 def read_tasks(path: Path) -> dict[int, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -76,22 +76,19 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
     return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **about)
 
 
-def with_cpu_memory(profile: Profile, memory_gb: float | None) -> Profile:
+def with_memory(profile: Profile, machines: Topology, memory_gb: float | None) -> tuple[Profile, list[DeviceClass]]:
     """The profile with what a run counts of the memory of cores: what policies and learners say they need where
-    `cluster.memory_gb` limits that, else only what simulators take of the machine."""
+    `cluster.memory_gb` limits that, else only what simulators take of the machine. And the devices that it knows, with
+    the memory that `cluster.memory_gb` leaves each."""
     costs = {name: dict(on) for name, on in profile.costs.items()}
     for name, on in costs.items():
         if "cpu" in on and (name == "sim") == (memory_gb is not None):
             on["cpu"] = replace(on["cpu"], bytes=NOTHING, offload_s=None, weight_bytes=0.0, split_bytes=0.0)
         elif "cpu" in on:
             on["cpu"] = replace(on["cpu"], item_bytes=0.0)
-    return replace(profile, costs=costs)
-
-
-def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[DeviceClass]:
-    """The classes with the memory that `cluster.memory_gb` leaves every device, if it is given."""
     limit = {} if memory_gb is None else {"memory_bytes": memory_gb * GB}
-    return [replace(one, **limit) for one in classes]
+    classes = [replace(c, **limit) for c in machines.classes() if c.count and profile.knows(c)]
+    return replace(profile, costs=costs), classes
 
 
 def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
@@ -224,11 +221,10 @@ def plan_from_profile(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with the plan's stages, granularity and schedule, and the plan, on all devices that the profile
     knows."""
-    memory_gb = config.cluster.memory_gb
-    profile = with_cpu_memory(fitted_to(config, read_profile(path), path, roles), memory_gb)
+    profile = fitted_to(config, read_profile(path), path, roles)
+    profile, classes = with_memory(profile, machines, config.cluster.memory_gb)
     asked = config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
-    classes = limited((c for c in machines.classes() if c.count and profile.knows(c)), memory_gb)
     planner = Planner(profile.dataflow, profile, classes, stages)
     best = planner.best()
     if best is None:

@@ -42,13 +42,9 @@ def time_spent(run: Run) -> list[Html]:
         Series("rollout", steps, rollout, color=0),
         Series("update, after the rollout", steps, rest, color=1),
     ]
-    parts = {
-        "step": sum(row["time/step_s"] for row in rows),
-        "reset": sum(row["time/reset_s"] for row in rows),
-        "waiting for actions": sum(row["time/act_s"] for row in rows),
-        "update": sum(rest),
-        "publish": sum(publish),
-    }
+    playing = {"step": "step", "reset": "reset", "waiting for actions": "act"}
+    parts = {name: sum(row[f"time/{key}_s"] for row in rows) for name, key in playing.items()}
+    parts |= {"update": sum(rest), "publish": sum(publish)}
     bar = figure("All iterations, mean sim worker", shares_legend(parts), bar_of(parts, sum(whole)))
     return [tag("div", line_chart("Seconds per iteration", series), bar, class_="charts")]
 

@@ -360,7 +360,7 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
     if not config.policy.published:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
-    if memory_check.random_weights(config, folder):
+    if memory_check.is_large(config) and not folder:
         return ", RANDOM WEIGHTS: a model of full size that nobody has trained; name one with policy.pretrained=FOLDER"
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
 

@@ -101,11 +101,6 @@ def is_large(config: RunConfig) -> bool:
     return policy.preset == "full" or stored > LARGE_BYTES or planned
 
 
-def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
-    """True if a large policy begins with random weights."""
-    return is_large(config) and not (folder or config.run.start_from or config.policy.pretrained)
-
-
 def measured(config: RunConfig, ranks: int) -> Memory | None:
     """Memory that a large policy needs, counted; families of small ones are not imported."""
     if not is_large(config):

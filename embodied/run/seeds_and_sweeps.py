@@ -299,7 +299,8 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     todo = [member for member in group.members if member.key in {one.key for one in wanted.members}]
     states = {member.key: group.state(member) for member in todo}
     at_once = max(1, min(at_once, sum(state not in OVER for state in states.values())))
-    for line in describe(group, new, todo, states, f"{side_by_side(at_once)} ({why})"):
+    how = "one after another" if at_once == 1 else f"{at_once} at once, each on cores of its own"
+    for line in describe(group, new, todo, states, f"{how} ({why})"):
         launch.say(line)
     if dry:
         print(f"\nthe first of them:\n{launch.describe(config, plan)}")
@@ -312,10 +313,6 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
         children.run([member for member in todo if states[member.key] not in (*OVER, GOING_ON)], interruption)
         code = children.end(todo, interruption)
     return code, group.folder
-
-
-def side_by_side(at_once: int) -> str:
-    return "one after another" if at_once == 1 else f"{at_once} at once, each on cores of its own"
 
 
 def describe(group: RunGroup, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:
