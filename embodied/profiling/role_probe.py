@@ -222,9 +222,8 @@ class ProbeWorker(Worker):
     def _play(self, part: ProbedPart, num_envs: int, decisions: int, route: Route) -> float:
         """-> seconds that went into resets of whole episodes."""
         alike = self.config.algo.group_size if self.grouped and not self.config.policy.speaks else 1
-        episodes = EpisodeList(
-            self.config.seed + self.rank, "profile", env_class(self.config.env).tasks(self.config.env), group_size=alike
-        )
+        tasks = env_class(self.config.env).tasks(self.config.env)
+        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks, group_size=alike)
         if not self.grouped:
             part.sim.collect(episodes, route, decisions, (part.kept,))
             return 0.0
