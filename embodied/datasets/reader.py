@@ -121,14 +121,14 @@ class Dataset:
                 with reading(path, ConfigError, AGAIN):
                     path.stat()
         for file in dict.fromkeys(map(data_file, self.entries[:count])):
-            check_table(self._data_path(file))
+            check_table(self._file("data_path", file))
 
     def _columns(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
         """The rows of an episode, by feature."""
         import pyarrow.parquet as pq
 
         file = data_file(entry)
-        path = self._data_path(file)
+        path = self._file("data_path", file)
         first = entry["dataset_from_index"] - self._begins[file]
         with reading(path, advice=AGAIN):
             table = rows_of(pq.ParquetFile(path), first, entry["length"])
@@ -139,10 +139,10 @@ class Dataset:
             self._check(columns, entry["length"])
         return columns
 
-    def _data_path(self, file: tuple[int, int]) -> Path:
-        """Of a chunk and a file in it."""
-        where = fill(self.path, "data_path", self.info["data_path"], place_fields(self.info, *file))
-        return inside(self.path, where)
+    def _file(self, key: str, place: tuple[int, int], **more: str) -> Path:
+        """The file, of a chunk and a file in it, that this template of info.json names."""
+        fields = place_fields(self.info, *place) | more
+        return inside(self.path, fill(self.path, key, self.info[key], fields))
 
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
         """Raise ValueError for rows that no policy can learn from."""
@@ -176,9 +176,8 @@ class Dataset:
         paths = {}
         for name in (name for name, feature in self.features.items() if feature["dtype"] == "video"):
             key = self.theirs.get(name, name)
-            place = place_fields(self.info, *(entry[f"videos/{key}/{number}"] for number in PLACES["v3."]))
-            where = fill(self.path, "video_path", self.info["video_path"], {"video_key": key, **place})
-            paths[name] = inside(self.path, where)
+            chunk, file = (entry[f"videos/{key}/{number}"] for number in PLACES["v3."])
+            paths[name] = self._file("video_path", (chunk, file), video_key=key)
         return paths
 
 
