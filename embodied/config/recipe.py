@@ -8,7 +8,7 @@ Ray or a simulator.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,7 +66,13 @@ class RunConfig(Strict):
             checks += [self._reference_fits, self._schedule_fits, self._answers_fit, self._interleaving_fits]
         elif "sft" not in unused:
             checks.append(self._nothing_is_collected)
-        if problems := [str(err) for err in map(failure, checks) if err]:
+        problems: list[str] = []
+        for check in checks:
+            try:
+                check()
+            except ValueError as err:
+                problems.append(str(err))
+        if problems:
             raise ValueError("\n".join(problems))
         return self
 
@@ -260,14 +266,6 @@ class RunConfig(Strict):
 
 
 # Loading
-
-
-def failure(check: Callable[[], None]) -> ValueError | None:
-    try:
-        check()
-    except ValueError as err:
-        return err
-    return None
 
 
 @dataclass(frozen=True)
