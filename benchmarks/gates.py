@@ -10,7 +10,6 @@ gone, or goes wrong in the way that the file names. A gate that is not armed cos
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +59,7 @@ class GatedLoop(EmbodiedLoop):
 
 
 def main() -> int:
-    return launch.run(lambda: train.follow(load(sys.argv[1:]), GatedLoop), lost=launch.UNSAVED)
+    return launch.run(lambda argv: train.follow(load(argv), GatedLoop), lost=launch.UNSAVED)
 
 
 if __name__ == "__main__":

@@ -45,26 +45,22 @@ if TYPE_CHECKING:
     from embodied.workflows.rl_loop import RelayedRollouts as RelayedRollouts
 
 _COMMANDS = ("train", "sweep", "evaluate", "benchmark", "plan")  # modules that can be called
-_HOMES = {
-    "Channel": "runtime",
-    "Cluster": "runtime",
-    "EmbodiedError": "core.errors",
-    "EmbodiedLoop": "workflows.rl_loop",
-    "EnvSpec": "core.types",
-    "Policy": "policies.base",
-    "RelayWorker": "learners.relay",
-    "RelayedRollouts": "workflows.rl_loop",
-    "Role": "workflows.contract",
-    "Trajectory": "core.types",
-    "VectorEnv": "envs.vector_env",
-    "Worker": "runtime",
-    "Workflow": "workflows.contract",
-    "discover": "system.discovery",
-    "host_plans": "run.devices",
-    "load_recipe": "config.recipe",
-    "make_plan": "placement",
-    "read_run": "reporting.runs",
+_NAMES = {  # by module, as above
+    "config.recipe": "load_recipe",
+    "core.errors": "EmbodiedError",
+    "core.types": "EnvSpec Trajectory",
+    "envs.vector_env": "VectorEnv",
+    "learners.relay": "RelayWorker",
+    "placement": "make_plan",
+    "policies.base": "Policy",
+    "reporting.runs": "read_run",
+    "run.devices": "host_plans",
+    "runtime": "Channel Cluster Worker",
+    "system.discovery": "discover",
+    "workflows.contract": "Role Workflow",
+    "workflows.rl_loop": "EmbodiedLoop RelayedRollouts",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = [*_COMMANDS, *_HOMES]
 
 

@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from textwrap import wrap
 
 from embodied import __version__
 from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
@@ -85,12 +86,8 @@ def listing() -> str:
 
 def filled(title: str, names: list[str]) -> list[str]:
     """The names in lines of at most WIDTH letters, the title before the first."""
-    lines = [f"  {title:<{INDENT - 2}}"]
-    for name in names:
-        if len(lines[-1]) + len(name) > WIDTH:
-            lines.append(" " * INDENT)
-        lines[-1] += f"{name} "
-    return [line.rstrip() for line in lines]
+    first = f"  {title:<{INDENT - 2}}"
+    return wrap(" ".join(names), WIDTH, initial_indent=first, subsequent_indent=" " * INDENT, break_on_hyphens=False)
 
 
 def unknown(name: str, names: list[str]) -> str:

@@ -2,6 +2,21 @@
 
 Measures the parts (a profile), plans every mode and every schedule from it and writes down what to expect; only then
 runs all of them, in turns, and puts predicted next to measured. What does not fit is listed with the arithmetic.
+
+usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
+
+  recipe    {recipes}
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
+  modes     all, one of {modes}, {other} (the fastest way without a name), or a list of
+            them (default all)
+  schedules all, periodic or async, a list of them, or none: also the fastest placement under these (default
+            all that the recipe allows); modes are those of pipeline.schedule=sync
+  tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
+  num_envs  a list of numbers of envs, each measured: num_envs=[32,64] (default: the recipe's)
+  rounds    iterations of every mode that are timed, in turns (default {rounds}, after {warm_up} to warm up)
+  profile   stored = the last one measured for this recipe here, new = measure it now (default: stored if there is one)
+  seconds   about how long a new profile may take (default 60)
+  out       the folder of bench.json, bench.html and bench.svg (default runs/bench/RECIPE-DATE)
 """
 
 from __future__ import annotations
@@ -56,22 +71,7 @@ ROUNDS = 7
 WARM_UP = 2
 OVERLAPPING = ("periodic", "async")  # schedules that are shown beside the modes, under which rollout and update overlap
 OWN = ("modes", "schedules", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
-USAGE = f"""Measure every placement of a recipe on this machine, next to what was predicted.
-
-usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
-
-  recipe    {recipe_words()}
-  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
-  modes     all, one of {", ".join(MODES)}, {OTHER} (the fastest way without a name), or a list of
-            them (default all)
-  schedules all, {" or ".join(OVERLAPPING)}, a list of them, or none: also the fastest placement under these (default
-            all that the recipe allows); modes are those of pipeline.schedule=sync
-  tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
-  num_envs  a list of numbers of envs, each measured: num_envs=[32,64] (default: the recipe's)
-  rounds    iterations of every mode that are timed, in turns (default {ROUNDS}, after {WARM_UP} to warm up)
-  profile   stored = the last one measured for this recipe here, new = measure it now (default: stored if there is one)
-  seconds   about how long a new profile may take (default 60)
-  out       the folder of bench.json, bench.html and bench.svg (default runs/bench/RECIPE-DATE)"""
+USAGE = __doc__.format(recipes=recipe_words(), modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP)
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,11 @@ class Result:
 
 def main(argv: list[str] | None = None, program: type[Workflow] = EmbodiedLoop) -> int:
     """The command; `program`: the workflow that is run."""
-    return launch.answer(argv, USAGE, partial(start, program=program))
+    return launch.run(partial(start, program=program), argv, USAGE)
 
 
-def start(argv: list[str], program: type[Workflow] = EmbodiedLoop) -> int:
+def start(argv: list[str], program: type[Workflow] = EmbodiedLoop) -> None:
     compare_placements(argv, program)
-    return 0
 
 
 def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> dict[str, Any]:
@@ -134,7 +133,8 @@ def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     about: dict[str, Any] = {"recipe": configs[0].run.name, "rounds": options.rounds, "warm_up": WARM_UP}
     about |= {"date": now(), "processor": processor(), **provenance(), "load": {"before": load_before()}}
     results = [benchmark(config, options, folder, program) for config in configs]
-    about["load"]["during"] = during(results)
+    others = [result.others for result in results if result.others is not None]
+    about["load"]["during"] = {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
     write_report(results, about, folder)
     for result in results:
         print("\n".join(describe(result)))
@@ -163,32 +163,21 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
             chosen[schedule] = found
     if not chosen:
         raise ConfigError("\n".join(f"{mode}: {reason}" for mode, reason in refused.items()))
-    expected = {name: predicted(planned, name, choice) for name, choice in in_order(chosen).items()}
+    fastest_first = sorted(chosen.items(), key=lambda item: item[1].price.seconds)
+    expected = {name: predicted(planned, name, choice) for name, choice in fastest_first}
     used = {str(c): c.count for c in planned.planner.classes}
     result = Result(str(config.env.task), config.env.num_envs, used, len(there.nodes), expected, refused)
     result.profile = dict(profile.made)
     name = f"expected-{len(list(folder.glob('expected-*.json')))}.json"
     (folder / name).write_text(json.dumps({"task": result.task, **asdict(result)}, indent=1) + "\n")
-    print(
-        f"\n{result.task}, {result.num_envs} envs on {result.where}: expected, written to {folder / name} before "
-        "anything is measured"
-    )
+    what = f"{result.task}, {result.num_envs} envs on {result.where}"
+    print(f"\n{what}: expected, written to {folder / name} before anything is measured")
     for mode, forecast in expected.items():
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     meter = LoadMeter()
-    run_all(config, planned, chosen, options.rounds, result, folder, program)
+    run_all(config, there, options.rounds, result, folder, program)
     result.others = None if config.cluster.backend == "ray" else meter.others()  # Ray's workers count as others
     return result
-
-
-def during(results: Sequence[Result]) -> dict[str, Any]:
-    """The load of the machine while the modes took turns."""
-    others = [result.others for result in results if result.others is not None]
-    return {"others": max(others, default=None), "average": round(os.getloadavg()[0], 2)}
-
-
-def in_order(chosen: dict[str, Choice]) -> dict[str, Choice]:
-    return dict(sorted(chosen.items(), key=lambda item: item[1].price.seconds))
 
 
 def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
@@ -213,19 +202,13 @@ def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
 
 
 def run_all(
-    config: RunConfig,
-    planned: Planned,
-    chosen: dict[str, Choice],
-    rounds: int,
-    result: Result,
-    folder: Path,
-    program: type[Workflow],
+    config: RunConfig, there: Topology, rounds: int, result: Result, folder: Path, program: type[Workflow]
 ) -> None:
     """All modes are started, then take turns, so that a slow minute of the machine meets them all."""
     with ExitStack() as stack:
         timed_runs = {}
-        for mode in chosen:
-            mode_config, mode_plan = runnable(config, result.expected[mode], planned.topology, roles_of(program.roles))
+        for mode, expected in result.expected.items():
+            mode_config, mode_plan = runnable(config, expected, there, roles_of(program.roles))
             timed_runs[mode] = stack.enter_context(TimedRun(mode_config, mode_plan, folder / "logs" / mode, program))
         order = list(timed_runs)
         for turn in range(rounds + WARM_UP):

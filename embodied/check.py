@@ -6,7 +6,6 @@ envs keep, and finds out what only this machine can tell: for ManiSkill, whether
 
 from __future__ import annotations
 
-import sys
 from textwrap import wrap
 from typing import Any
 
@@ -20,17 +19,16 @@ ATOL = 1e-5  # a row's numbers may depend a little on which rows are simulated w
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(start, argv)
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str]) -> None:
     loaded = load(["run.iterations=1", *argv], entry="check")
     if loaded is None:
-        return 0
+        return
     kind = env_class(loaded.config.env)
     for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
         check(loaded.config.with_values("env", task=task))
-    return 0
 
 
 def check(config: RunConfig) -> None:
@@ -41,6 +39,8 @@ def check(config: RunConfig) -> None:
     show("task", f"{config.env.name} {config.env.task}")
     if speaks(kind):
         return converse(kind, config.env)
+    from embodied.envs.env_checker import check_vector_env
+
     with kind.explained(config.env):
         env = kind(kind.plain(config.env), ROWS)
         try:
@@ -48,7 +48,9 @@ def check(config: RunConfig) -> None:
                 show(name, text)
             if problem := env.video_problem():
                 show("video", f"none can be made here: {problem}")
-            judge(env)
+            check_vector_env(env, ATOL)
+            kept = "resets, ends, chunks, frames and saved states are as they have to be"
+            show("contract", f"kept, with {ROWS} envs: {kept}")
         finally:
             env.close()
     for number, line in enumerate(kind.prove(config.env, launch.proofs(config))):
@@ -65,17 +67,8 @@ def converse(kind: Any, env: Any) -> None:
     show("solution", "not known: there is nothing to imitate" if seen.solution is None else repr(seen.solution))
     show("turns", f"at most {turns} answer{'s' * (turns > 1)} in a conversation")
     show("held out", f"{held_out} prompt{'s' * (held_out > 1)} for evaluations")
-    show(
-        "contract",
-        f"kept, with {seen.conversations} conversations: prompts, odd answers, rewards and ends are as they have to be",
-    )
-
-
-def judge(env: Any) -> None:
-    from embodied.envs.env_checker import check_vector_env
-
-    check_vector_env(env, ATOL)
-    show("contract", f"kept, with {ROWS} envs: resets, ends, chunks, frames and saved states are as they have to be")
+    kept = "prompts, odd answers, rewards and ends are as they have to be"
+    show("contract", f"kept, with {seen.conversations} conversations: {kept}")
 
 
 def seen(env: Any) -> dict[str, str]:
@@ -86,15 +79,12 @@ def seen(env: Any) -> dict[str, str]:
     parts += [f"{spec.privileged_dim} numbers for the learner only"] * bool(spec.privileged_dim)
     parts += [f"images of {camera} {list(shape)}" for camera, shape in spec.images.items()]
     parts += ["an instruction"] * spec.instruction
-    success = {
-        True: "reported in every step",
-        False: "not reported: evaluations report returns only, and env.reward=success cannot be trained with",
-    }
+    unknown = "not reported: evaluations report returns only, and env.reward=success cannot be trained with"
     return {
         "observed": ", ".join(parts),
         "actions": action,
         "episodes": f"at most {spec.max_episode_steps} env steps here",
-        "success": success[spec.has_success],
+        "success": "reported in every step" if spec.has_success else unknown,
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +23,11 @@ from embodied.envs import env_class
 from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.evaluation_protocols import AS_TRAINED
 from embodied.envs.text.text_env import TextEnv
+from embodied.evaluate import players
 from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
-from embodied.run.policy_source import PolicySource, check_fits, find, stored
+from embodied.run.policy_source import PolicySource, find, stored
 from embodied.run.run_folder import provenance
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
@@ -36,21 +36,20 @@ SOURCE = "meta/source.json"  # beside LeRobot's own files: the player, the env, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(start, argv)
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str]) -> None:
     """Find the player, play, keep the episodes worth keeping, print what came of it."""
     loaded = load(argv, entry="collect")
     if loaded is None:
-        return 0
+        return
     if issubclass(env_class(loaded.config.env), TextEnv):
         raise ConfigError(
             f"env.name={loaded.config.env.name} asks in words, and demonstrations are robots' only so far; "
             "embodied.sft imitates the env's own solutions, or sft.data=FILE.jsonl with lines of prompt and answer"
         )
     collect(loaded, place_of(loaded), one_of(loaded))
-    return 0
 
 
 def demonstrated(loaded: Loaded) -> Loaded:
@@ -70,7 +69,8 @@ def demonstrated(loaded: Loaded) -> Loaded:
             f"which demonstrations? env.name={config.env.name} has no expert; sft.data=demos/NAME, which "
             "python -m embodied.collect checkpoint=RUN out=demos/NAME makes from a policy"
         )
-    out = config.run.dir / f"{loaded.name}-demonstrations-{digest_of(config)}"
+    decides = json.dumps(config.model_dump(mode="json", include={"env", "collect", "seed"}), sort_keys=True)
+    out = config.run.dir / f"{loaded.name}-demonstrations-{hashlib.sha256(decides.encode()).hexdigest()[:8]}"
     if loaded.dry_run and not out.exists():
         kind.check_expert(config.env, config.collect.expert)
         launch.say(f"demonstrations  none yet: {config.collect.episodes} episodes of the expert, collected into {out}")
@@ -114,12 +114,6 @@ def check_whole(out: Path) -> None:
         problem = str(err)
     if problem:
         raise ConfigError(f"{problem}; remove {out}, and the same command collects these demonstrations again")
-
-
-def digest_of(config: RunConfig) -> str:
-    """Short name of what decides about demonstrations: env, collecting, seed."""
-    said = config.model_dump(mode="json", include={"env", "collect", "seed"})
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
@@ -197,16 +191,10 @@ def play(
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
     """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
     folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
-    from embodied.datasets.episode_recorder import EpisodeRecorder
-    from embodied.workflows.evaluator import Evaluator
-    from embodied.workflows.rl_loop import PLAYERS
-    from embodied.workflows.workers import Workers
+    from embodied.datasets.episode_buffer import EpisodeRecorder
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
-        workers = Workers(PLAYERS, config, cluster, notify=launch.say)
-        check_fits(source, config.env, workers.spec)
-        workers.adopt(source.weights_for(workers.spec))
-        evaluator, noise = Evaluator(workers), config.collect.noise
+        evaluator, noise = players(config, cluster, source), config.collect.noise
         spec = evaluator.read_spec()
         if noise and spec.action.discrete:
             raise ConfigError(f"collect.noise={noise:g} needs continuous actions; leave it out")

@@ -1,8 +1,12 @@
 """Report what works on this machine and how to mend the rest: python -m embodied.doctor [--json]
 
-A check is a function of a `Machine` alone, which answers with what it found and, if need be, the fix. `failed` means
-that something every run needs, or something installed on purpose, does not work; `warning` that it works but not well;
-`absent` that an optional part is not installed.
+usage: python -m embodied.doctor [--json] [--help]
+
+  --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "detail", "fix"}, ...]}
+
+Tries out what a run uses: packages against the lock, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and
+disk. States: ok; warning (works, but not well); absent (optional, not here); failed (something that every run needs, or
+something installed on purpose, does not work). Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -22,18 +26,7 @@ from embodied.envs import plugin
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.text.config import TextConfig
 from embodied.run import launch
-from embodied.system.machine import (
-    HTTP,
-    RAY,
-    ROOT,
-    VLLM,
-    Machine,
-    absent,
-    install,
-    normal,
-    why_no_engine,
-    why_not,
-)
+from embodied.system.machine import HTTP, RAY, ROOT, VLLM, Machine, absent, install, normal, why_no_engine, why_not
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30
@@ -41,22 +34,12 @@ AT_ONCE = 4  # checks, at most: a simulator takes a gigabyte
 NEWEST, OLDEST = (3, 12), (3, 11)
 # Beside a torch without CUDA these break the import of other packages.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
-DRAWN = [
-    kind for kind, options in ENV_CONFIGS.items() if options.needs.packages and not issubclass(options, TextConfig)
-]
-SCORED = [kind for kind, options in ENV_CONFIGS.items() if options.needs.packages and issubclass(options, TextConfig)]
-USAGE = """Report what works on this machine and how to mend the rest.
-
-usage: python -m embodied.doctor [--json] [--help]
-
-  --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "detail", "fix"}, ...]}
-
-Tries out what a run uses: packages against the lock, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and
-disk. States: ok; warning (works, but not well); absent (optional, not here); failed. Exit code 1 if anything failed."""
+INSTALLED = {kind: issubclass(options, TextConfig) for kind, options in ENV_CONFIGS.items() if options.needs.packages}
+DRAWN, SCORED = ([kind for kind, text in INSTALLED.items() if text is scored] for scored in (False, True))
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+    return launch.run(start, argv, __doc__)
 
 
 def start(argv: list[str]) -> int:
@@ -114,6 +97,8 @@ def set_up() -> str:
     return f"cd {ROOT} && rm -f .venv/set-up-for && make setup"
 
 
+# The checks: each is a function of a `Machine` alone, which answers with what it found and, if need be, the fix
+
 # Python and its packages
 
 
@@ -132,17 +117,16 @@ def check_packages(machine: Machine) -> list[Finding]:
     if missing:
         fix = set_up() if lock else f"python -m pip install {' '.join(missing)}"
         findings.append(Finding("packages", FAILED, f"not installed: {', '.join(missing)}", fix))
-    other = {
-        name: version for name, version in have.items() if lock and lock.get(name, public(version)) != public(version)
-    }
-    if other and lock:
+    locked = {name: version for name, version in have.items() if lock and name in lock}
+    if other := {name: version for name, version in locked.items() if lock[name] != public(version)}:
         detail = ", ".join(f"{name} {version} (locked: {lock[name]})" for name, version in list(other.items())[:5])
         more = f", and {len(other) - 5} more" if len(other) > 5 else ""
         pins = " ".join(f"{name}=={lock[name]}" for name in other)
         findings.append(Finding("packages", WARNING, detail + more, f"python -m pip install --no-deps {pins}"))
     if not findings:
-        locked = len([name for name in have if name in lock]) if lock else 0
-        detail = f"{locked} as locked" if lock else "all there; no lock beside the package to compare versions with"
+        detail = (
+            f"{len(locked)} as locked" if lock else "all there; no lock beside the package to compare versions with"
+        )
         findings.append(Finding("packages", OK, detail))
     return [*findings, *check_unwanted(have)]
 
@@ -211,15 +195,21 @@ def check_vulkan(machine: Machine) -> list[Finding]:
     return [Finding("Vulkan driver", OK, machine.environ.get("VK_ICD_FILENAMES") or "the system's")]
 
 
-def check_frame(kind: str, machine: Machine) -> list[Finding]:
-    """Draws a frame of a simulator, if it is installed, as a run draws it."""
-    name, need = f"{kind} frame", ENV_CONFIGS[kind].needs
+def check_env(kind: str, machine: Machine) -> list[Finding]:
+    """Draws a frame of a simulator as a run draws it, or scores an answer with the library that a text env asks, if it
+    is installed."""
+    need, draws = ENV_CONFIGS[kind].needs, kind in DRAWN
+    probe = "frame" if draws else "scoring"
+    name = f"{kind} {probe}"
     if missing := absent(need, machine):
-        return [Finding(name, ABSENT, f"not installed: {', '.join(missing)}", install(need, machine))]
-    done = machine.probe("frame", kind)
+        only = "" if draws else f"; only env.name={kind} needs it"
+        return [Finding(name, ABSENT, f"not installed: {', '.join(missing)}{only}", install(need, machine))]
+    done = machine.probe(probe, kind)
     if done.problem:
-        fix = "python -m embodied.vulkan" if need.vulkan else EGL_FIX
+        fix = "python -m embodied.vulkan" if need.vulkan else EGL_FIX if draws else set_up()
         return [Finding(name, FAILED, done.problem, fix)]
+    if not draws:
+        return [Finding(name, OK, f"{need} {machine.version(need.packages[0])}")]
     return [Finding(name, OK, f"{done.answer['task']}, physics {done.answer['backend']}")]
 
 
@@ -245,17 +235,6 @@ def check_ffmpeg(machine: Machine) -> list[Finding]:
     if done.problem:
         return [Finding("ffmpeg", FAILED, done.problem, "python -m pip install --force-reinstall imageio-ffmpeg")]
     return [Finding("ffmpeg", OK, f"two frames are an mp4 of {done.answer['bytes']} bytes")]
-
-
-def check_scoring(kind: str, machine: Machine) -> list[Finding]:
-    """Scores an answer with the library that this kind of text env asks."""
-    need = ENV_CONFIGS[kind].needs
-    if missing := absent(need, machine):
-        detail = f"not installed: {', '.join(missing)}; only env.name={kind} needs it"
-        return [Finding(f"{kind} scoring", ABSENT, detail, install(need, machine))]
-    if problem := machine.probe("scoring", kind).problem:
-        return [Finding(f"{kind} scoring", FAILED, problem, set_up())]
-    return [Finding(f"{kind} scoring", OK, f"{need} {machine.version(need.packages[0])}")]
 
 
 def check_language(machine: Machine) -> list[Finding]:
@@ -289,11 +268,8 @@ def check_ray(machine: Machine) -> list[Finding]:
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     done = machine.probe("ray", env=quiet)
     if done.problem:
-        fix = (
-            "python -W ignore -m embodied.system.probes ray shows all it says; "
-            "one machine needs none: cluster.backend=local"
-        )
-        return [Finding("Ray", WARNING, done.problem, fix)]
+        more = "python -W ignore -m embodied.system.probes ray shows all it says"
+        return [Finding("Ray", WARNING, done.problem, f"{more}; one machine needs none: cluster.backend=local")]
     return [Finding("Ray", OK, done.answer["version"])]
 
 
@@ -387,10 +363,10 @@ CHECKS: tuple[Check, ...] = (
     check_torch,
     check_ffmpeg,
     check_vulkan,
-    *(partial(check_frame, kind) for kind in DRAWN),
+    *(partial(check_env, kind) for kind in DRAWN),
     check_egl,
     check_assets,
-    *(partial(check_scoring, kind) for kind in SCORED),
+    *(partial(check_env, kind) for kind in SCORED),
     check_language,
     check_ray,
 )

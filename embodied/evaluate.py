@@ -9,7 +9,6 @@ are played one after the other where the simulator cannot mix them.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -30,7 +29,7 @@ from embodied.reporting.results import (
     COMPARISON,
     RESULTS,
     describe_causes,
-    describe_comparison,
+    describe_pair,
     describe_results,
     describe_tasks,
     read_results,
@@ -51,21 +50,21 @@ from embodied.run.policy_source import PolicySource, check_fits, describe_publis
 from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
+    from embodied.runtime import Cluster
     from embodied.workflows.evaluator import Evaluator
 
 Part = tuple[RunConfig, PlacementPlan]  # tasks that one env can play, and the plan for them
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(start, argv)
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str]) -> None:
     """Find the policies, take env and protocol from the first one's recipe, play, write and print the results."""
     loaded = load(argv, entry="evaluate")
     if loaded is not None:
         play(loaded)
-    return 0
 
 
 def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -92,11 +91,12 @@ def play(loaded: Loaded) -> Path | None:
     policies = {source.name: source.described() for source in sources}
     asked = [asked_for(parts, source.config, policies[source.name]) for source in sources]
     wanted = asked[0] if len(asked) == 1 else {"policies": asked}
-    with Interruption(at_once=True), open_folder(results_folder(loaded.config, sources), wanted) as out:
+    runs, alone = loaded.config.run.dir, sources[0]
+    folder = runs / "compare" if len(sources) > 1 else alone.out or runs / f"evaluate-{alone.name}"
+    with Interruption(at_once=True), open_folder(folder, wanted) as out:
         print(f"results     {out}", flush=True)
         if len(sources) == 1:
-            name = sources[0].name
-            refuse_errors_only({name: evaluate(parts, sources[0], policies[name], out)}, out)
+            refuse_errors_only({alone.name: evaluate(parts, alone, policies[alone.name], out)}, out)
         else:
             compare(parts, sources, policies, wanted, out)
     return out
@@ -123,7 +123,7 @@ def compare(
             print(f"{source.name}, played before: {describe_results(results)}{describe_tasks(results)}")
         else:
             played[source.name] = evaluate(parts, source, policies[source.name], folder)
-    print(describe_comparison(write_comparison(out, played)))
+    print("\n".join(map(describe_pair, write_comparison(out, played)["pairs"])))
     print(f"  comparison  {out / 'comparison.json'}")
     print(f"  report      {report.write([out / name for name in played], out / report.COMPARISON)}")
     unmark(out)
@@ -173,12 +173,6 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
             print(f"note        {note}")
 
 
-def results_folder(config: RunConfig, sources: list[PolicySource]) -> Path:
-    if len(sources) > 1:
-        return config.run.dir / "compare"
-    return sources[0].out or config.run.dir / f"evaluate-{sources[0].name}"
-
-
 @contextmanager
 def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
     """The folder in which the same evaluation was interrupted, if no other process is at it. Otherwise this
@@ -209,10 +203,6 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
 
 def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
-    from embodied.workflows.evaluator import Evaluator
-    from embodied.workflows.rl_loop import PLAYERS
-    from embodied.workflows.workers import Workers
-
     # One env after the other, each with workers of its own; `kept` goes on where an earlier command was interrupted.
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     kept: PartialEvaluation | None = None
@@ -223,10 +213,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
         part = file_name(str(config.env.task)) if len(parts) > 1 else ""
         logs = out / "logs" / part
         with launch.cluster(config, plan, logs) as cluster:
-            workers = Workers(PLAYERS, config, cluster, notify=launch.say, eval_tasks=tasks)
-            check_fits(source, config.env, workers.spec)
-            workers.adopt(source.weights_for(workers.spec))
-            evaluator = Evaluator(workers)
+            evaluator = players(config, cluster, source, eval_tasks=tasks)
             dataset = out / "dataset" / part
             if kept is None:  # what is refused leaves nothing behind
                 kept = PartialEvaluation(out, asked_for(parts, source.config, policy), policy, notify=launch.say)
@@ -239,15 +226,25 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
     # Written at once, so there are results only of whole evaluations.
     results = write_evaluation(kept, evaluators, episodes)
     print(f"{source.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
-    print(f"  results     {out / 'results.json'}")
-    print(f"  report      {out / 'report.html'}")
-    if (out / TRANSCRIPTS).is_file():
-        print(f"  transcripts {out / TRANSCRIPTS}")
-    if (out / "dataset").is_dir():
-        print(f"  dataset     {out / 'dataset'}")
+    made = {"results": RESULTS, "report": report.REPORT, "transcripts": TRANSCRIPTS, "dataset": "dataset"}
+    for name, file in made.items():
+        if (out / file).exists():
+            print(f"  {name:<11} {out / file}")
     for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
         print(f"  video       {video}")
     return episodes
+
+
+def players(config: RunConfig, cluster: Cluster, source: PolicySource, **options: Any) -> Evaluator:
+    """Workers that play with a policy; raises ConfigError where it does not fit the env."""
+    from embodied.workflows.evaluator import Evaluator
+    from embodied.workflows.rl_loop import PLAYERS
+    from embodied.workflows.workers import Workers
+
+    workers = Workers(PLAYERS, config, cluster, notify=launch.say, **options)
+    check_fits(source, config.env, workers.spec)
+    workers.adopt(source.weights_for(workers.spec))
+    return Evaluator(workers)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Item:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+    return launch.run(start, argv, USAGE)
 
 
 def start(argv: list[str]) -> int:

@@ -2,12 +2,23 @@
 
 Reads what the parts of a recipe cost (a profile), tries every way to place them on a cluster, and says how fast each
 mode would be, which one wins, and why. Nothing is started; neither torch nor a simulator is imported.
+
+usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
+
+  recipe    {recipes}; its profile is the one measured here last
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
+  profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
+            published_maniskill_openvla, published_libero_openvla_oft
+  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
+            all nodes of the Ray cluster that the recipe names (cluster.address)
+  out       where plan.json, plan.svg and plan.html go; default: plans/PROFILE-CLUSTER in run.dir
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,9 +30,10 @@ from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
 from embodied.config.sections import RunSection
+from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
-from embodied.placement import PlacedRole, PlacementError, roles_of
+from embodied.placement import PlacedRole, PlacementError, reasons, roles_of
 from embodied.placement.dataflow import SCHEDULES
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.event_replay import Schedule, simulate
@@ -29,29 +41,11 @@ from embodied.placement.grammar import EMBODIED
 from embodied.placement.layout import DeviceClass
 from embodied.placement.profile import Profile, read_profile
 from embodied.placement.profile_planner import STAGES, Choice, Planner
-from embodied.placement.reasons import (
-    describe_layout,
-    equal_to_the_fastest,
-    idle_shares,
-    why_it_wins,
-    why_not,
-    why_not_apart,
-    words,
-)
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.topology import Topology, read_topology
-from embodied.profiling.stored_profiles import (
-    describe_devices,
-    fitted_to,
-    homes,
-    limited,
-    newest_profile,
-    profile_for,
-    with_cpu_memory,
-)
-from embodied.reporting import gantt
+from embodied.profiling import stored_profiles
 from embodied.reporting.html import Html, page, section, table, tag
-from embodied.reporting.svg import as_file
+from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
@@ -62,17 +56,10 @@ OWN = ("cluster", "profile", "out")
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
 NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"
 MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not replayed and drawn
-USAGE = f"""Predict how fast every placement of a recipe is, on machines one has or not, and say which wins and why.
-
-usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
-
-  recipe    {recipe_words()}; its profile is the one measured here last
-  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
-  profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
-            published_maniskill_openvla, published_libero_openvla_oft
-  cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
-            all nodes of the Ray cluster that the recipe names (cluster.address)
-  out       where plan.json, plan.svg and plan.html go; default: plans/PROFILE-CLUSTER in run.dir"""
+FIRST = ("sim", "policy", "learner")  # of the same colours in every drawing
+MOST_ROWS = 24  # devices drawn; more would not be told apart
+MOST_SPANS = 2000  # bars drawn in a row; neighbours are joined beyond
+USAGE = __doc__.format(recipes=recipe_words())
 
 
 @dataclass(frozen=True)
@@ -86,25 +73,35 @@ class Planned:
     draws: bool = False  # simulators on cores do, on GPUs
 
     @property
-    def winner(self) -> tuple[str, Choice]:
+    def ranked(self) -> dict[str, Choice]:
+        """The modes that fit, the fastest first."""
         found = {mode: choice for mode, choice in self.modes.items() if choice}
-        mode = min(found, key=lambda name: found[name].price.seconds)
-        return mode, found[mode]
+        return dict(sorted(found.items(), key=lambda item: item[1].price.seconds))
+
+    @property
+    def winner(self) -> Choice:
+        return next(iter(self.ranked.values()))
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Why the others do not fit."""
+        return {mode: reasons.why_not(self.planner, mode) for mode in MODES[:3] if self.modes.get(mode) is None}
 
     @property
     def equal(self) -> list[str]:
         """The modes that are predicted as fast as the fastest, which comes first."""
-        return equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.modes.items() if choice})
+        return reasons.equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.ranked.items()})
 
     @property
-    def slower(self) -> dict[str, Choice]:
-        """The modes that are not."""
-        return {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
+    def why(self) -> list[str]:
+        """Why the fastest wins over those that are not predicted as fast."""
+        slower = {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
+        return reasons.why_it_wins(self.planner.pricer, self.winner, slower)
 
     @property
     def verdict(self) -> str:
         """Says which mode wins; those that are predicted equal have no winner among them."""
-        return f"{words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
+        return f"{reasons.words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
 
     def steps_per_s(self, choice: Choice) -> float:
         return self.profile.dataflow.env_steps / choice.price.seconds
@@ -112,12 +109,11 @@ class Planned:
 
 def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
     """The command; `roles`: those that the program declares."""
-    return launch.answer(argv, USAGE, partial(start, roles=roles_of(roles)))
+    return launch.run(partial(start, roles=roles_of(roles)), argv, USAGE)
 
 
-def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> int:
+def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> None:
     compare_predictions(argv, roles)
-    return 0
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +134,7 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
         config = recipe_of(own.get("profile"), rest)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology, roles)
-        where = homes(config, topology, roles) if config else None
+        where = stored_profiles.homes(config, topology, roles) if config else None
         if why := why_not_measured(profile, topology, name, where):
             raise ConfigError(why)
         about = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
@@ -172,9 +168,12 @@ def find_profile(
 ) -> tuple[Profile, str]:
     """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
     a recipe it has that one's dataflow."""
-    path = packaged(named) if named else profile_for(config, topology, roles)[0] or newest_profile(config, roles)
+    if named:
+        path = packaged(named)
+    else:
+        path = stored_profiles.profile_for(config, topology, roles)[0] or stored_profiles.newest_profile(config, roles)
     profile = read_profile(path)
-    return fitted_to(config, profile, path, roles) if config else profile, path.stem
+    return stored_profiles.fitted_to(config, profile, path, roles) if config else profile, path.stem
 
 
 def why_not_measured(
@@ -183,20 +182,17 @@ def why_not_measured(
     """Says what has to be measured before this profile can price these machines; "" if nothing is missing. `where`: the
     devices that each role of the recipe runs on."""
     classes = [c for c in topology.classes() if c.count]
-    found: dict[str, list[str]] = {}
-    for role, on in profile.missing(classes, where):
-        found.setdefault(str(on), []).append(role)
+    found = gather((str(on), role) for role, on in profile.missing(classes, where))
     if not found:
         return ""
     recipe = profile.made.get("recipe", "NAME")
-    lacks = "; ".join(f"{words(roles)} on {kind}" for kind, roles in found.items())
-    measured = profile.made.get("devices")
-    known = (
-        describe_devices(measured) if measured else ", ".join(sorted({k for on in profile.costs.values() for k in on}))
-    )
+    lacks = "; ".join(f"{reasons.words(roles)} on {kind}" for kind, roles in found.items())
+    known = ", ".join(sorted({kind for on in profile.costs.values() for kind in on}))
+    if measured := profile.made.get("devices"):
+        known = stored_profiles.describe_devices(measured)
     lines = [
         f"{name} was measured on {known}; {topology.name} would need what was not: {lacks}",
-        f"measure it on a machine with {words([*found])}: python -m embodied.profiling recipe={recipe}",
+        f"measure it on a machine with {reasons.words([*found])}: python -m embodied.profiling recipe={recipe}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:
         lines.append(f"or plan for its cores alone: cluster={topology.cores}xCPU")
@@ -221,8 +217,7 @@ def plan(
 ) -> Planned:
     """The fastest layout of every mode on the devices that the profile knows, with so much memory on each; and of every
     schedule. `not_periodic`: why learners cannot take groups as they come, where they cannot."""
-    profile = with_cpu_memory(profile, memory_gb)
-    classes = limited((c for c in topology.classes() if c.count and profile.knows(c)), memory_gb)
+    profile, classes = stored_profiles.with_memory(profile, topology, memory_gb)
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
         known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
         have = ", ".join(str(c) for c in topology.classes())
@@ -237,10 +232,10 @@ def plan(
     schedules = {schedule: under(planner, schedule, modes) or not_periodic for schedule in SCHEDULES}
     search_s = time.perf_counter() - started
     if not any(modes.values()):
-        reasons = [f"{mode}: {why_not(planner, mode)}" for mode in MODES[:3]]
+        why = [f"{mode}: {reasons.why_not(planner, mode)}" for mode in MODES[:3]]
         if overlaps(planner.dataflow):
-            reasons = [f"{why_not_apart(planner)}; try pipeline.schedule=sync"]
-        raise PlacementError("nothing fits on this cluster\n" + "\n".join(reasons))
+            why = [f"{reasons.why_not_apart(planner)}; try pipeline.schedule=sync"]
+        raise PlacementError("nothing fits on this cluster\n" + "\n".join(why))
     return Planned(profile, topology, planner, modes, schedules, search_s, draws)
 
 
@@ -255,14 +250,14 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
     else:
         planner = Planner(dataflow.under(schedule), planner.pricer.profile, planner.classes, planner.stages)
         found = planner.best()
-    return found or why_not_apart(planner)
+    return found or reasons.why_not_apart(planner)
 
 
 # What it found, in words, as a drawing, as JSON and as a page
 
 
 def describe(planned: Planned, name: str) -> list[str]:
-    _, winner = planned.winner
+    winner = planned.winner
     lines = [
         f"profile     {name}: {planned.profile.made.get('name', '')}".rstrip(": "),
         f"cluster     {planned.topology.name}: {'; '.join(planned.topology.describe())}",
@@ -270,28 +265,15 @@ def describe(planned: Planned, name: str) -> list[str]:
         "",
         f"{'mode':<14}{'s/iteration':>12}{'env steps/s':>13}{'idle':>6}  layout",
     ]
-    for one in ranked(planned):
-        choice = planned.modes[one]
-        idle = mean_idle(planned, choice)
-        waiting = f"{idle:>6.0%}" if idle is not None else f"{'':>6}"
-        lines.append(
-            f"{one:<14}{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}{waiting}  "
-            f"{describe_layout(choice.layout)}"
-        )
-    for one in MODES:
-        if planned.modes.get(one) is None and one != "custom":
-            lines.append(f"{one:<14}{'does not fit':>12}: {why_not(planned.planner, one)}")
+    lines += [row(planned, mode, choice, mean_idle(planned, choice)) for mode, choice in planned.ranked.items()]
+    lines += [f"{mode:<14}{'does not fit':>12}: {reason}" for mode, reason in planned.refused.items()]
     lines += ["", f"{'schedule':<14}{'s/iteration':>12}{'env steps/s':>13}{'':>6}  layout"]
     for schedule, found in planned.schedules.items():
-        if isinstance(found, str):
-            lines.append(f"{schedule:<14}{'no plan':>12}: {found}")
-        else:
-            row = f"{schedule:<14}{found.price.seconds:>12.4g}{planned.steps_per_s(found):>13.4g}{'':>6}"
-            lines.append(f"{row}  {describe_layout(found.layout)}")
-    others = planned.slower
+        fits = not isinstance(found, str)
+        lines.append(row(planned, schedule, found) if fits else f"{schedule:<14}{'no plan':>12}: {found}")
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
-    lines += ["", planned.verdict, *(f"  {line}" for line in why_it_wins(planned.planner.pricer, winner, others))]
+    lines += ["", planned.verdict, *(f"  {line}" for line in planned.why)]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
@@ -300,9 +282,11 @@ def describe(planned: Planned, name: str) -> list[str]:
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
 
 
-def ranked(planned: Planned) -> list[str]:
-    found = {mode: choice for mode, choice in planned.modes.items() if choice}
-    return sorted(found, key=lambda mode: found[mode].price.seconds)
+def row(planned: Planned, name: str, choice: Choice, idle: float | None = None) -> str:
+    """A line of the tables: seconds, speed, the idle share where it is known, the layout."""
+    numbers = f"{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}"
+    waiting = f"{'':>6}" if idle is None else f"{idle:>6.0%}"
+    return f"{name:<14}{numbers}{waiting}  {reasons.describe_layout(choice.layout)}"
 
 
 def drawable(choice: Choice) -> bool:
@@ -313,17 +297,16 @@ def mean_idle(planned: Planned, choice: Choice) -> float | None:
     """The mean idle share over the devices of the classes in use."""
     if not drawable(choice):
         return None
-    shares = idle_shares(planned.planner.pricer, choice.layout)
+    shares = reasons.idle_shares(planned.planner.pricer, choice.layout)
     used = [c for c in planned.planner.classes if any(zone.device_class == c.name for zone in choice.layout.zones)]
     return sum(shares[c.name] * c.count for c in used) / sum(c.count for c in used)
 
 
 def replays(planned: Planned) -> dict[str, Schedule]:
     """Replayed, fastest first, where the cluster is small enough to be drawn."""
-    shown = [(mode, planned.modes[mode]) for mode in ranked(planned)]
     return {
-        f"{mode}: {describe_layout(choice.layout)}": simulate(planned.planner.pricer, choice.layout)
-        for mode, choice in shown
+        f"{mode}: {reasons.describe_layout(choice.layout)}": simulate(planned.planner.pricer, choice.layout)
+        for mode, choice in planned.ranked.items()
         if drawable(choice)
     }
 
@@ -333,22 +316,22 @@ def write(planned: Planned, name: str, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(as_json(planned, name), indent=1) + "\n")
     drawn = replays(planned)
-    picture = gantt.draw(drawn) if drawn else None
+    picture = draw(drawn) if drawn else None
     if picture:
         (out / "plan.svg").write_text(as_file(picture), encoding="utf-8")
     (out / "plan.html").write_text(html(planned, name, picture), encoding="utf-8")
 
 
 def as_json(planned: Planned, name: str) -> dict:
-    found = {mode: choice_as_json(planned, planned.modes[mode]) for mode in ranked(planned)}
+    found = {mode: choice_as_json(planned, choice) for mode, choice in planned.ranked.items()}
     schedules = {
         name: {"refused": choice} if isinstance(choice, str) else choice_as_json(planned, choice)
         for name, choice in planned.schedules.items()
     }
-    refused = {m: why_not(planned.planner, m) for m in MODES[:3] if planned.modes.get(m) is None}
     about = {"profile": name, "cluster": planned.topology.name}
-    about |= {"winner": planned.winner[0] if len(planned.equal) == 1 else None, "equal": planned.equal}
-    return {**about, "modes": found, "schedules": schedules} | ({"refused": refused} if refused else {})
+    about |= {"winner": planned.equal[0] if len(planned.equal) == 1 else None, "equal": planned.equal}
+    about |= {"modes": found, "schedules": schedules}
+    return about | ({"refused": planned.refused} if planned.refused else {})
 
 
 def choice_as_json(planned: Planned, choice: Choice) -> dict:
@@ -362,28 +345,71 @@ def choice_as_json(planned: Planned, choice: Choice) -> dict:
 
 
 def html(planned: Planned, name: str, picture: Html | None) -> str:
-    _, winner = planned.winner
-
     def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
         return [
-            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", describe_layout(c.layout)]
+            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", reasons.describe_layout(c.layout)]
             for one, c in choices.items()
             if not isinstance(c, str)
         ]
 
     head = ["s per iteration", "env steps/s", "layout"]
-    modes = {one: planned.modes[one] for one in ranked(planned)}
-    others = planned.slower
-    reasons = [tag("li", line) for line in why_it_wins(planned.planner.pricer, winner, others)]
     return page(
         f"Plan of {name} on {planned.topology.name}",
         tag("h1", planned.verdict),
         tag("p", f"{planned.profile.made.get('name', name)}, on {planned.topology.name}"),
-        section("Predicted", table(["mode", *head], rows(modes))),
+        section("Predicted", table(["mode", *head], rows(planned.ranked))),
         section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
-        section("Why", tag("ul", *reasons)),
+        section("Why", tag("ul", *[tag("li", line) for line in planned.why])),
         section("An iteration", tag("div", picture, class_="scroll")) if picture else None,
     )
+
+
+# The drawing: a row per device, a colour per component
+
+
+def draw(schedules: dict[str, Schedule]) -> Html:
+    """One chart under the other, on one time axis."""
+    found = dict.fromkeys(span.component for schedule in schedules.values() for span in schedule.spans)
+    colors = {name: i for i, name in enumerate(dict.fromkeys([*FIRST, *found])) if name in found}
+    longest = max(schedule.seconds for schedule in schedules.values()) or 1.0
+    near = longest / MOST_SPANS
+    charts = []
+    for title, schedule in schedules.items():
+        bars: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+        for span in schedule.spans:
+            bars[span.device][span.component].append((span.start_s, span.end_s))
+        rows = []
+        for device in shown_devices(schedule):
+            own = bars[device].items()
+            rows.append(
+                (device, [Bars(join_near(spans, near), f"{device}: {name}", colors[name]) for name, spans in own])
+            )
+        charts.append(Rows(f"{title}; {short(schedule.seconds)} s", rows, longest, schedule.seconds))
+    return row_charts("what every device does", charts, colors, "seconds of an iteration")
+
+
+def join_near(bars: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
+    """Bars that are nearer to each other than `gap` become one."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(bars):
+        if joined and start - joined[-1][1] <= gap:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def shown_devices(schedule: Schedule) -> list[str]:
+    """All, or the first and last of each kind of use: a whole cluster shows what its kinds of devices do."""
+    used = [device for device in schedule.devices if device in schedule.busy_s]
+    if len(used) <= MOST_ROWS:
+        return used
+    kinds: dict[tuple, list[str]] = {}
+    for device in used:
+        does = tuple(dict.fromkeys(s.component for s in schedule.spans if s.device == device))
+        kinds.setdefault((device.rpartition(":")[0], does), []).append(device)
+    each = max(2, MOST_ROWS // len(kinds))
+    return [device for devices in kinds.values() for device in [*devices[: each - 1], devices[-1]]]
 
 
 let_call(__name__)

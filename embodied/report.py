@@ -1,4 +1,17 @@
-"""Write the report of a run, or compare several: python -m embodied.report RUN [RUN ...]"""
+"""Write the report of a run, or compare several: python -m embodied.report RUN [RUN ...]
+
+Writes report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
+Of several: one page that compares them, by name, date, commit and what differs in their recipes.
+
+usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--help]
+
+  RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100), or
+                                that of a group of seeds or settings, which counts as what it reaches on average
+  out=FILE                      where the page goes; else report.html in the folder of the one RUN, or
+                                comparison.html beside the first of several
+
+The page needs no network and no server: open it from disk in any browser.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +22,15 @@ from embodied.core.files import replace_text
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
-from embodied.reporting.seed_sets import SeedSet, sets_of
+from embodied.reporting.seed_sets_page import SeedSet, sets_of
 from embodied.run import launch
 from embodied.run.run_group import is_group, read_group
-
-USAGE = """Write report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
-Of several: one page that compares them, by name, date, commit and what differs in their recipes.
-
-usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--help]
-
-  RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100), or
-                                that of a group of seeds or settings, which counts as what it reaches on average
-  out=FILE                      where the page goes; else report.html in the folder of the one RUN, or
-                                comparison.html beside the first of several
-
-The page needs no network and no server: open it from disk in any browser."""
-
 
 COMPARISON = "comparison.html"
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+    return launch.run(start, argv, __doc__)
 
 
 def start(argv: list[str]) -> int:

@@ -1,14 +1,19 @@
 """Answer robots and other programs with a policy: python -m embodied.serve checkpoint=RUN_DIR
 
-Policies of actions speak openpi's protocol, so its client (the package openpi-client) and programs built on it work
-with every one of them; language models speak OpenAI's.
+Policies of actions speak openpi's websocket protocol, so its client (the package openpi-client) and programs built on
+it work with every one of them; language models speak OpenAI's HTTP protocol.
+
+usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]
+       env.name=... env.task=... policy.KEY=...: how a model that others published is asked for actions
+       policy.max_running=... policy.max_length=... and the like: how a language model answers
+       {token}=SECRET in the environment makes clients show this token (api_key=SECRET); only with one does
+       a language model's server take new weights
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,22 +47,20 @@ ANY_TEXT = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=Tr
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv))
+    return launch.run(start, argv)
 
 
-def start(argv: list[str]) -> int:
+def start(argv: list[str]) -> None:
     protocol = [word for word in argv if word.startswith(PROTOCOL)]
     config = read([word for word in argv if word not in protocol])
     if config is None:
-        return 0
+        return
     check_device(config.device)
     if (language := find_language(config.checkpoint)) is not None:
         asyncio.run(serve_language(config, language, protocol))
-        return 0
-    check_packages("msgpack", "websockets")
-    policy = load(config, protocol)
-    asyncio.run(serve(policy, config))
-    return 0
+    else:
+        check_packages("msgpack", "websockets")
+        asyncio.run(serve(load(config, protocol), config))
 
 
 def read(argv: list[str]) -> ServeConfig | None:
@@ -89,18 +92,8 @@ def check_device(device: str) -> None:
 
 
 def usage() -> str:
-    lines = [
-        "Answer robots with a policy's actions, by openpi's websocket protocol, or programs with a language model's",
-        "answers, by OpenAI's HTTP protocol.",
-        "",
-        "usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]",
-        "       env.name=... env.task=... policy.KEY=...: how a model that others published is asked for actions",
-        "       policy.max_running=... policy.max_length=... and the like: how a language model answers",
-        f"       {TOKEN}=SECRET in the environment makes clients show this token (api_key=SECRET); only with one does",
-        "       a language model's server take new weights",
-        "",
-    ]
-    return "\n".join([*lines, *(f"  {key:<16} {describe(field)}" for key, field, _ in leaves(root(ServeConfig)))])
+    keys = [f"  {key:<16} {describe(field)}" for key, field, _ in leaves(root(ServeConfig))]
+    return "\n".join([__doc__.format(token=TOKEN), *keys])
 
 
 def load(config: ServeConfig, protocol: list[str]) -> Policy:
@@ -213,12 +206,11 @@ def load_language(config: LanguageConfig, source: PolicySource) -> LanguagePolic
     from embodied.policies.language.policy import LanguagePolicy
     from embodied.policies.policy_folder import read_weights
 
-    if source.spec is None:
-        policy = LanguagePolicy(config, ANY_TEXT)
-        policy.load_weights({name: array_of(blob) for name, blob in policy.stored_weights().items()})
-    else:
-        policy = LanguagePolicy(config, source.spec)
+    policy = LanguagePolicy(config, source.spec or ANY_TEXT)
+    if source.spec:
         policy.load_weights(read_weights(source.folder))
+    else:
+        policy.load_weights({name: array_of(blob) for name, blob in policy.stored_weights().items()})
     return policy
 
 

@@ -7,8 +7,6 @@ and resumed like any other, and RL goes on from it: python -m embodied.train run
 
 from __future__ import annotations
 
-import sys
-
 from embodied.collect import demonstrated
 from embodied.config.recipe import load
 from embodied.run import launch
@@ -17,7 +15,7 @@ from embodied.workflows.imitation import imitation_of
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=launch.UNSAVED)
+    return launch.run(start, argv, lost=launch.UNSAVED)
 
 
 def start(argv: list[str]) -> int:

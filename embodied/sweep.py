@@ -1,7 +1,22 @@
 """Train a recipe with several settings: python -m embodied.sweep recipe=pointmass_ppo algo.lr=1e-4,3e-4,1e-3 seeds=0-2
 
-Each setting and seed is an ordinary run; `run/seeds_and_sweeps.py` starts, resumes and watches them, and one page
-compares the settings.
+Every setting, with each of its seeds, is an ordinary run, which `run/seeds_and_sweeps.py` starts, resumes and watches;
+one page compares the settings.
+
+usage: python -m embodied.sweep recipe=NAME KEY=A,B,C [KEY=A,B ...] [seeds=0-2] [key=value ...] [--dry-run | --help]
+
+  recipe    {recipes}
+  KEY=A,B   a key of the recipe with several values: every combination is a run. Commas inside brackets or quotes
+            belong to a value: 'policy.hidden=[64,64],[256,256]'
+  seeds     0-2 or 0,2,5: every setting with each of these seeds [0]
+  at_once   how many runs go on at once, each on cores and GPUs of its own [as many as the machine holds side by
+            side by the plan of the first; one where a run fills it]
+  group     the folder that names the runs [the newest of the same command in run.dir, else a new one]
+  program   a workflow of your own, my_module:MyLoop
+  --dry-run say which runs there are, which are over, how many go on at once, and stop
+
+The same command again goes on: finished runs are left, unfinished ones resumed, missing ones begun; more values or
+seeds are added to the same group. Keys and their meaning: python -m embodied.train --help
 """
 
 from __future__ import annotations
@@ -17,26 +32,11 @@ from embodied.run import launch
 from embodied.run.run_group import RunGroup, read_group
 from embodied.run.seeds_and_sweeps import run_several
 
-USAGE = f"""Train a recipe with several settings, each with several seeds, and write one page that compares them.
-
-usage: python -m embodied.sweep recipe=NAME KEY=A,B,C [KEY=A,B ...] [seeds=0-2] [key=value ...] [--dry-run | --help]
-
-  recipe    {recipe_words()}
-  KEY=A,B   a key of the recipe with several values: every combination is a run. Commas inside brackets or quotes
-            belong to a value: 'policy.hidden=[64,64],[256,256]'
-  seeds     0-2 or 0,2,5: every setting with each of these seeds [0]
-  at_once   how many runs go on at once, each on cores and GPUs of its own [as many as the machine holds side by
-            side by the plan of the first; one where a run fills it]
-  group     the folder that names the runs [the newest of the same command in run.dir, else a new one]
-  program   a workflow of your own, my_module:MyLoop
-  --dry-run say which runs there are, which are over, how many go on at once, and stop
-
-The same command again goes on: finished runs are left, unfinished ones resumed, missing ones begun; more values or
-seeds are added to the same group. Keys and their meaning: python -m embodied.train --help"""
+USAGE = __doc__.format(recipes=recipe_words())
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.answer(argv, USAGE, start)
+    return launch.run(start, argv, USAGE)
 
 
 def start(argv: list[str]) -> int:

@@ -7,7 +7,6 @@ is any `Workflow`.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +19,7 @@ from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
-from embodied.core.files import reading
+from embodied.core.files import read_arrays, reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.progress import Console
@@ -28,7 +27,7 @@ from embodied.reporting.results import RESULTS, read_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, seeds_and_sweeps
-from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, read_sims, run_to_resume
+from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, run_to_resume
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
@@ -40,7 +39,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 
 
 def main(argv: list[str] | None = None) -> int:
-    return launch.run(lambda: start(sys.argv[1:] if argv is None else argv), lost=launch.UNSAVED)
+    return launch.run(start, argv, lost=launch.UNSAVED)
 
 
 def start(argv: list[str]) -> int:
@@ -247,7 +246,7 @@ def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = read_counters(checkpoint)
     folder.log.keep_rows(state["iteration"])
-    sims = read_sims(checkpoint)
+    sims = read_arrays(checkpoint / SIMS, CheckpointError)
     try:
         with reading(checkpoint / SIMS, CheckpointError):
             abandoned = loop.restore(checkpoint, sims, state["version"])

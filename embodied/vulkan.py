@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -177,10 +178,9 @@ def apt_install(packages: list[str], what: str) -> None:
 def codename() -> str:
     """Debian's or Ubuntu's name of this release, such as bookworm."""
     try:
-        found = re.search(r"^VERSION_CODENAME=(\S+)", Path("/etc/os-release").read_text(), flags=re.MULTILINE)
+        return platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     except OSError:
         return ""
-    return found[1].strip('"') if found else ""
 
 
 def run(command: list[str], **options) -> str:

@@ -2,7 +2,7 @@
 
 What counts as a success, once or at the end, is noted by `EpisodeTracker` in `episode_player.py`. What is kept of them
 is the caller's choice: a `Recording` names its recorders, which work here, in the sim worker's process
-(`reporting/video_recorder.py`, `datasets/episode_recorder.py`).
+(`reporting/video_recorder.py`, `datasets/episode_buffer.py`).
 """
 
 from __future__ import annotations

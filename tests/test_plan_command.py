@@ -35,14 +35,14 @@ def run(capsys, *argv):
 @pytest.mark.parametrize("cluster", ["8xH100", "2x8xH100", "4x8xH100"])
 def test_published_workloads_have_a_winner_and_an_order(profile, order, cluster):
     planned = plan.plan(plan.read_profile(plan.packaged(profile)), plan.read_topology(cluster))
-    assert [mode for mode in plan.ranked(planned) if mode != "custom"] == order
+    assert [mode for mode in planned.ranked if mode != "custom"] == order
 
 
 @pytest.mark.parametrize(("cluster", "rows"), [("8xH100", 4), ("2x8xH100", 2), ("4x8xH100", 1)])
 def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_rows_one_by_one(cluster, rows):
     topology = plan.read_topology(cluster)
     planned = plan.plan(plan.read_profile(plan.packaged("published_libero_openvla_oft")), topology)
-    _, winner = planned.winner
+    winner = planned.winner
     pricer = planned.planner.pricer
     at = {name: (zone, zone.devices) for zone in winner.layout.zones for name in zone.components}
     assert int(pricer.count("sim", at, 1)) == topology.cores == 512 // rows

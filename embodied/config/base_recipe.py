@@ -49,7 +49,9 @@ def base_recipe(
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
         problems += no_recipe_in(own["checkpoint"], named)
     elif not problems and command.name != "check":
-        problems.append(missing_recipe(command.name))
+        problems.append(
+            f"which recipe? python -m embodied.{command.name} recipe=NAME, or recipe=path/to/my.yaml; {EVERY_RECIPE}"
+        )
     return None
 
 
@@ -108,11 +110,10 @@ def published(values: dict[str, Any]) -> str | None:
 
 def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
     """Name of the recipe that evaluates published models of this family in this env."""
-    known = {
-        name.removesuffix(f"_published_{family}") for name in recipe_names() if name.endswith(f"_published_{family}")
-    }
+    end = f"_published_{family}"
+    known = {name.removesuffix(end) for name in recipe_names() if name.endswith(end)}
     if env in known:
-        return f"{env}_published_{family}"
+        return f"{env}{end}"
     problems.append(
         f"this folder holds a published {family} model, which does not say for which env; there are protocols for "
         f"env.name={'|'.join(sorted(known)) or 'none'}; for another env name a recipe with policy.name={family}"
@@ -138,11 +139,6 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
     if not values:
         problems.append(f"{key}=[]: name at least one")
     return tuple(text(key, one, problems) for one in values)
-
-
-def missing_recipe(command: str) -> str:
-    """The answer to a command line without a recipe."""
-    return f"which recipe? python -m embodied.{command} recipe=NAME, or recipe=path/to/my.yaml; {EVERY_RECIPE}"
 
 
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:

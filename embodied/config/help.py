@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from embodied.config.key_tree import Section, leaves
 from embodied.config.recipe_files import BY_TASK, RECIPES, by_family, recipe_names
@@ -35,7 +36,7 @@ def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> s
     first = next((key for key in command.own if key != "program"), "recipe")
     own = command.own | (SEVERAL if command.name == "train" else {})
     lines = [
-        f"{command.purpose}",
+        command.purpose,
         "",
         f"usage: python -m embodied.{command.name} {first}={'NAME' if first == 'recipe' else '...'} [key=value ...] "
         "[--cfg | --dry-run | --help [WORD]]",
@@ -112,16 +113,12 @@ def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str
 def describe(field: FieldInfo) -> str:
     """The type, default and meaning of a field."""
     default = "needed" if field.is_required() else plain(field.get_default(call_default_factory=True))
-    return f"{type_name(field)} [{default}]  {field.description or ''}"
-
-
-def type_name(field: FieldInfo) -> str:
-    """The type of a field, in the user's words."""
     fixed = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
-    return "text" if fixed else name_of(field.annotation)
+    return f"{'text' if fixed else name_of(field.annotation)} [{default}]  {field.description or ''}"
 
 
 def name_of(kind: Any) -> str:
+    """A type in the user's words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
         return "|".join(map(str, args))
@@ -138,17 +135,8 @@ def name_of(kind: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """A default as YAML."""
-    return write_yaml(simple(value))
-
-
-def simple(value: Any) -> Any:
-    """The value in the types that YAML knows."""
-    if isinstance(value, tuple | list):
-        return [simple(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): simple(item) for key, item in value.items()}
-    return str(value) if isinstance(value, Path) else value
+    """A default as YAML, which knows neither paths nor tuples."""
+    return write_yaml(to_jsonable_python(value))
 
 
 def config_yaml(config: BaseModel, sources: dict[str, str], default: str = "") -> str:

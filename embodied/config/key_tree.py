@@ -34,10 +34,8 @@ class Section:
     def field(self, key: str, values: dict | None = None) -> FieldInfo | None:
         """The field of a key: that of the variant these values select if it has one, else of any variant."""
         first = self.variants.get(self.tag(values)) if values else None
-        for model in [*([first] if first else []), *self.variants.values()]:
-            if key in model.model_fields:
-                return model.model_fields[key]
-        return None
+        models = [*([first] if first else []), *self.variants.values()]
+        return next((model.model_fields[key] for model in models if key in model.model_fields), None)
 
     def child(self, key: str) -> Section | None:
         """The section below this key, if it is one."""

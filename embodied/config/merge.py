@@ -189,10 +189,8 @@ def not_a_section_value(section: Section, key: Key, value: Any) -> str:
 
 
 def has_no_finite_value(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(has_no_finite_value, value.values()))
-    if isinstance(value, list):
-        return any(map(has_no_finite_value, value))
+    if isinstance(value, dict | list):
+        return any(map(has_no_finite_value, value.values() if isinstance(value, dict) else value))
     return isinstance(value, float) and not math.isfinite(value)
 
 
@@ -227,9 +225,7 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
         if key[-1] == "name":
             switch(tree, root.at(key[:-1]), key[:-1], value)
     for key, value in source.values:
-        replace_alternatives(tree, root, key, value)
-        if key[-1] in ("task", "engine"):
-            drop_what_belongs_to(tree, root, key, value)
+        drop_superseded(tree, root, key, value)
     for key, value in source.values:
         tree.put(key, own_path(root, key, value, source.folder), source.name)
 
@@ -258,24 +254,19 @@ def same_key(old: type, new: type, key: str) -> bool:
     return owners[0] is not None and owners[0] is owners[1] and (old is not new or key != "kwargs")
 
 
-def replace_alternatives(tree: Tree, root: Section, key: Key, value: Any) -> None:
-    """Drop the alternatives of a key (`one_of`) that earlier sources set."""
-    section = root.at(key[:-1])
-    group = next(iter(section.variants.values())).one_of if section else ()
-    if key[-1] in group and value is not None:
-        for other in group:
-            if other != key[-1]:
-                tree.drop((*key[:-1], other))
-
-
-def drop_what_belongs_to(tree: Tree, root: Section, key: Key, value: Any) -> None:
-    """Drop what earlier sources set for their task alone (`of_task`), or for their engine, if a source names another
-    one."""
-    section, before = root.at(key[:-1]), tree.section(key[:-1]) or {}
-    model = section.variants.get(section.tag(before) or "") if section else None
-    if model and before.get(key[-1]) not in (None, value):
-        for other in getattr(model, f"of_{key[-1]}"):
-            tree.drop((*key[:-1], other))
+def drop_superseded(tree: Tree, root: Section, key: Key, value: Any) -> None:
+    """Drop what earlier sources set and this value replaces: the alternatives of its key (`one_of`); where it names
+    another task or engine, what they set for theirs alone (`of_task`, `of_engine`)."""
+    *above, name = key
+    section, before = root.at(above), tree.section(tuple(above)) or {}
+    if section is None:
+        return
+    alternatives, model = next(iter(section.variants.values())).one_of, section.variants.get(section.tag(before) or "")
+    gone = [other for other in alternatives if other != name] if name in alternatives and value is not None else []
+    if name in ("task", "engine") and model and before.get(name) not in (None, value):
+        gone += getattr(model, f"of_{name}")
+    for other in gone:
+        tree.drop((*above, other))
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:

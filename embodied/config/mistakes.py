@@ -32,11 +32,10 @@ def explain(
     errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False, command: Command | None = None
 ) -> list[str]:
     """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out."""
-    lines = []
+    lines, places = [], [error["loc"] for error in errors]
     for error in errors:
-        follows = any(
-            len(e["loc"]) > len(error["loc"]) and e["loc"][: len(error["loc"])] == error["loc"] for e in errors
-        )
+        loc = error["loc"]
+        follows = any(len(place) > len(loc) and place[: len(loc)] == loc for place in places)
         if not follows and not (incomplete and error["type"] == "missing"):
             lines += _explain(error, root, tree, command)
     return lines

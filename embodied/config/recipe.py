@@ -8,7 +8,7 @@ Ray or a simulator.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,15 +21,7 @@ from embodied.config.base_recipe import base_recipe, has_options, own_classes, t
 from embodied.config.cli import from_python, parse
 from embodied.config.commands import COMMANDS, Command
 from embodied.config.key_tree import root
-from embodied.config.merge import (
-    COMMAND_LINE,
-    Source,
-    Tree,
-    flatten,
-    lay,
-    recipe_sources,
-    with_own_task,
-)
+from embodied.config.merge import COMMAND_LINE, Source, Tree, flatten, lay, recipe_sources, with_own_task
 from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
 from embodied.config.sections import CollectSection, EvalSection, PipelineSection, PlacementConfig, RunSection
@@ -67,14 +59,20 @@ class RunConfig(Strict):
     def _sections_fit(self, info: ValidationInfo) -> RunConfig:
         unused = (info.context or {}).get("unused", ())
         checks = [self._stages_share_envs, self._precisions_fit]
-        if "policy" not in unused:
-            checks.append(self._both_speak)
+        if "policy" not in unused and not isinstance(self.env, ExternalEnvConfig):  # which may be a text env of yours
+            checks.append(lambda: self.check_speech(isinstance(self.env, TextConfig)))
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
             checks += [self._reference_fits, self._schedule_fits, self._answers_fit, self._interleaving_fits]
         elif "sft" not in unused:
             checks.append(self._nothing_is_collected)
-        if problems := [str(err) for err in map(failure, checks) if err]:
+        problems: list[str] = []
+        for check in checks:
+            try:
+                check()
+            except ValueError as err:
+                problems.append(str(err))
+        if problems:
             raise ValueError("\n".join(problems))
         return self
 
@@ -83,22 +81,26 @@ class RunConfig(Strict):
         """Env rows that a policy worker answers at once, at most; 1: one request after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
 
+    def changed(self, section: str, *keys: str) -> str:
+        """`pipeline.stages=2 and ...` for those of these keys that have not their default; empty where all do."""
+        chosen = getattr(self, section)
+        odd = [key for key in keys if getattr(chosen, key) != type(chosen).model_fields[key].default]
+        return " and ".join(f"{section}.{key}={getattr(chosen, key)}" for key in odd)
+
     def with_values(self, section: str, **changes: Any) -> RunConfig:
         """The same with other values in a section, which fit."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
 
     # What must fit together
 
-    def _both_speak(self) -> None:
-        speaks, text = self.policy.speaks, isinstance(self.env, TextConfig)
-        if text and not speaks:
+    def check_speech(self, text: bool, works: str = "policy.name=language") -> None:
+        """Raise ValueError unless the policy speaks the language of the env, which asks in words or (`text`) does not.
+        `works`: what to try with one that does."""
+        if text != self.policy.speaks:
+            asks, answers = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
             raise ValueError(
-                f"env.name={self.env.name} asks in words, and policy.name={self.policy.name} answers with actions; "
-                "try policy.name=language"
-            )
-        if speaks and not text and not isinstance(self.env, ExternalEnvConfig):  # which may be a text env of yours
-            raise ValueError(
-                f"policy.name=language answers in words, and env.name={self.env.name} takes actions; try env.name=sums"
+                f"env.name={self.env.name} {asks}, and policy.name={self.policy.name} {answers}; "
+                f"try {works if text else 'env.name=sums'}"
             )
 
     def _stages_share_envs(self) -> None:
@@ -161,12 +163,9 @@ class RunConfig(Strict):
         """Refuse options of answers where no policy speaks and learns from whole groups of conversations."""
         algo, policy = self.algo, self.policy
         if not isinstance(policy, LanguageConfig):
-            packing = {"pack_tokens": 4096, "share_prompts": True}
-            if given := [
-                f"learner.{k}={getattr(self.learner, k)}" for k in packing if getattr(self.learner, k) != packing[k]
-            ]:
+            if packing := self.changed("learner", "pack_tokens", "share_prompts"):
                 raise ValueError(
-                    f"{' and '.join(given)} has no effect with policy.name={policy.name}: only conversations pass "
+                    f"{packing} has no effect with policy.name={policy.name}: only conversations pass "
                     "through the network by their tokens; leave it out"
                 )
             if given := algo.of_answers():
@@ -203,10 +202,9 @@ class RunConfig(Strict):
                 f"algo.overlong={algo.overlong} is more than policy.max_tokens={policy.max_tokens}, so every "
                 f"answer would pay; try algo.overlong={max(1, policy.max_tokens // 4)}"
             )
-        idle = {"stages": self.pipeline.stages > 1, "merge_rows": self.pipeline.merge_rows is not None}
-        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, asked in idle.items() if asked]:
+        if idle := self.changed("pipeline", "stages", "merge_rows"):
             raise ValueError(
-                f"{' and '.join(given)} has no effect with policy.name=language: each conversation goes on as soon as "
+                f"{idle} has no effect with policy.name=language: each conversation goes on as soon as "
                 "it is answered, by whichever engine has room, and policy.max_running says for how many at a time; "
                 "leave it out"
             )
@@ -237,14 +235,10 @@ class RunConfig(Strict):
             )
 
     def _nothing_is_collected(self) -> None:
-        asked = {
-            "schedule": self.pipeline.schedule not in ("sync", "auto"),
-            "async_level": self.pipeline.async_level != 1,
-        }
-        if given := [f"pipeline.{key}={getattr(self.pipeline, key)}" for key, idle in asked.items() if idle]:
+        keys = ["async_level"] if self.pipeline.schedule == "auto" else ["schedule", "async_level"]
+        if given := self.changed("pipeline", *keys):
             raise ValueError(
-                f"{' and '.join(given)}: demonstrations are on disk already, so there is nothing to collect meanwhile; "
-                "leave it out"
+                f"{given}: demonstrations are on disk already, so there is nothing to collect meanwhile; leave it out"
             )
 
     def _whole_episodes_fit(self) -> None:
@@ -274,14 +268,6 @@ class RunConfig(Strict):
 # Loading
 
 
-def failure(check: Callable[[], None]) -> ValueError | None:
-    try:
-        check()
-    except ValueError as err:
-        return err
-    return None
-
-
 @dataclass(frozen=True)
 class Loaded:
     config: RunConfig
@@ -303,7 +289,11 @@ class Loaded:
 
     @property
     def yaml(self) -> str:
-        return dump_yaml(self.config)
+        """The resolved recipe, every key spelt out; loads to the same configuration from anywhere, as a run of its
+        own."""
+        from embodied.config.help import config_yaml
+
+        return config_yaml(self.config.model_copy(update={"resume": None}), {})
 
 
 def load(argv: list[str], entry: str = "train") -> Loaded | None:
@@ -363,10 +353,3 @@ def instead(key: str) -> str:
     """The command that a key without effect is for, where a section has one of its own."""
     section = key.partition(".")[0]
     return f", or run python -m embodied.{section}" if section in COMMANDS else ""
-
-
-def dump_yaml(config: RunConfig) -> str:
-    """The resolved recipe, every key spelt out; loads to the same configuration from anywhere, as a run of its own."""
-    from embodied.config.help import config_yaml
-
-    return config_yaml(config.model_copy(update={"resume": None}), {})

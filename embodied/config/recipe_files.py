@@ -10,8 +10,8 @@ from embodied import recipes
 
 RECIPES = Path(recipes.__file__).resolve().parent
 ENVS = Path(__file__).parents[1] / "envs"
+# Folders of recipes for a task of a simulator's each
 BY_TASK = tuple(sorted(at for at in RECIPES.iterdir() if (ENVS / at.name / "__init__.py").is_file()))
-"""Folders of recipes for a task of a simulator's each."""
 TINY = RECIPES / "tiny"  # small models where others are large, for a quick look on a laptop
 FOLDERS = (RECIPES, *BY_TASK, TINY)
 ENV_NAME = re.compile(r"""^env:[ ]*(?:\{[^}]*?|\n(?:[ ]+.*\n|\n)*?[ ]+)\bname:[ ]*["']?([\w.]+)""", re.M)

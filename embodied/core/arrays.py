@@ -8,7 +8,7 @@ is an array, so every leaf is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,6 +102,14 @@ def leaves(obs: Observation) -> Iterator[Any]:
     """All arrays (and lists of texts) of an observation."""
     for part in obs.values():
         yield from leaves(part) if isinstance(part, dict) else (part,)
+
+
+def gather(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The values of each key: [("a", 1), ("b", 2), ("a", 3)] -> {"a": [1, 3], "b": [2]}"""
+    found: dict[Any, list[Any]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def flat_dict(tree: dict[str, Any], above: str = "") -> dict[str, Any]:

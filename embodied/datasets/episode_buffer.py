@@ -1,7 +1,7 @@
 """One episode while it is recorded: a folder with its numbers and a bare video per camera, whole or absent.
 
-Images go to the encoders frame by frame, so memory holds none. Episodes are recorded side by side, in other processes
-than the one that writes the dataset, and in any order: `DatasetWriter.add_buffer` appends them.
+Images go to the encoders frame by frame, so memory holds none. Episodes are recorded side by side, in the processes of
+sim workers, so that no frame leaves them, and in any order: `DatasetWriter.add_buffer` appends them.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from embodied.core.arrays import Observation
+from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Recording
 from embodied.datasets.feature_stats import PixelCounts, Stats, of_values
-from embodied.datasets.lerobot_layout import Features, Frame, cameras, complete
+from embodied.datasets.lerobot_layout import Features, Frame, cameras, complete, features_of, fps_of, frame_of
 from embodied.reporting.videos import FOR_DATASETS, VideoWriter
+
+if TYPE_CHECKING:
+    from embodied.envs.vector_env import VectorEnv
 
 NUMBERS, ABOUT = "numbers.npz", "episode.json"
 
@@ -81,6 +87,58 @@ class EpisodeBuffer:
 
     def __exit__(self, *_: object) -> None:
         self.discard()
+
+
+class EpisodeRecorder:
+    """Open buffers by env row, which get every env step that is played and what was seen before it; none where the
+    recording has no folder for them. Where a policy decides several env steps at once, the steps inside a decision are
+    observed as well, for the record only."""
+
+    def __init__(self, env: VectorEnv, recording: Recording) -> None:
+        self.env, self.folder = env, recording.buffers
+        self.open: dict[int, EpisodeBuffer] = {}
+        self.words: dict[int, str] = {}
+        self.seen: list[Observation] = []  # before each env step of the decision that is played
+        self.actions: np.ndarray | None = None
+
+    def __enter__(self) -> EpisodeRecorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in self.open.values():
+            buffer.discard()
+
+    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
+        if self.folder is None:
+            return
+        spec = self.env.env_spec
+        for row, episode in zip(rows.tolist(), specs, strict=True):
+            self.open[row] = EpisodeBuffer(self.folder / buffer_name(episode.index), fps_of(spec), features_of(spec))
+            self.words[row] = episode.task if instructions is None else instructions[row]
+
+    def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
+        self.seen, self.actions = [obs], actions
+
+    def on_frame(self, active: np.ndarray) -> None:
+        if self.open and len(self.seen) < self.actions.shape[1]:
+            self.seen.append(self.env.observe())
+
+    def played(self, result: ChunkResult) -> None:
+        if not self.open:
+            return
+        discrete = self.env.env_spec.action.discrete
+        actions = self.actions if discrete else np.clip(self.actions, -1.0, 1.0)  # as they were carried out
+        done = result.terminated | result.truncated
+        for row, buffer in self.open.items():
+            for c in np.flatnonzero(result.mask[row]):
+                success = None if result.success is None else bool(result.success[row, c])
+                action, reward = actions[row, c], result.rewards[row, c]
+                buffer.add(frame_of(self.seen[c], row, action, reward, bool(done[row, c]), success))
+
+    def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
+        for row, outcome in zip(rows.tolist(), outcomes, strict=True):
+            if buffer := self.open.pop(row, None):
+                buffer.finish(self.words[row], outcome.success_once)
 
 
 def buffer_name(index: int) -> str:

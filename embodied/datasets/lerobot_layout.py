@@ -99,11 +99,6 @@ def place(number: int) -> dict[str, int]:
     return {"chunk_index": chunk, "file_index": file}
 
 
-def feature_named(name: str) -> str:
-    """The feature of "action", "state" or an env's camera."""
-    return {"action": ACTION, "state": STATE}.get(name, CAMERA + name)
-
-
 def renamed(found: dict[str, Any], theirs: dict[str, str]) -> dict[str, Any]:
     """The mapping under our names of features; `theirs` holds the dataset's own names of some of them."""
     ours = {other: name for name, other in theirs.items()}

@@ -26,13 +26,10 @@ def write_figures(folder: Path, names: dict[str, str]) -> Path:
     wanted = [name for name in (ACTION, STATE) if name in dataset.features]
     if all(QUANTILES.keys() <= dataset.stats.get(name, {}).keys() for name in wanted):
         raise EmbodiedError(f"{folder / STATS} has quantiles already")
-    actions, states = [], []
-    for episode in dataset:
-        actions.append(episode.actions)
-        states.append(episode.obs.get("state"))
-    found = dataset.stats | {ACTION: of_values(np.concatenate(actions))}
-    if states[0] is not None:
-        found[STATE] = of_values(np.concatenate(states))
+    played = list(dataset)
+    found = dataset.stats | {ACTION: of_values(np.concatenate([episode.actions for episode in played]))}
+    if STATE in wanted:
+        found[STATE] = of_values(np.concatenate([episode.obs["state"] for episode in played]))
     replace_text(folder / STATS, json.dumps(as_lists(found), indent=4) + "\n")
     return folder / STATS
 

@@ -79,16 +79,11 @@ class Dataset:
             name: {**feature, "shape": lerobot_layout.image_shape(feature)}
             for name, feature in lerobot_layout.renamed(info["features"], theirs).items()
         }
-        if is_older(info):
-            self.stats = (
-                read_stats(inside(path, lerobot_layout.STATS)) if (path / lerobot_layout.STATS).exists() else {}
-            )
-            self.tasks_file = path / OLDER_TASKS
-            self.tasks, self.entries = read_older_tasks(path), read_older_entries(path, info)
-        else:
-            self.stats = read_stats(inside(path, lerobot_layout.STATS))
-            self.tasks_file = path / lerobot_layout.TASKS
-            self.tasks, self.entries = read_tasks(inside(path, lerobot_layout.TASKS)), read_entries(path)
+        older, stats = is_older(info), inside(path, lerobot_layout.STATS)
+        self.stats = {} if older and not stats.exists() else read_stats(stats)
+        self.tasks_file = inside(path, OLDER_TASKS if older else lerobot_layout.TASKS)
+        self.tasks = read_older_tasks(path) if older else read_tasks(self.tasks_file)
+        self.entries = read_older_entries(path, info) if older else read_entries(path)
         check_entries(path, self.entries, info)
         self._begins: dict[tuple[int, int], int] = {}  # the first frame of every data file
         for entry in self.entries:
@@ -126,14 +121,14 @@ class Dataset:
                 with reading(path, ConfigError, AGAIN):
                     path.stat()
         for file in dict.fromkeys(map(data_file, self.entries[:count])):
-            check_table(self._data_path(file))
+            check_table(self._file("data_path", file))
 
     def _columns(self, entry: dict[str, Any]) -> dict[str, np.ndarray]:
         """The rows of an episode, by feature."""
         import pyarrow.parquet as pq
 
         file = data_file(entry)
-        path = self._data_path(file)
+        path = self._file("data_path", file)
         first = entry["dataset_from_index"] - self._begins[file]
         with reading(path, advice=AGAIN):
             table = rows_of(pq.ParquetFile(path), first, entry["length"])
@@ -144,10 +139,10 @@ class Dataset:
             self._check(columns, entry["length"])
         return columns
 
-    def _data_path(self, file: tuple[int, int]) -> Path:
-        """Of a chunk and a file in it."""
-        where = fill(self.path, "data_path", self.info["data_path"], place_fields(self.info, *file))
-        return inside(self.path, where)
+    def _file(self, key: str, place: tuple[int, int], **more: str) -> Path:
+        """The file, of a chunk and a file in it, that this template of info.json names."""
+        fields = place_fields(self.info, *place) | more
+        return inside(self.path, fill(self.path, key, self.info[key], fields))
 
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
         """Raise ValueError for rows that no policy can learn from."""
@@ -181,9 +176,8 @@ class Dataset:
         paths = {}
         for name in (name for name, feature in self.features.items() if feature["dtype"] == "video"):
             key = self.theirs.get(name, name)
-            place = place_fields(self.info, *(entry[f"videos/{key}/{number}"] for number in PLACES["v3."]))
-            where = fill(self.path, "video_path", self.info["video_path"], {"video_key": key, **place})
-            paths[name] = inside(self.path, where)
+            chunk, file = (entry[f"videos/{key}/{number}"] for number in PLACES["v3."])
+            paths[name] = self._file("video_path", (chunk, file), video_key=key)
         return paths
 
 
@@ -194,7 +188,8 @@ def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str]
     if not (path / lerobot_layout.INFO).is_file():
         raise ConfigError(f"{path} is no LeRobot dataset: there is no {lerobot_layout.INFO} in it")
     info = read_object(inside(path, lerobot_layout.INFO), ConfigError, AGAIN)
-    theirs = {lerobot_layout.feature_named(name): other for name, other in (names or {}).items()}
+    ours = {"action": ACTION, "state": STATE}
+    theirs = {ours.get(name, CAMERA + name): other for name, other in (names or {}).items()}
     check_info(path, info, theirs)
     return Dataset(path, info, images, theirs)
 
@@ -204,13 +199,10 @@ def read_stats(path: Path) -> dict[str, Stats]:
     stats = read_object(path, ConfigError, AGAIN)
     with reading(path, ConfigError, AGAIN):
         found = as_arrays(stats)
-        if odd := [name for name, figures in found.items() if not all(map(are_numbers, figures.values()))]:
-            raise ValueError(f"the figures of {odd[0]} are not finite numbers")
+        for name, values in ((name, values) for name, figures in found.items() for values in figures.values()):
+            if values.dtype.kind not in "fiub" or not np.isfinite(values).all():
+                raise ValueError(f"the figures of {name} are not finite numbers")
     return found
-
-
-def are_numbers(values: np.ndarray) -> bool:
-    return values.dtype.kind in "fiub" and bool(np.isfinite(values).all())
 
 
 def read_tasks(path: Path) -> dict[int, str]:

@@ -48,13 +48,11 @@ class DatasetWriter:
         self._entries: list[dict[str, Any]] = []  # those of the last episodes, not written yet
         self._root = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         self._root.mkdir(parents=True)
-        schema = data_schema(self.features | INDICES)
-        self._data = TableFiles(lambda n: self._root / lerobot_layout.DATA.format(**place(n)), schema, data_mb * 2**20)
-        schema = episodes_schema(self.features | INDICES)
-        self._episodes = TableFiles(
-            lambda n: self._root / lerobot_layout.EPISODES.format(**place(n)), schema, data_mb * 2**20
-        )
-        self._videos = {name: self._joined(name, video_mb * 2**20) for name in cameras(self.features)}
+        every, data_bytes, video_bytes = self.features | INDICES, data_mb * 2**20, video_mb * 2**20
+        self._data = TableFiles(self._files(lerobot_layout.DATA), data_schema(every), data_bytes)
+        self._episodes = TableFiles(self._files(lerobot_layout.EPISODES), episodes_schema(every), data_bytes)
+        videos = {name: self._files(lerobot_layout.VIDEOS, video_key=name) for name in cameras(self.features)}
+        self._videos = {name: JoinedVideo(path, self.fps, video_bytes) for name, path in videos.items()}
 
     def add_episode(self, frames: Iterable[Frame], task: str, success: bool | None = None) -> None:
         """Append an episode, given as a frame per env step (`frame_of`)."""
@@ -84,7 +82,9 @@ class DatasetWriter:
         stats |= {name: of_values(array[:, None]) for name, array in indices.items()}
         row |= {f"stats/{name}/{key}": array for name, figures in stats.items() for key, array in figures.items()}
         row["success"] = about["success"]
-        self._enter(row | located("meta/episodes", self._episodes.file))
+        self._entries.append(row | located("meta/episodes", self._episodes.file))
+        if len(self._entries) == ENTRIES:
+            self._write_entries()
         self._stats = {name: merge(self._stats[name], new) if self._stats else new for name, new in stats.items()}
         self.num_episodes, self.num_frames = episode + 1, self.num_frames + length
 
@@ -119,21 +119,14 @@ class DatasetWriter:
         finally:
             self.discard()
 
-    def _enter(self, row: dict[str, Any]) -> None:
-        self._entries.append(row)
-        if len(self._entries) == ENTRIES:
-            self._write_entries()
-
     def _write_entries(self) -> None:
         if self._entries:
             self._episodes.add({name: [row[name] for row in self._entries] for name in self._entries[0]})
             self._entries.clear()
 
-    def _joined(self, name: str, file_bytes: int) -> JoinedVideo:
-        def path(number: int) -> Path:
-            return self._root / lerobot_layout.VIDEOS.format(video_key=name, **place(number))
-
-        return JoinedVideo(path, self.fps, file_bytes)
+    def _files(self, template: str, **fields: str) -> Callable[[int], Path]:
+        """The path of the n-th file."""
+        return lambda number: self._root / template.format(**fields, **place(number))
 
     def _indices(self, length: int, task: int) -> dict[str, np.ndarray]:
         """The index columns of the next episode's frames."""

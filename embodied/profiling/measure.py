@@ -3,6 +3,13 @@
 Each part is measured on the kind of device that it runs on, on all devices of that kind at the same time, as in a run.
 Then short real runs show what the parts leave out (`timed_run.py`). The result is one file that
 `python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
+
+usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
+
+  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
+  seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
+
+The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto.
 """
 
 from __future__ import annotations
@@ -11,7 +18,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,6 +32,7 @@ from embodied.placement.grammar import Slot, others
 from embodied.placement.layout import DeviceClass
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
+from embodied.placement.reasons import words
 from embodied.profiling.stored_profiles import (
     cost_key,
     dataflow_of,
@@ -38,6 +45,7 @@ from embodied.profiling.stored_profiles import (
     repeated,
 )
 from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate, check_program
+from embodied.reporting.progress import now
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
 from embodied.run.memory_check import CUDA_BYTES
@@ -54,22 +62,18 @@ PROBING = 0.4  # of the time goes to the parts, the rest to short real runs
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
 LEAST_ALONE = 0.5  # two threads of a core slow each other down no more than this; less is noise
-USAGE = """Measure what the env, policy and learner of a recipe cost on this machine, for planning.
-
-usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
-
-  program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
-  seconds   about how long it may take: where that is short, so are rollouts, and sizes are left out (default 60)
-
-The profile goes to runs/profiles/ and is found there by plan, benchmark and placement=auto."""
+PROBERS = {  # the worker that measures the parts of a recipe, where its policy speaks, and where it acts
+    True: "embodied.profiling.conversation_probe:ConversationProbe",
+    False: "embodied.profiling.role_probe:ProbeWorker",
+}
 
 
 def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
     """The command; `program`: whose roles are measured."""
-    return launch.answer(argv, USAGE, partial(start, program=program))
+    return launch.run(partial(start, program=program), argv, __doc__)
 
 
-def start(argv: list[str], program: type = EmbodiedLoop) -> int:
+def start(argv: list[str], program: type = EmbodiedLoop) -> None:
     program, argv = program_of(argv, program)
     check_program(program)
     values, problems, rest = launch.split(argv, ("seconds",))
@@ -78,14 +82,13 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> int:
         raise ConfigError("\n".join(problems) or f"seconds={seconds}: should be a number above 0, seconds=60 say")
     loaded = load(rest)
     if loaded is None:
-        return 0
+        return
     config, _ = launch.planned(in_turns(loaded.config), roles=program.roles)
     profile = measure(config, seconds, print, program)
     path = profile_path(config, profile.made, roles_of(program.roles))
     write_profile(profile, path)
     print("\n".join(describe(profile)))
     print(f"\nprofile     {path}")
-    return 0
 
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
@@ -107,7 +110,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "devices": counts,
             "nodes": nodes,
             "commit": commit(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "date": now(),
             # Each conversation goes on as soon as it is answered, so stages would add nothing.
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not config.policy.speaks)],
         }
@@ -137,13 +140,19 @@ class Site:
     sims: int = 0  # on other devices, at most
 
     def sizes(self, config: RunConfig) -> list[int]:
-        here = "sim" in self.parts
-        return env_sizes(config, self.on.count) if here else call_sizes(config, self.sims, self.on.count)
+        """Envs per worker and stage, the share of a device first, then others around it. Where sims are elsewhere, rows
+        that a policy worker is asked for at once: at most its share, or what it answers in a call, or a sim's
+        request."""
+        total, workers = config.env.num_envs, self.on.count
+        if "sim" in self.parts:
+            shares = [total // n for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
+        else:
+            most = max(min(total // workers, config.merged_rows), total // self.sims, 1)
+            shares = [most // n for n in (1, 2, 4, 16)]
+        return list(dict.fromkeys(max(1, share) for share in shares))[:MOST_SIZES]
 
     def __str__(self) -> str:
-        *others, last = self.parts
-        parts = f"{', '.join(others)} and {last}" if others else last
-        return f"{parts} on {describe_devices({str(self.on): self.on.count})}"
+        return f"{words(self.parts)} on {describe_devices({str(self.on): self.on.count})}"
 
 
 def sites_of(config: RunConfig, there: Topology) -> list[Site]:
@@ -165,21 +174,6 @@ def probe_hosts(site: Site, there: Topology, draws: bool) -> list[PlannedHost]:
     return hosts_on(("probe",), slots, there)
 
 
-def env_sizes(config: RunConfig, workers: int) -> list[int]:
-    """Envs per worker and stage, the share of a device first, then others around it."""
-    total = config.env.num_envs
-    shares = [max(1, total // n) for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
-    return list(dict.fromkeys(shares))[:MOST_SIZES]
-
-
-def call_sizes(config: RunConfig, sims: int, workers: int) -> list[int]:
-    """Rows that a policy worker is asked for at once, where so many sims are elsewhere: at most its share, or what it
-    answers in a call, or the request of a sim."""
-    total = config.env.num_envs
-    most = max(min(total // workers, config.merged_rows), total // sims, 1)
-    return list(dict.fromkeys(max(1, most // n) for n in (1, 2, 4, 16)))
-
-
 @dataclass(frozen=True)
 class Probed:
     costs: dict[str, dict[str, Cost]]
@@ -193,14 +187,8 @@ def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probe
     sites, horizon, reset_s = sites_of(config, there), 1, 0.0
     for place, site in enumerate(sites):
         share = PROBING * (place + 1) / len(sites)
-        found = probe_site(
-            config,
-            site,
-            probe_hosts(site, there, devices.draws_on_gpus(config.env)),
-            clock,
-            share,
-            logs / f"probe-{site.on}",
-        )
+        hosts = probe_hosts(site, there, devices.draws_on_gpus(config.env))
+        found = probe_site(config, site, hosts, clock, share, logs / f"probe-{site.on}")
         for name, on in found.costs.items():
             costs[name] |= on
         horizon = found.horizon
@@ -215,14 +203,14 @@ def probe_site(
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     alone: dict[str, float] = defaultdict(lambda: 1.0)
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
-    fixed: list[float] = []
-    ahead: list[float] = []
-    item_bytes: list[float] = []
     resets: list[float] = []
     learns = "learner" in site.parts
     logs.mkdir(parents=True)
-    with launch.cluster(beside(config, hosts), PlacementPlan("probe", tuple(hosts), config.env.num_envs), logs) as run:
-        probes = run.launch(prober(config), "probe", config, devices.torch_device(site.on.kind), site.parts)
+    here = not any(host.node for host in hosts)
+    plan = PlacementPlan("probe", tuple(hosts), config.env.num_envs)
+    with launch.cluster(config.with_values("cluster", backend="local") if here else config, plan, logs) as run:
+        prober = PROBERS[config.policy.speaks]
+        probes = run.launch(prober, "probe", config, devices.torch_device(site.on.kind), site.parts)
         sizes = site.sizes(config)
         decisions, horizon = affordable(sizes, probes, clock, share)
         for place, num_envs in enumerate(sizes):
@@ -236,13 +224,9 @@ def probe_site(
                 resets += samples.reset_s if place == 0 else []
             minibatch = share_of_step(config, num_envs, decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
-                found["step"][minibatch] += learned["step"]
-                found["whole"][minibatch] += learned["whole"]
-                used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned["bytes"])
-                if place == 0:
-                    fixed += learned["fixed"]
-                    ahead += learned["ahead"]
-                    item_bytes += learned["item_bytes"]
+                used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned.pop("bytes"))
+                for name, values in learned.items():
+                    found[name][minibatch] += values
             if place == 0 and len(hosts) > 1:
                 alone |= beside_nobody(probes[0], found, num_envs, decisions, minibatch)
         moves = probes.moves(sizes[0]).wait() if learns else []
@@ -255,9 +239,9 @@ def probe_site(
         policy = Cost(fit(found["policy"]), bytes=needed["policy"], last_s=last_s, alone=alone["policy"])
         costs["policy"] = movable(policy, [each["policy"] for each in moves], site.on)
     if learns:
-        fixed_s, ahead_s = median(fixed), median(ahead)
-        learner = Cost(fit(found["step"]), needed["learner"], fixed_s, alone=alone["whole"], ahead_s=ahead_s)
-        learner = replace(learner, item_bytes=median(item_bytes))
+        first = {name: median(next(iter(found[name].values()))) for name in ("fixed", "ahead", "item_bytes")}
+        learner = Cost(fit(found["step"]), needed["learner"], first["fixed"], alone=alone["whole"])
+        learner = replace(learner, ahead_s=first["ahead"], item_bytes=first["item_bytes"])
         costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
     return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
 
@@ -269,20 +253,6 @@ def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
     if config.policy.speaks:
         share = max(share // config.algo.group_size, 1) * config.algo.group_size
     return min(share, num_envs * decisions)
-
-
-def prober(config: RunConfig) -> str:
-    """The worker that measures the parts of this recipe."""
-    if config.policy.speaks:
-        return "embodied.profiling.conversation_probe:ConversationProbe"
-    return "embodied.profiling.role_probe:ProbeWorker"
-
-
-def beside(config: RunConfig, hosts: list[PlannedHost]) -> RunConfig:
-    """The recipe with plain processes where all are on this machine."""
-    if any(host.node for host in hosts):
-        return config
-    return config.with_values("cluster", backend="local")
 
 
 def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:
@@ -301,18 +271,11 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
 def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
     """The cost with what its workers need of a device, as a run counts it, and what it takes them to leave it and to
     come back."""
-    onload_s, offload_s = (median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s"))
+    seconds = {name: median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s")}
+    alike = {name: getattr(moves[0], name) for name in ("weight_bytes", "split_bytes")}
     own = CUDA_BYTES if on.kind == "gpu" else 0.0
     needed = constant(moves[0].bytes) if moves[0].split_bytes else cost.bytes
-    return replace(
-        cost,
-        bytes=needed.plus(own),
-        kept_bytes=own,
-        onload_s=onload_s,
-        offload_s=offload_s,
-        weight_bytes=moves[0].weight_bytes,
-        split_bytes=moves[0].split_bytes,
-    )
+    return replace(cost, bytes=needed.plus(own), kept_bytes=own, **seconds, **alike)
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:

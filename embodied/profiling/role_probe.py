@@ -8,7 +8,6 @@ with noise for actions, networks with what a few rows of a sim show, many times 
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -23,16 +22,8 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.arrays import num_rows, take_rows, text_lists
-from embodied.core.types import (
-    ActReply,
-    ActRequest,
-    BatchPart,
-    EpisodeList,
-    PolicyOutput,
-    Route,
-    Trajectory,
-    join,
-)
+from embodied.core.types import ActReply, ActRequest, BatchPart, EpisodeList, PolicyOutput, Route, Trajectory, join
+from embodied.envs import env_class
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.whole_episodes import arrays_of
 from embodied.learners.memory_estimate import Memory
@@ -228,14 +219,11 @@ class ProbeWorker(Worker):
             del learner
         return found
 
-    def forget(self, num_envs: int) -> None:
-        self.parts.pop(self._rows(num_envs)).sim.close()
-        gc.collect()
-
     def _play(self, part: ProbedPart, num_envs: int, decisions: int, route: Route) -> float:
         """-> seconds that went into resets of whole episodes."""
         alike = self.config.algo.group_size if self.grouped and not self.config.policy.speaks else 1
-        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks_of(self.config), group_size=alike)
+        tasks = env_class(self.config.env).tasks(self.config.env)
+        episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks, group_size=alike)
         if not self.grouped:
             part.sim.collect(episodes, route, decisions, (part.kept,))
             return 0.0
@@ -330,12 +318,6 @@ def real(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:
         worker.tick = tick
     worker.__init__(*args, **kwargs)
     return worker
-
-
-def tasks_of(config: RunConfig) -> Any:
-    from embodied.envs import env_class
-
-    return env_class(config.env).tasks(config.env)
 
 
 def used_bytes(simulator: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -76,43 +76,37 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
     return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **about)
 
 
-def with_cpu_memory(profile: Profile, memory_gb: float | None) -> Profile:
+def with_memory(profile: Profile, machines: Topology, memory_gb: float | None) -> tuple[Profile, list[DeviceClass]]:
     """The profile with what a run counts of the memory of cores: what policies and learners say they need where
-    `cluster.memory_gb` limits that, else only what simulators take of the machine."""
+    `cluster.memory_gb` limits that, else only what simulators take of the machine. And the devices that it knows, with
+    the memory that `cluster.memory_gb` leaves each."""
     costs = {name: dict(on) for name, on in profile.costs.items()}
     for name, on in costs.items():
         if "cpu" in on and (name == "sim") == (memory_gb is not None):
             on["cpu"] = replace(on["cpu"], bytes=NOTHING, offload_s=None, weight_bytes=0.0, split_bytes=0.0)
         elif "cpu" in on:
             on["cpu"] = replace(on["cpu"], item_bytes=0.0)
-    return replace(profile, costs=costs)
-
-
-def limited(classes: Iterable[DeviceClass], memory_gb: float | None) -> list[DeviceClass]:
-    """The classes with the memory that `cluster.memory_gb` leaves every device, if it is given."""
     limit = {} if memory_gb is None else {"memory_bytes": memory_gb * GB}
-    return [replace(one, **limit) for one in classes]
+    classes = [replace(c, **limit) for c in machines.classes() if c.count and profile.knows(c)]
+    return replace(profile, costs=costs), classes
 
 
 def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
     """Names what costs the same."""
     said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
-    for section, keys in AMOUNTS.items():
-        for key in keys:
-            said[section].pop(key, None)
+    free = {(section, key) for section, keys in AMOUNTS.items() for key in keys}
     if config.algo.name == "ppo" and not config.algo.kl_coef:  # nor where nobody compares with a reference
-        for key in ("kl_coef", "kl_estimator", "kl_in"):
-            del said["algo"][key]
-    for key in ("decoupled", "episode_mask"):  # nor where nothing is computed for stale decisions
-        if said["algo"].get(key) in (False, "none"):
-            del said["algo"][key]
-    for section, *keys in (("env", "modules", "robot"), ("policy", "value_head")):
-        for key in keys:  # where nobody asks for any, profiles from before there were these keys hold
-            if not said[section].get(key, True):
-                del said[section][key]
+        free |= {("algo", key) for key in ("kl_coef", "kl_estimator", "kl_in")}
     if not config.algo.whole_episodes:
-        for key in ("truncated", "overlong", "pools", "weighting"):
-            del said["algo"][key]
+        free |= {("algo", key) for key in ("truncated", "overlong", "pools", "weighting")}
+    # Nor where nothing is computed for stale decisions; and profiles from before there were the last three keys hold.
+    optional = ("algo", "decoupled"), ("algo", "episode_mask"), ("env", "modules"), ("env", "robot")
+    for section, key in (*optional, ("policy", "value_head")):
+        free |= {(section, key)} if said[section].get(key) in (None, False, "none", [], "") else set()
+    said = {
+        section: {key: value for key, value in values.items() if (section, key) not in free}
+        for section, values in said.items()
+    }
     more = sorted(role.name for role in others(roles))  # of a program with roles of its own
     return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
 
@@ -227,11 +221,10 @@ def plan_from_profile(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with the plan's stages, granularity and schedule, and the plan, on all devices that the profile
     knows."""
-    memory_gb = config.cluster.memory_gb
-    profile = with_cpu_memory(fitted_to(config, read_profile(path), path, roles), memory_gb)
+    profile = fitted_to(config, read_profile(path), path, roles)
+    profile, classes = with_memory(profile, machines, config.cluster.memory_gb)
     asked = config.pipeline.stages
     stages = (asked,) if asked > 1 else tuple(profile.made.get("stages", (1,)))
-    classes = limited((c for c in machines.classes() if c.count and profile.knows(c)), memory_gb)
     planner = Planner(profile.dataflow, profile, classes, stages)
     best = planner.best()
     if best is None:
@@ -262,9 +255,8 @@ def periodic_is_the_same(config: RunConfig) -> bool:
 def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
     """The fastest layout and its schedule, of those that learn the same."""
     if planner.dataflow.groups:
-        other = Planner(
-            planner.dataflow.under("periodic"), planner.pricer.profile, planner.classes, planner.stages
-        ).best()
+        dataflow = planner.dataflow.under("periodic")
+        other = Planner(dataflow, planner.pricer.profile, planner.classes, planner.stages).best()
         if other and other.price.seconds < (1 - PAYS) * best.price.seconds:
             return other, "periodic"
     return best, "sync"

@@ -203,7 +203,8 @@ def calibrate(
     roles = roles_of(program.roles)
     where, draws = homes(config, there, roles), draws_on_gpus(config.env)
     layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, others(roles))
-    config, profile = shortened(config, profile, Pricer(profile.dataflow, profile, classes), layouts[0], clock, roles)
+    expected_s = Pricer(profile.dataflow, profile, classes).price(layouts[0]).seconds
+    config, profile = shortened(config, profile, expected_s, clock, roles)
     resets_s = more_resets(config, profile, reset_s)
     profile = with_sim(profile, resets_s)
     for place, layout in enumerate(layouts):
@@ -323,18 +324,12 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
 
 
 def shortened(
-    config: RunConfig,
-    profile: Profile,
-    pricer: Pricer,
-    layout: Layout,
-    clock: Clock,
-    roles: Sequence[PlacedRole] = EMBODIED,
+    config: RunConfig, profile: Profile, expected_s: float, clock: Clock, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[RunConfig, Profile]:
-    """The recipe with fewer decisions and epochs per iteration, where so many iterations would take longer than there
-    is time. What is taken from the real runs is per decision and per gradient step."""
-    expected = pricer.price(layout).seconds
+    """The recipe with fewer decisions and epochs per iteration, where so many of `expected_s` would take longer than
+    there is time. What is taken from the real runs is per decision and per gradient step."""
     left = max(clock.seconds - clock.spent() - 2 * START_S, 0.1 * clock.seconds)
-    share = left / (2 * REAL_ITERATIONS * expected)
+    share = left / (2 * REAL_ITERATIONS * expected_s)
     if share >= 1:
         return config, profile
     decisions = profile.dataflow["sim"].calls
@@ -369,12 +364,6 @@ def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, p
         edges = traced_edges(timed_run.flows())
     rounds = rounds[1:]
     rest = [r.seconds - r.rollout_s - r.update_s - r.publish_s for r in rounds]
-    return RunTimings(
-        median(r.rollout_s for r in rounds),
-        median(r.update_s for r in rounds),
-        median(r.sync_s for r in rounds),
-        median(r.publish_s for r in rounds),
-        max(median(rest), 0.0),
-        edges,
-        {role: median(r.busy[role] * r.seconds for r in rounds) for role in rounds[0].busy},
-    )
+    phases = (median(getattr(r, f"{name}_s") for r in rounds) for name in ("rollout", "update", "sync", "publish"))
+    busy_s = {role: median(r.busy[role] * r.seconds for r in rounds) for role in rounds[0].busy}
+    return RunTimings(*phases, max(median(rest), 0.0), edges, busy_s)

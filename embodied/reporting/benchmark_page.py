@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from embodied.placement.reasons import equal_to_the_fastest, words
-from embodied.reporting.html import Html, page, section, table, tag
-from embodied.reporting.machine_page import MOST_TRACE_BYTES, is_move, worker_rows
+from embodied.reporting.html import Html, facts_table, page, problem, section, table, tag
+from embodied.reporting.machine_page import is_move, pieces_of, worker_rows
 from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
-from embodied.reporting.timeline import innermost, read_trace
 from embodied.system.cpu_load import under_load
 
 HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
@@ -76,17 +75,17 @@ def describe(result: Any) -> list[str]:
     lines.append("".join(f"{name:>{14 if i == 0 else 13}}" for i, name in enumerate(head_of(result))))
     for mode, row in rows_of(result).items():
         lines.append("".join(f"{cell:>{14 if i == 0 else 13}}" for i, cell in enumerate(cells(mode, row))))
-    lines += [
-        f"{mode:>14}  {result.expected[mode]['layout']}; {at_work(result.rounds[mode])}" for mode in rows_of(result)
-    ]
+    lines += [f"{mode:>14}  {layout_of(result, mode)}" for mode in rows_of(result)]
     lines += [f"{mode:>14}  not run: {reason}" for mode, reason in result.refused.items()]
     return [*lines, *verdict(result)]
 
 
-def at_work(rounds: Sequence[Any]) -> str:
-    """The share of the time in which the workers of each role did not wait."""
+def layout_of(result: Any, mode: str) -> str:
+    """What runs where, and the share of the time in which the workers of each role did not wait."""
+    rounds = result.rounds[mode]
     shares = {role: median(r.busy[role] for r in rounds) for role in rounds[0].busy}
-    return f"at work: {', '.join(f'{role} {share:.0%}' for role, share in shares.items())}"
+    busy = ", ".join(f"{role} {share:.0%}" for role, share in shares.items())
+    return f"{result.expected[mode]['layout']}; at work: {busy}"
 
 
 def cells(mode: str, row: dict[str, float]) -> list[str]:
@@ -184,42 +183,32 @@ def html(results: Sequence[Any], about: dict[str, Any]) -> str:
     for result in results:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
-        plans = [
-            tag("li", f"{mode}: {forecast['layout']}; {at_work(result.rounds[mode])}")
-            for mode, forecast in result.expected.items()
-        ]
+        plans = [tag("li", f"{mode}: {layout_of(result, mode)}") for mode in result.expected]
         lines = [tag("p", line) for line in verdict(result)]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
         found = [shown, *lines, tag("ul", *plans, *refused), *traced]
         parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *found))
     title = f"Placements of {about['recipe']}"
-    problems = [tag("p", line, class_="problem") for line in warnings(results, about)]
+    head = tag("header", tag("h1", title), *map(problem, warnings(results, about)))
     picture = tag("div", chart(results), class_="scroll")
-    return page(
-        title, tag("header", tag("h1", title), *problems), section("Measured", made(results, about), picture), *parts
-    )
+    return page(title, head, section("Measured", made(results, about), picture), *parts)
 
 
 def made(results: Sequence[Any], about: dict[str, Any]) -> Html:
     """Says when, where, of which code and under what load this was measured, and by which profiles it was predicted."""
+    machine = [about.get("host"), about.get("processor"), results[0].where if results else "", about.get("platform")]
     facts = {
         "recipe": about["recipe"],
         "date": about.get("date", ""),
         "commit": about.get("commit"),
-        "machine": machine_in_words(results, about),
+        "machine": ", ".join(str(part) for part in machine if part),
         "load": load_in_words(about.get("load", {})),
         "command": " ".join(map(str, about.get("command", []))),
     }
     for result in results:
         name = f"profile of {result.task}, {result.num_envs} envs" if len(results) > 1 else "profile"
         facts[name] = profile_in_words(result.profile)
-    rows = [tag("tr", tag("th", name), tag("td", value)) for name, value in facts.items() if value]
-    return tag("div", tag("table", tag("tbody", *rows), class_="facts"), class_="scroll")
-
-
-def machine_in_words(results: Sequence[Any], about: dict[str, Any]) -> str:
-    parts = [about.get("host"), about.get("processor"), results[0].where if results else "", about.get("platform")]
-    return ", ".join(str(part) for part in parts if part)
+    return facts_table(facts)
 
 
 def load_in_words(load: dict[str, Any]) -> str:
@@ -263,21 +252,18 @@ def warnings(results: Sequence[Any], about: dict[str, Any]) -> list[str]:
 
 def timeline(mode: str, path: Path) -> list[Html]:
     """One iteration of a mode, piece by piece, and what left a device or came back in it."""
-    if path.stat().st_size > MOST_TRACE_BYTES:
-        return [tag("p", f"{path.name} is too large to be drawn here; open it in a trace viewer.", class_="note")]
-    spans = innermost(read_trace(path))
+    spans, note = pieces_of(path)
+    if not spans:
+        return note
     begin = min(span.start_s for span in spans)
     moves = [
         [f"{span.start_s - begin:.3f} s", span.worker, span.name, f"{1e3 * (span.end_s - span.start_s):.2f} ms"]
         for span in sorted(spans, key=lambda span: span.start_s)
         if is_move(span.name)
     ]
-    moved = (
-        table(["at", "worker", "memory", "took"], moves, numeric=False)
-        if moves
-        else tag("p", f"{mode}: no memory moved.")
-    )
-    return [worker_rows(spans, f"{mode}: one iteration, piece by piece"), moved]
+    moved = table(["at", "worker", "memory", "took"], moves, numeric=False)
+    drawn = worker_rows(spans, f"{mode}: one iteration, piece by piece")
+    return [drawn, moved if moves else tag("p", f"{mode}: no memory moved.")]
 
 
 def chart(results: Sequence[Any]) -> Html:

@@ -4,8 +4,8 @@ other, differences on the same episodes (of single runs), what differs in their 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from shlex import join as join_words
@@ -19,24 +19,18 @@ from embodied.reporting.evaluation_page import (
     MOST_VIDEOS,
     PageVideos,
     answers_of,
-    figure_cells,
     named_table,
     outcome,
     prompt_name,
     transcripts_of,
     videos_by_episode,
 )
-from embodied.reporting.html import Html, join, page, section, table, tag
+from embodied.reporting.html import Html, join, page, problem, section, table, tag
 from embodied.reporting.runs import Evaluation, Run
-from embodied.reporting.seed_sets import SeedSet, alone
+from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, alone
 from embodied.reporting.success_stats import Prompt, compare, prompt_of
-from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
-from embodied.reporting.training_page import (
-    curve,
-    mean_in_evaluations,
-    success_in_evaluations,
-    success_in_training,
-)
+from embodied.reporting.svg import Series, line_chart, percent, short, swatch
+from embodied.reporting.training_page import curve, in_evaluations, success_in_training
 from embodied.reporting.transcripts import transcript_lines
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, legend
 from embodied.run.run_group import RunGroup
@@ -45,17 +39,7 @@ MOST_PROMPTS = 20  # whose answers are shown side by side
 
 # Keys of a protocol that decide how an episode is played
 SAME = ("env", "eval", "name", "backend", "max_episode_steps")
-SHOWN = (*MEASURES, "return", "episodes")  # figures of each run in the first table
 IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that change no episode
-
-
-@dataclass(frozen=True)
-class ComparedRun:
-    """A run on the page, with its name and colour there."""
-
-    run: Run
-    label: str
-    color: int
 
 
 def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> str:
@@ -73,14 +57,18 @@ def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
         note = tag("p", seed_sets_page.iqm_note(sets), class_="note")
         parts.append(section("Over seeds", seed_sets_page.tiles(sets[0]), note))
     if singles:
-        parts += of_single_runs([ComparedRun(one.runs[0], one.label, colors[one.label]) for one in sets], beside)
+        parts += of_single_runs(seed_sets_page.entries_of(sets, colors), beside)
     elif runs:
         note = seed_sets_page.CURVES_NOTE + seed_sets_page.DOTS_NOTE * (len(sets) == 1)
         parts.append(section("Curves", seed_sets_page.curves(sets, colors), note=note))
-        parts.append(section("Runs", seed_sets_page.runs_table(sets, beside, colors), note=seed_sets_page.RUNS_NOTE))
+        table_of_runs = seed_sets_page.runs_table(seed_sets_page.entries_of(sets, colors), beside)
+        parts.append(section("Runs", table_of_runs, note=seed_sets_page.RUNS_NOTE))
     if len(sets) > 1:
         parts.append(section("What differs", *what_differs(sets)))
-    parts.append(section("Where they come from", seed_sets_page.made_table(sets), recipe_of(group, runs)))
+    made = [seed_sets_page.made_table(sets)]
+    if group and runs:
+        made.append(tag("details", tag("summary", f"config.yaml of {runs[0].name}"), tag("pre", runs[0].config)))
+    parts.append(section("Where they come from", *made))
     return page(f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison", *parts)
 
 
@@ -119,15 +107,8 @@ def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Htm
         tag("h1", group.folder.resolve().name if group else f"{len(runs)} runs compared"),
         tag("p", " \u00b7 ".join(said)),
         tag("p", tag("code", f"python -m {join_words(group.command)}")) if group and group.command else None,
-        *[problem(text) for text in (*seed_sets_page.problems(sets), *mixed)],
+        *map(problem, (*seed_sets_page.problems(sets), *mixed)),
     )
-
-
-def recipe_of(group: RunGroup | None, runs: list[Run]) -> Html | None:
-    """The resolved recipe of the first run of a group."""
-    if group is None or not runs:
-        return None
-    return tag("details", tag("summary", f"config.yaml of {runs[0].name}"), tag("pre", runs[0].config))
 
 
 CURVES_NOTE = "Lines: the last episodes of training, which explores. Dots: evaluations. With 95% Wilson intervals."
@@ -141,60 +122,32 @@ PROMPTS_NOTE = (
 )
 
 
-def problem(text: str) -> Html:
-    return tag("p", text, class_="problem")
-
-
 def labels(runs: list[Run]) -> list[str]:
     """Folder names, with as much of their paths as is needed to distinguish them."""
-    if not runs:
-        return []
     parts = [run.folder.resolve().parts for run in runs]
-    for length in range(1, max(map(len, parts)) + 1):
+    for length in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(one[-length:]) for one in parts]
         if len(set(names)) == len(names):
             return names
     return [f"{'/'.join(one)} ({i})" for i, one in enumerate(parts, 1)]
 
 
-def swatch(color: int) -> Html:
-    return tag("i", class_=f"swatch c{color % COLORS}")
-
-
 def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
     """A row per run: its newest evaluation, how long it trained, and how fast; for language policies the version and
     the temperature they were evaluated at."""
     if all(entry.run.last and entry.run.last.of_text for entry in entries):
-        return named_table("run", {linked(entry, beside): answers_of(entry.run, entry.run.last) for entry in entries})
-    rows = []
-    for entry in entries:
-        run, figures = entry.run, entry.run.last.results["overall"] if entry.run.last else {}
-        trained = ["-"] * 3
-        if run.metrics:
-            steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
-            trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
-        state = run.info.get("state", "evaluation")
-        rows.append([linked(entry, beside), *figure_cells(figures, SHOWN), *trained, state])
-    return table(["run", *SHOWN, "env steps", "training s", "steps/s", "state"], rows)
-
-
-def linked(entry: ComparedRun, beside: Path) -> Html:
-    """A run's colour and name, which leads to its report."""
-    return join(swatch(entry.color), seed_sets_page.report_link(entry.run, entry.label, beside))
+        return named_table("run", {entry.linked(beside): answers_of(entry.run, entry.run.last) for entry in entries})
+    return seed_sets_page.runs_table(entries, beside)
 
 
 def overlaid(entries: list[ComparedRun]) -> list[Html]:
     charts = []
     for measure in MEASURES:
-        series = [*training_rates(entries, measure), *evaluation_points(entries, measure)]
-        if series:
+        if series := [*training_rates(entries, measure), *points(entries, measure)]:
             charts.append(line_chart(measure, series, (0.0, 1.0), percent))
-    charts.append(
-        line_chart(
-            "success_once by training time", lines(entries, "success_once", "train_s"), (0.0, 1.0), percent, "seconds"
-        )
-    )
-    charts.append(line_chart("episode return", [*lines(entries, "return"), *return_points(entries)]))
+    by_time = lines(entries, "success_once", "train_s")
+    charts.append(line_chart("success_once by training time", by_time, (0.0, 1.0), percent, "seconds"))
+    charts.append(line_chart("episode return", [*lines(entries, "return"), *points(entries, "return")]))
     charts.append(line_chart("env steps per second", lines(entries, "steps_per_s"), from_zero=True))
     texts = {"truncated": "answers cut off", "tokens": "tokens an answer", "tokens_per_s": "sampled tokens per second"}
     for name, title in texts.items():
@@ -214,18 +167,13 @@ def training_rates(entries: list[ComparedRun], measure: str) -> list[Series]:
     """The success rates in training, with their intervals where there are few runs."""
     if len(entries) > MOST_BANDS:
         return lines(entries, measure)
-    rates = [success_in_training(entry.run, measure, entry.label, entry.color) for entry in entries]
-    return [one for found in rates for one in found]
+    found = [success_in_training(entry.run, measure, entry.label, entry.color) for entry in entries]
+    return list(chain.from_iterable(found))
 
 
-def evaluation_points(entries: list[ComparedRun], measure: str) -> Iterator[Series]:
-    for entry in entries:
-        yield from success_in_evaluations(entry.run, measure, f"{entry.label}, evaluation", entry.color)
-
-
-def return_points(entries: list[ComparedRun]) -> list[Series]:
-    found = [mean_in_evaluations(entry.run, "return", f"{entry.label}, evaluation", entry.color) for entry in entries]
-    return [one for one in found if one.x]
+def points(entries: list[ComparedRun], key: str) -> list[Series]:
+    found = [in_evaluations(entry.run, key, f"{entry.label}, evaluation", entry.color) for entry in entries]
+    return list(chain.from_iterable(found))
 
 
 def differences(entries: list[ComparedRun]) -> list[Html]:
@@ -239,10 +187,8 @@ def differences(entries: list[ComparedRun]) -> list[Html]:
         if entry.run.last is None:
             notes.append(f"{entry.label} has no evaluation.")
             continue
-        unlike = other_prompts(first.run.last, entry.run.last)
-        ours, theirs = (
-            [one for one in each.run.last.episodes if prompt_of(one) not in unlike] for each in (first, entry)
-        )
+        unlike, both = other_prompts(first.run.last, entry.run.last), (first.run.last, entry.run.last)
+        ours, theirs = ([one for one in each.episodes if prompt_of(one) not in unlike] for each in both)
         if unlike:
             notes.append(f"{len(unlike)} prompts read otherwise in {entry.label} than in {first.label}: left out.")
         paired = compare(ours, theirs)
@@ -375,7 +321,5 @@ def settings(run: Run) -> dict[str, Any]:
     """The recipe's keys and the facts of provenance."""
     flat = flat_dict(read_yaml(run.config) or {})
     found = {key: value for key, value in flat.items() if key not in {"run.dir", *IRRELEVANT}}
-    made_by = run.provenance
-    for key in ("commit", "python", "platform", "cores"):
-        found[key] = made_by.get(key)
-    return found | {f"package {name}": version for name, version in made_by.get("packages", {}).items()}
+    found |= {key: run.provenance.get(key) for key in ("commit", "python", "platform", "cores")}
+    return found | {f"package {name}": version for name, version in run.provenance.get("packages", {}).items()}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from embodied.core.arrays import gather
 from embodied.core.types import EpisodeResult
 from embodied.reporting.html import Html, join, relative, table, tag
 from embodied.reporting.results import sampling
@@ -39,10 +40,8 @@ def per_task_table(evaluation: Evaluation) -> Html:
         found["all"] = evaluation.results["overall"]
     if evaluation.of_text:
         return named_table("task", {task: text_cells(figures) for task, figures in found.items()})
-    rows = []
-    for task, figures in found.items():
-        at_reset = figures["success_at_reset"]
-        rows.append([task, *figure_cells(figures), at_reset["count"] if at_reset else "-"])
+    at_reset = {task: (figures["success_at_reset"] or {}).get("count", "-") for task, figures in found.items()}
+    rows = [[task, *figure_cells(figures), at_reset[task]] for task, figures in found.items()]
     return table(["task", *FIGURES, "at reset"], rows)
 
 
@@ -50,16 +49,15 @@ def evaluations_table(run: Run) -> Html:
     """A row per evaluation of a run."""
     if run.last and run.last.of_text:
         return named_table("evaluation", {one.name: answers_of(run, one) for one in run.evaluations})
-    rows = []
-    for one in run.evaluations:
-        steps = run.env_steps(one.version)
-        rows.append([one.name, f"{steps:,}" if steps is not None else "-", *figure_cells(one.results["overall"])])
+    steps = [run.env_steps(one.version) for one in run.evaluations]
+    trained = ["-" if known is None else f"{known:,}" for known in steps]
+    rows = [[e.name, after, *figure_cells(e.results["overall"])] for e, after in zip(run.evaluations, trained)]
     return table(["evaluation", "env steps", *FIGURES], rows)
 
 
 def figure_cells(figures: dict[str, Any], names: Sequence[str] = FIGURES) -> list[object]:
     """A table's cells under these names; a dash for a figure that is not there."""
-    show = {**dict.fromkeys(MEASURES, measure_cell), "return": short, "length": short}
+    show = {**dict.fromkeys(MEASURES, rate_cell), "return": short, "length": short}
     return ["-" if figures.get(name) is None else show.get(name, str)(figures[name]) for name in names]
 
 
@@ -86,7 +84,7 @@ def text_cells(figures: dict[str, Any]) -> dict[str, object]:
     if not text:
         return {"errors": figures["errors"]}
     rates = {"success (avg@k)": text["avg"]} | {f"pass@{k}": rate for k, rate in text["pass"].items() if k != "1"}
-    found: dict[str, object] = {name: prompt_rate_cell(rate) for name, rate in rates.items() if rate}
+    found: dict[str, object] = {name: rate_cell(rate) for name, rate in rates.items() if rate}
     found |= {"answers": join(f"{figures['episodes']:,} ", tag("small", f"{text['samples']} to a prompt"))}
     found |= {"errors": figures["errors"], "return": "-" if figures["return"] is None else short(figures["return"])}
     if cut := text["truncated"]:
@@ -94,28 +92,17 @@ def text_cells(figures: dict[str, Any]) -> dict[str, object]:
     return found | ({"tokens an answer": short(text["tokens"])} if text["tokens"] is not None else {})
 
 
-def prompt_rate_cell(rate: dict[str, Any]) -> Html:
-    """`52.0% [44.1%, 59.8%]`"""
-    value, interval = describe_prompt_rate(rate)
-    return join(value, " ", tag("small", interval))
-
-
-def describe_prompt_rate(rate: dict[str, Any]) -> tuple[str, str]:
-    """("52.0%", "[44.1%, 59.8%]")"""
-    low, high = map(percent, rate["interval"])
-    return percent(rate["rate"]), f"[{low}, {high}]"
-
-
-def measure_cell(measure: dict[str, Any]) -> Html:
+def rate_cell(rate: dict[str, Any]) -> Html:
     """`88.5% [83.3%, 92.2%] 177/200`"""
-    rate, rest = describe_measure(measure)
-    return join(rate, " ", tag("small", *[join(tag("span", word), " ") for word in rest.rsplit(" ", 1)]))
+    value, *rest = describe_rate(rate)
+    return join(value, " ", tag("small", *[join(tag("span", words), " ") for words in rest]))
 
 
-def describe_measure(measure: dict[str, Any]) -> tuple[str, str]:
-    """("88.5%", "[83.3%, 92.2%] 177/200")"""
-    low, high = map(percent, measure["interval"])
-    return percent(measure["rate"]), f"[{low}, {high}] {measure['count']}/{measure['of']}"
+def describe_rate(rate: dict[str, Any]) -> list[str]:
+    """["88.5%", "[83.3%, 92.2%]", "177/200"]; of a mean over prompts, which counts nothing, the first two."""
+    low, high = map(percent, rate["interval"])
+    counts = [f"{rate['count']}/{rate['of']}"] if "count" in rate else []
+    return [percent(rate["rate"]), f"[{low}, {high}]", *counts]
 
 
 def histograms(evaluation: Evaluation) -> list[Html]:
@@ -123,13 +110,11 @@ def histograms(evaluation: Evaluation) -> list[Html]:
     played = [episode for episode in evaluation.episodes if not episode.error]
     groups = {kind: [one for one in played if outcome(one) == kind] for kind in OUTCOMES}
     returns = {kind: [one.total_reward for one in group] for kind, group in groups.items()}
+    title, unit, key = "Episode length", "env steps", "length"
     if evaluation.of_text:
-        lengths = {kind: [one.tokens for one in group] for kind, group in groups.items()}
-        sizes = histogram("Tokens of a conversation's answers", lengths, "tokens", whole=True)
-    else:
-        lengths = {kind: [one.length for one in group] for kind, group in groups.items()}
-        sizes = histogram("Episode length", lengths, "env steps", whole=True)
-    return [sizes, histogram("Return", returns, "return")]
+        title, unit, key = "Tokens of a conversation's answers", "tokens", "tokens"
+    sizes = {kind: [getattr(one, key) for one in group] for kind, group in groups.items()}
+    return [histogram(title, sizes, unit, whole=True), histogram("Return", returns, "return")]
 
 
 def conversations(evaluation: Evaluation, beside: Path) -> list[Html]:
@@ -173,10 +158,8 @@ def prompt_name(episode: EpisodeResult) -> str:
 def video_gallery(evaluation: Evaluation, beside: Path) -> Html | None:
     """The mosaic of all videos if there is one, and the first MOST_VIDEOS of each outcome, failures first."""
     episodes = {episode.index: episode for episode in evaluation.episodes}
-    found: dict[str, list[int]] = {}
     paths = videos_by_episode(evaluation)
-    for index in sorted(paths.keys() & episodes.keys()):
-        found.setdefault(outcome(episodes[index]), []).append(index)
+    found = gather((outcome(episodes[index]), index) for index in sorted(paths.keys() & episodes.keys()))
     chosen = [index for kind in OUTCOMES for index in found.get(kind, [])[:MOST_VIDEOS]]
     room, shown = PageVideos(beside), []
     if (mosaic := evaluation.folder / "videos" / MOSAIC).is_file():
@@ -201,10 +184,9 @@ class PageVideos:
     def show_episode(self, path: Path, episode: EpisodeResult, label: str = "") -> Html:
         """The video of an episode, with its outcome."""
         kind = outcome(episode)
+        shown = join(f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"))
         words = f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
-        return self.show(
-            path, f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"), f" {words}"
-        )
+        return self.show(path, shown, f" {words}")
 
     def show(self, path: Path, *words: object, **how: Any) -> Html:
         """A video and its caption. One inside the page is loaded at once; of a linked one only its metadata."""

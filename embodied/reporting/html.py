@@ -43,28 +43,30 @@ def tag(name: str, /, *children: object, **attributes: object) -> Html:
 
 def join(*children: object) -> Html:
     """The children one after the other, with text escaped."""
-    return Html(
-        "".join(
-            child if isinstance(child, Html) else escape(str(child), quote=False)
-            for child in children
-            if child is not None
-        )
-    )
+    there = (child for child in children if child is not None)
+    return Html("".join(one if isinstance(one, Html) else escape(str(one), quote=False) for one in there))
 
 
 def table(head: list[object], rows: list[list[object]], numeric: bool = True) -> Html:
     """A table that scrolls sideways on a narrow screen; all columns but the first hold numbers."""
-    kind = "numbers" if numeric else None
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("thead", tag("tr", *[tag("th", cell) for cell in head])),
-            tag("tbody", *[tag("tr", *[tag("td", cell) for cell in row]) for row in rows]),
-            class_=kind,
-        ),
-        class_="scroll",
-    )
+    names = tag("thead", tag("tr", *[tag("th", cell) for cell in head]))
+    body = tag("tbody", *[tag("tr", *[tag("td", cell) for cell in row]) for row in rows])
+    return tag("div", tag("table", names, body, class_="numbers" if numeric else None), class_="scroll")
+
+
+def facts_table(facts: dict[str, object]) -> Html:
+    """A row for each fact that is known."""
+    rows = [tag("tr", tag("th", name), tag("td", value)) for name, value in facts.items() if value]
+    return tag("div", tag("table", tag("tbody", *rows), class_="facts"), class_="scroll")
+
+
+def tile_list(found: list[tuple[str, str, str]]) -> Html:
+    """The most important figures, one per tile: (what, the figure, what else there is to say of it)."""
+    return tag("ul", *[tag("li", tag("span", a), tag("b", b), tag("span", c)) for a, b, c in found], class_="tiles")
+
+
+def problem(text: str) -> Html:
+    return tag("p", text, class_="problem")
 
 
 def relative(path: Path, beside: Path) -> str:
@@ -81,8 +83,9 @@ def page(title: str, *body: object) -> str:
     style = (ASSETS / "report.css").read_text(encoding="utf-8")
     script = (ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sources = f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'; media-src data: 'self' file:"
-    policy = f"default-src 'none'; {sources}"
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; media-src data: 'self' file:"
+    )
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

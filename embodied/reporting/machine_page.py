@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from embodied.reporting.html import Html, join, tag
+from embodied.core.arrays import gather
+from embodied.reporting.html import Html, facts_table, join, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.svg import Series, figure, legend, line_chart, short
 from embodied.reporting.timeline import TimedSpan, innermost, read_trace
@@ -30,7 +31,8 @@ def time_spent(run: Run) -> list[Html]:
     rows = [row for row in run.metrics if row.get("time/rollout_s") is not None]
     if not rows:
         return []
-    whole = iteration_seconds(rows)
+    before = [0.0, *[row["train_s"] for row in rows]]
+    whole = [max(row["train_s"] - earlier, 0.0) for row, earlier in zip(rows, before)]
     rollout = [row["time/rollout_s"] for row in rows]
     publish = [row["time/publish_s"] for row in rows]
     rest = [all_s - a - b for all_s, a, b in zip(whole, rollout, publish)]
@@ -40,20 +42,11 @@ def time_spent(run: Run) -> list[Html]:
         Series("rollout", steps, rollout, color=0),
         Series("update, after the rollout", steps, rest, color=1),
     ]
-    parts = {
-        "step": sum(row["time/step_s"] for row in rows),
-        "reset": sum(row["time/reset_s"] for row in rows),
-        "waiting for actions": sum(row["time/act_s"] for row in rows),
-        "update": sum(rest),
-        "publish": sum(publish),
-    }
+    playing = {"step": "step", "reset": "reset", "waiting for actions": "act"}
+    parts = {name: sum(row[f"time/{key}_s"] for row in rows) for name, key in playing.items()}
+    parts |= {"update": sum(rest), "publish": sum(publish)}
     bar = figure("All iterations, mean sim worker", shares_legend(parts), bar_of(parts, sum(whole)))
     return [tag("div", line_chart("Seconds per iteration", series), bar, class_="charts")]
-
-
-def iteration_seconds(rows: list[dict[str, Any]]) -> list[float]:
-    before = [0.0, *[row["train_s"] for row in rows]]
-    return [max(row["train_s"] - earlier, 0.0) for row, earlier in zip(rows, before)]
 
 
 def timeline_charts(run: Run) -> list[Html]:
@@ -61,18 +54,20 @@ def timeline_charts(run: Run) -> list[Html]:
     path = run.folder / TRACE
     if not path.is_file():
         return []
-    if path.stat().st_size > MOST_TRACE_BYTES:
-        return [tag("p", f"{TRACE} is too large to be drawn here; open it in a trace viewer.", class_="note")]
-    spans = innermost(read_trace(path))
+    spans, note = pieces_of(path)
     if not spans:
-        return []
+        return note
     last = max(span.iteration for span in spans)
     first = max(last - SHOWN_ITERATIONS + 1, 1)
     shown = [span for span in spans if first <= span.iteration <= last]
-    return [
-        per_worker(spans),
-        worker_rows(shown, f"Iterations {first} to {last}, piece by piece"),
-    ]
+    return [per_worker(spans), worker_rows(shown, f"Iterations {first} to {last}, piece by piece")]
+
+
+def pieces_of(path: Path) -> tuple[list[TimedSpan], list[Html]]:
+    """Every moment of a trace once, or a note instead where it is too large."""
+    if path.stat().st_size > MOST_TRACE_BYTES:
+        return [], [tag("p", f"{path.name} is too large to be drawn here; open it in a trace viewer.", class_="note")]
+    return innermost(read_trace(path)), []
 
 
 def per_worker(spans: list[TimedSpan]) -> Html:
@@ -100,10 +95,7 @@ def worker_rows(spans: list[TimedSpan], title: str) -> Html:
 
 
 def by_worker(spans: list[TimedSpan]) -> list[tuple[str, list[TimedSpan]]]:
-    found: dict[str, list[TimedSpan]] = {}
-    for span in spans:
-        found.setdefault(span.worker, []).append(span)
-    return list(found.items())[:MOST_ROWS]
+    return list(gather((span.worker, span) for span in spans).items())[:MOST_ROWS]
 
 
 def pieces(spans: list[TimedSpan], start: float, end: float) -> Html:
@@ -123,9 +115,8 @@ def pieces(spans: list[TimedSpan], start: float, end: float) -> Html:
         until = next((i for i in range(at, BINS) if kinds[i] != kinds[at]), BINS)
         if kinds[at] != IDLE:
             title = tag("title", f"{kinds[at]}, {(until - at) * width * 1e3:.3g} ms at {at * width:.4g} s")
-            shapes.append(
-                tag("rect", title, x=at, y=0, width=until - at, height=10, class_=f"bar {color_of(kinds[at])}")
-            )
+            place = {"x": at, "y": 0, "width": until - at, "height": 10}
+            shapes.append(tag("rect", title, **place, class_=f"bar {color_of(kinds[at])}"))
         at = until
     shapes += [moved(span, start, width) for span in spans if is_move(span.name)]
     return tag("svg", *shapes, viewBox=f"0 0 {BINS} 10", preserveAspectRatio="none", class_="pieces")
@@ -162,9 +153,8 @@ def bar_of(parts: dict[str, float], whole: float) -> Html:
 def shares_legend(parts: Iterable[str] | dict[str, float]) -> Html | None:
     """A legend of names with their colours, and with seconds where they are known."""
     seconds = parts if isinstance(parts, dict) else {}
-    return legend(
-        [(f"{name} {short(seconds[name])} s" if name in seconds else name, color_of(name), "") for name in parts]
-    )
+    words = {name: f"{name} {short(seconds[name])} s" if name in seconds else name for name in parts}
+    return legend([(words[name], color_of(name), "") for name in parts])
 
 
 def color_of(name: str) -> str:
@@ -188,18 +178,13 @@ def placement_chart(plan: dict[str, Any]) -> list[Html]:
     for host in hosts[:MOST_ROWS]:
         own = set(devices(host))
         colors = " ".join(f"c{roles.index(role) % 8}" for role in host["roles"][:1])
-        cells = [
-            tag(
-                "i",
-                title=f"{host['name']}: {column}" if column in own else column,
-                class_=colors if column in own else None,
-            )
-            for column in columns
-        ]
+        mine = {column: tag("i", title=f"{host['name']}: {column}", class_=colors) for column in own}
+        cells = [mine.get(column) or tag("i", title=column) for column in columns]
         chips = [tag("b", role, class_=f"chip c{roles.index(role) % 8}") for role in host["roles"]]
         label = join(tag("span", host["name"]), " ", *chips)
         rows.append(tag("div", tag("span", label), tag("div", *cells, class_="cells"), class_="strip"))
-    names = tag("div", *[tag("span", column.removeprefix("cpu:")) for column in ends(columns)], class_="ends")
+    named = columns if len(columns) <= 16 else [columns[0], columns[-1]]
+    names = tag("div", *[tag("span", column.removeprefix("cpu:")) for column in named], class_="ends")
     why = f"{plan['mode']}{': ' + plan['reason'] if plan.get('reason') else ''}"
     note = f"{why}. {plan['num_envs']} envs. A row is a process, a column a device; a filled cell is one it may use."
     left_out = len(hosts) - MOST_ROWS
@@ -210,10 +195,6 @@ def placement_chart(plan: dict[str, Any]) -> list[Html]:
 def devices(host: dict[str, Any]) -> list[str]:
     """The device or the cores of a host."""
     return [host["device"]] if host.get("device") else [f"cpu:{core}" for core in host.get("cores", ())]
-
-
-def ends(columns: list[str]) -> list[str]:
-    return columns if len(columns) <= 16 else [columns[0], columns[-1]]
 
 
 def provenance_table(run: Run) -> Html:
@@ -229,5 +210,4 @@ def provenance_table(run: Run) -> Html:
         "machine": f"{made_by.get('platform', '')}, {made_by.get('cores', '?')} cores",
         "resumed": ", ".join(str(one.get("at")) for one in run.info.get("resumed", [])),
     }
-    rows = [tag("tr", tag("th", name), tag("td", value)) for name, value in facts.items() if value]
-    return tag("div", tag("table", tag("tbody", *rows), class_="facts"), class_="scroll")
+    return facts_table(facts)

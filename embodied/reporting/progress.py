@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from io import FileIO, StringIO
 from pathlib import Path
 from shlex import quote
-from typing import Any, Protocol
+from typing import Any
 
 from embodied.core.files import replace_text
 from embodied.core.types import EpisodeResult
@@ -146,12 +146,8 @@ class Console:
         self.advice = ""  # what came before may have succeeded
         anew = "abandoned, since this simulator's state is not saved: new ones begin, and all that was learned is kept"
         lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
-        batches = (
-            "1 batch that was collected ahead was"
-            if dropped == 1
-            else f"{dropped} batches that were collected ahead were"
-        )
-        lost += f"; {batches} dropped" if dropped else ""
+        batch, was = ("batch", "was") if dropped == 1 else ("batches", "were")
+        lost += f"; {dropped} {batch} that {was} collected ahead {was} dropped" if dropped else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
     def nothing_left(self, done: int, total: int, otherwise: list[str]) -> None:
@@ -159,10 +155,12 @@ class Console:
         more = f"run.iterations={done + 10} would add 10"
         self.say(f"nothing left to train: {done} of {total} iterations are done; {more}")
         if otherwise:
-            command = (
-                f"python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} {' '.join(map(quote, otherwise))}"
-            )
+            command = f"{self.evaluate_command} {' '.join(map(quote, otherwise))}"
             self.say(f"nothing left to evaluate: it was done with other options; with these: {command}")
+
+    @property
+    def evaluate_command(self) -> str:
+        return f"python -m embodied.evaluate {quote(f'checkpoint={self.folder}')}"
 
     def end(self, state: dict, stopped: bool, spent: str, most: int | None = None) -> None:
         """Print where the time went, where everything is, and what to type next. `most`: as many episodes can be
@@ -180,20 +178,16 @@ class Console:
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
         more = f"eval.episodes={min(200, most or 200)}"
-        self.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} {more}")
+        self.say(f"  evaluate    {self.evaluate_command} {more}")
         self.say(f"  resume      python -m embodied.{self.command} {quote(f'resume={self.folder}')}")
 
     def _recent_means(self) -> dict[str, float | None]:
-        def mean(values: list) -> float | None:
-            known = [float(value) for value in values if value is not None]
-            return round(sum(known) / len(known), 4) if known else None
-
-        return {
-            "success_once": mean([episode.success_once for episode in self.recent]),
-            "success_at_end": mean([episode.success_at_end for episode in self.recent]),
-            "return": mean([episode.total_reward for episode in self.recent]),
-            "length": mean([episode.length for episode in self.recent]),
-        }
+        means: dict[str, float | None] = {}
+        for name in ("success_once", "success_at_end", "total_reward", "length"):
+            known = [float(value) for one in self.recent if (value := getattr(one, name)) is not None]
+            key = "return" if name == "total_reward" else name
+            means[key] = round(sum(known) / len(known), 4) if known else None
+        return means
 
 
 def text_parts(row: dict) -> list[str]:
@@ -229,14 +223,6 @@ def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, f
 # Metrics, in metrics.jsonl and with other loggers
 
 
-class RunLogger(Protocol):
-    def add(self, step: int, numbers: dict[str, float]) -> None:
-        """A point of every curve, after so many env steps."""
-
-    def close(self, failed: bool = False) -> None:
-        """Write what is left to write."""
-
-
 class RunLog:
     """Writes the console's lines and the iterations' numbers into a run's folder."""
 
@@ -244,7 +230,7 @@ class RunLog:
         self.path = run
         self.metrics = run / "metrics.jsonl"
         self._file: FileIO | None = None
-        self._loggers: list[RunLogger] = []
+        self._loggers: list[TensorBoardLogger | WandbLogger] = []
         self._tensorboard = True  # to be opened with the first row
 
     def begin(self, names: Sequence[str]) -> list[str]:
@@ -301,8 +287,7 @@ class RunLog:
     def _rows(self) -> list[dict]:
         if not self.metrics.is_file():
             return []
-        rows = map(row_of, self.metrics.read_text(errors="replace").splitlines())
-        return [row for row in rows if row]
+        return [row for row in map(row_of, self.metrics.read_text(errors="replace").splitlines()) if row]
 
     def _rewrite(self, rows: list[dict]) -> None:
         if self._file is not None:
@@ -328,6 +313,7 @@ class TensorBoardLogger:
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def add(self, step: int, numbers: dict[str, float]) -> None:
+        """A point of every curve, after so many env steps."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 

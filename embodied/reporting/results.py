@@ -120,17 +120,14 @@ LARGEST = 1e100
 Share = Annotated[float, Field(ge=-1e-6, le=1 + 1e-6)]  # rounding may leave the unit interval
 
 
-class Measure(TypedDict):
-    rate: Share
-    interval: Annotated[list[Share], Field(min_length=2, max_length=2)]
-    count: Count
-    of: Count
-
-
 class PromptRate(TypedDict):
     rate: Share
     interval: Annotated[list[Share], Field(min_length=2, max_length=2)]
     of: Count
+
+
+class Measure(PromptRate):
+    count: Count
 
 
 TextFigures = TypedDict(
@@ -248,19 +245,15 @@ def describe_results(results: dict) -> str:
     overall = results["overall"]
     if "text" in overall:
         return describe_answers(results)
-    parts = []
-    for name in ("success_once", "success_at_end"):
-        measure = overall[name]
-        if measure is not None:
-            low, high = measure["interval"]
-            parts.append(
-                f"{name} {measure['rate']:.1%} [{low:.1%}, {high:.1%}] ({measure['count']}/{overall['episodes']})"
-            )
-    if overall["errors"]:
-        parts.append(f"{overall['errors']} error episodes")
-    if overall["return"] is not None:
-        parts.append(f"return {overall['return']:.2f}")
-    return ", ".join(parts) or "no episode was played to its end"
+    known = {name: overall[name] for name in ("success_once", "success_at_end") if overall[name]}
+    rates = [f"{rate_in_words(name, rate)} ({rate['count']}/{overall['episodes']})" for name, rate in known.items()]
+    return ", ".join([*rates, *errors_and_return(overall)]) or "no episode was played to its end"
+
+
+def errors_and_return(overall: dict[str, Any]) -> list[str]:
+    """The figures that any env has, where there is anything to say of them."""
+    errors = [f"{overall['errors']} error episodes"] if overall["errors"] else []
+    return errors + ([f"return {overall['return']:.2f}"] if overall["return"] is not None else [])
 
 
 def describe_answers(results: dict) -> str:
@@ -269,11 +262,7 @@ def describe_answers(results: dict) -> str:
     found, samples = overall["text"], overall["text"]["samples"]
     rates = {f"avg@{samples}": found["avg"]} if samples > 1 else {"success": found["avg"]}
     rates |= {f"pass@{k}": rate for k, rate in found["pass"].items() if k != "1"}
-    parts = [rate_in_words(name, rate) for name, rate in rates.items() if rate]
-    if overall["errors"]:
-        parts.append(f"{overall['errors']} error episodes")
-    if overall["return"] is not None:
-        parts.append(f"return {overall['return']:.2f}")
+    parts = [rate_in_words(name, rate) for name, rate in rates.items() if rate] + errors_and_return(overall)
     if found["truncated"]:
         parts.append(f"{found['truncated']['rate']:.1%} cut off")
     if found["tokens"] is not None:
@@ -315,11 +304,6 @@ def describe_tasks(results: dict) -> str:
         return ""
     width = max(map(len, tasks))
     return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())
-
-
-def describe_comparison(comparison: dict) -> str:
-    """A line per pair of policies."""
-    return "\n".join(describe_pair(pair) for pair in comparison["pairs"])
 
 
 def describe_pair(pair: dict) -> str:

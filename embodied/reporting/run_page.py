@@ -16,14 +16,13 @@ from embodied.core.files import replace_text
 from embodied.reporting.evaluation_page import (
     MEASURES,
     conversations,
-    describe_measure,
-    describe_prompt_rate,
+    describe_rate,
     evaluations_table,
     histograms,
     per_task_table,
     video_gallery,
 )
-from embodied.reporting.html import Html, page, section, tag
+from embodied.reporting.html import Html, page, problem, section, tag, tile_list
 from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
 from embodied.reporting.results import sampling
 from embodied.reporting.runs import Evaluation, Run, read_run
@@ -47,7 +46,7 @@ def page_of(folder: Path, beside: Path) -> str:
     if not is_group(folder):
         return report(read_run(folder), beside)
     from embodied.reporting.comparison_page import comparison
-    from embodied.reporting.seed_sets import sets_of
+    from embodied.reporting.seed_sets_page import sets_of
 
     group = read_group(folder)
     return comparison(sets_of(group), beside, group)
@@ -58,18 +57,15 @@ def report_or_say_why(folder: Path) -> None:
     try:
         write_report(folder)
     except Exception as err:
-        print(
-            f"no report: {type(err).__name__}: {err}; python -m embodied.report {folder} tries again",
-            file=sys.stderr,
-            flush=True,
-        )
+        why = f"{type(err).__name__}: {err}"
+        print(f"no report: {why}; python -m embodied.report {folder} tries again", file=sys.stderr, flush=True)
 
 
 def report(run: Run, beside: Path) -> str:
     """The page as text; videos too large to be inside are linked relative to the folder `beside`."""
     parts = [header(run), tiles(run)]
     if run.metrics:
-        parts.append(section("Results", charts(result_charts(run)), note=RESULTS_NOTE))
+        parts.append(section("Results", tag("div", *result_charts(run), class_="charts"), note=RESULTS_NOTE))
     if run.last:
         parts += evaluation_parts(run, run.last, beside)
     if run.metrics:
@@ -77,8 +73,10 @@ def report(run: Run, beside: Path) -> str:
         parts.append(section("Where the time went", *time_spent(run), *timeline_charts(run)))
     if run.info.get("placement"):
         parts.append(section("Placement", *placement_chart(run.info["placement"])))
-    parts.append(recipe_and_provenance(run))
-    return page(f"{run.name} - report", *parts, footer())
+    recipe = run.config and tag("details", tag("summary", "config.yaml, the resolved recipe"), tag("pre", run.config))
+    parts.append(section("Recipe and provenance", provenance_table(run), recipe or None))
+    written = tag("footer", f"Written by Embodied Loop, {datetime.now(UTC):{WHEN}}.")
+    return page(f"{run.name} - report", *parts, written)
 
 
 PARTLY = (
@@ -98,10 +96,6 @@ TEXT_NOTE = (
 )
 
 
-def charts(figures: list[Html]) -> Html:
-    return tag("div", *figures, class_="charts")
-
-
 def header(run: Run) -> Html:
     state = run.info.get("state", "evaluation")
     cause = run.info.get("cause")
@@ -109,9 +103,9 @@ def header(run: Run) -> Html:
         "header",
         tag("h1", run.name),
         tag("p", tag("span", state, class_=f"state {state}"), f" \u00b7 {subject(run)}", span_of_time(run)),
-        tag("p", cause, class_="problem") if cause else None,
-        *[tag("p", problem, class_="problem") for problem in run.problems],
-        *[tag("p", PARTLY.format(name, how_far), class_="problem") for name, how_far in run.partial.items()],
+        *map(problem, [cause] if cause else []),
+        *map(problem, run.problems),
+        *[problem(PARTLY.format(name, how_far)) for name, how_far in run.partial.items()],
     )
 
 
@@ -150,8 +144,8 @@ def tiles(run: Run) -> Html:
             found += text_tiles(overall["text"], run.last.temperature)
         for name in () if "text" in overall else MEASURES:
             if overall[name]:
-                rate, rest = describe_measure(overall[name])
-                found.append((name, rate, rest))
+                rate, *rest = describe_rate(overall[name])
+                found.append((name, rate, " ".join(rest)))
         if overall["return"] is not None:
             found.append(("return", short(overall["return"]), f"mean of {overall['episodes']} episodes"))
         if overall["errors"]:
@@ -161,10 +155,11 @@ def tiles(run: Run) -> Html:
         found.append(("env steps", f"{row['env_steps']:,}", f"{row['iteration']} iterations"))
         found.append(("training time", duration(row["train_s"]), "without start and evaluations"))
         found.append(("env steps per second", f"{row['env_steps'] / max(row['train_s'], 1e-9):,.0f}", "on average"))
-        restarts, lost = (int(total(run, f"faults/{name}")) for name in ("restarts", "lost_decisions"))
+        faults = [f"faults/{name}" for name in ("restarts", "lost_decisions")]
+        restarts, lost = (int(sum(row.get(name, 0) for row in run.metrics)) for name in faults)
         if restarts or lost:
             found.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
-    return tag("ul", *[tag("li", tag("span", a), tag("b", b), tag("span", c)) for a, b, c in found], class_="tiles")
+    return tile_list(found)
 
 
 def text_tiles(text: dict[str, Any], temperature: float | None) -> list[tuple[str, str, str]]:
@@ -173,17 +168,13 @@ def text_tiles(text: dict[str, Any], temperature: float | None) -> list[tuple[st
     samples, most = text["samples"], max(map(int, text["pass"]), default=1)
     rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
     rates += [(f"pass@{most}", text["pass"][str(most)])] if most > 1 else []
-    found = [(name, describe_prompt_rate(rate), rate["of"]) for name, rate in rates if rate]
+    found = [(name, describe_rate(rate), rate["of"]) for name, rate in rates if rate]
     tiles = [(f"{name}{how}", value, f"{interval} {prompts} prompts") for name, (value, interval), prompts in found]
     if text["truncated"]:
         tiles.append(("answers cut off", percent(text["truncated"]["rate"]), "before the policy ended them"))
     if text["tokens"] is not None:
         tiles.append(("tokens an answer", short(text["tokens"]), "on average"))
     return tiles
-
-
-def total(run: Run, key: str) -> float:
-    return sum(row.get(key, 0) for row in run.metrics)
 
 
 def duration(seconds: float) -> str:
@@ -198,7 +189,7 @@ def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
     note = f"{shown.name}: {protocol_words(shown.results)}"
     if shown.results["overall"].get("text", {}).get("samples", 1) > 1:
         note = f"{note}. {TEXT_NOTE}"
-    parts = [section(title, per_task_table(shown), charts(histograms(shown)), note=note)]
+    parts = [section(title, per_task_table(shown), tag("div", *histograms(shown), class_="charts"), note=note)]
     if talks := conversations(shown, beside):
         parts.append(section("Conversations", *talks))
     if gallery := video_gallery(shown, beside):
@@ -222,16 +213,7 @@ def protocol_words(results: dict[str, Any]) -> str:
         f"temperature {how['temperature']:g}{'' if how['temperature'] else ' (greedy)'}"
         if "temperature" in how
         else "",
-        f"at most {protocol['max_episode_steps']} {'turns' if text else 'steps'}" if limited else "",
+        f"at most {limited} {'turns' if text else 'steps'}" if limited else "",
         f"physics {protocol['backend']}" if protocol.get("backend") else "",
     ]
     return ", ".join(word for word in words if word)
-
-
-def recipe_and_provenance(run: Run) -> Html:
-    recipe = run.config and tag("details", tag("summary", "config.yaml, the resolved recipe"), tag("pre", run.config))
-    return section("Recipe and provenance", provenance_table(run), recipe or None)
-
-
-def footer() -> Html:
-    return tag("footer", f"Written by Embodied Loop, {datetime.now(UTC):{WHEN}}.")

@@ -118,10 +118,8 @@ def read_run(folder: Path) -> Run:
 def read_evaluations(run: Path, problems: list[str]) -> list[Evaluation]:
     found = []
     for path in sorted(run.glob(f"eval/*/{RESULTS}")):
-        try:
+        with noted(problems):
             found.append(Evaluation(path.parent, *read_results(path.parent)))
-        except EmbodiedError as err:
-            problems.append(str(err))
     return sorted(found, key=lambda one: (not one.in_training, one.version, one.name))
 
 

@@ -1,27 +1,30 @@
-"""Parts of comparison.html about runs that differ in their seed: what they reach on average, how sure that is, which
-settings are apart, and their learning curves."""
+"""Runs that differ in their seed, read as sets, and the parts of comparison.html about them: what they reach on
+average, how sure that is, which settings are apart, and their learning curves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from embodied.core.arrays import gather
 from embodied.reporting.evaluation_page import MEASURES, figure_cells
-from embodied.reporting.html import Html, join, relative, table, tag
-from embodied.reporting.runs import Evaluation, Run
-from embodied.reporting.seed_sets import SeedSet
+from embodied.reporting.html import Html, join, relative, table, tag, tile_list
+from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.success_stats import mean_with_interval, over_seeds, standings
-from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
-from embodied.reporting.training_page import FEWEST, curve, mean_in_evaluations, success_in_evaluations
+from embodied.reporting.svg import Series, line_chart, percent, short, swatch
+from embodied.reporting.training_page import FEWEST, curve, in_evaluations
+from embodied.run.run_group import MISSING, OVER, RunGroup
 
 MOST_LINES = 12  # curves of single runs on a chart that shows several settings
 MOST_BANDS = 4  # settings whose intervals are drawn
 MOST_POINTS = 160  # of a mean curve
 FEW = 5  # seeds; of fewer a bootstrap's interval is little more than their range
 SCORES = (*MEASURES, "return")
+AXES = {"env_steps": "env steps", "train_s": "seconds"}
 RUNS_NOTE = (
     "The newest evaluation of each run during training, on the same held-out episodes, with 95% Wilson intervals: what "
     "other episodes would change, not what other seeds would."
@@ -37,6 +40,56 @@ CURVES_NOTE = (
 )
 DOTS_NOTE = " Dots: evaluations, with 95% Wilson intervals."
 ALONE_NOTE = "One run each: the intervals are over its episodes, and another seed may change the order."
+
+
+@dataclass(frozen=True)
+class SeedSet:
+    """Runs that are alike but for their seed."""
+
+    label: str
+    runs: list[Run]
+    seeds: list[int | None]  # one for each run; None where the run does not say
+    over: list[bool]  # whether each has come to its end
+    missing: list[str] = field(default_factory=list)  # runs that have no folder, and why
+
+    @property
+    def done(self) -> list[Run]:
+        """The runs that came to their end and were evaluated."""
+        return [run for run, over in zip(self.runs, self.over) if over and run.last]
+
+    def name(self, place: int) -> str:
+        """The label of the run at this place."""
+        seed = self.seeds[place]
+        return self.runs[place].name if seed is None else f"seed {seed}"
+
+
+def alone(run: Run, label: str) -> SeedSet:
+    """A run that is compared by itself."""
+    return SeedSet(label, [run], [None], [True])
+
+
+def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
+    """A set for each setting of a group, in the order in which they were asked for; `beside_others`: named with the
+    group."""
+    found = []
+    for setting in dict.fromkeys(member.setting for member in group.members):
+        mine = [member for member in group.members if member.setting == setting]
+        states = {member.key: group.state(member) for member in mine}
+        there = [member for member in mine if states[member.key] != MISSING]
+        missing = [
+            f"seed {one.seed} has not begun{f': {one.problem}' if one.problem else ''}"
+            for one in mine
+            if one not in there
+        ]
+        runs = [read_run(path) for member in there if (path := group.path(member))]
+        over = [states[member.key] in OVER for member in there]
+        folder = group.folder.resolve().name
+        label = ", ".join(filter(None, [folder, setting])) if beside_others else setting or folder
+        found.append(SeedSet(label, runs, [one.seed for one in there], over, missing))
+    return found
+
+
+# What they reach
 
 
 def scores_of(one: SeedSet, name: str) -> list[list[float]] | None:
@@ -93,18 +146,15 @@ def verdict(sets: Sequence[SeedSet]) -> str:
         return "No run has come to its end yet."
     if len(places) == 1:
         return ""
-    by_place: dict[str, list[str]] = {}
-    for one in in_order(sets):
-        by_place.setdefault(places.get(one.label, "-"), []).append(one.label)
+    by_place = gather((places.get(one.label, "-"), one.label) for one in in_order(sets))
     near, behind = (by_place.get(place, []) for place in ("not apart", "behind"))
     if not behind:
         said = "no setting is apart from the one with the highest figure: their 95% intervals overlap."
     elif "best" in by_place:
         said = f"{by_place['best'][0]} is best: its 95% interval lies above all others."
     elif "highest" in by_place:
-        said = (
-            f"{by_place['highest'][0]} is highest, and not apart from {'; '.join(near)}: their 95% intervals overlap."
-        )
+        highest = by_place["highest"][0]
+        said = f"{highest} is highest, and not apart from {'; '.join(near)}: their 95% intervals overlap."
     else:
         said = f"{'; '.join(near)} are not apart: their 95% intervals overlap."
     after = f" Behind: {'; '.join(behind)}." if near and behind else ""
@@ -126,8 +176,7 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
         figures = [iqm_cell(summary(one, name), name) for name in SCORES]
         cost = [mean_of(one.done, key) for key in ("env_steps", "train_s")]
         seeds = f"{len(one.done)} of {total}" if len(one.done) < total else str(total)
-        label = join(tag("i", class_=f"swatch c{colors[one.label] % COLORS}"), one.label)
-        place = places.get(one.label, "-")
+        label, place = join(swatch(colors[one.label]), one.label), places.get(one.label, "-")
         rows.append([label, tag("b", place) if place in ("best", "highest") else place, seeds, *figures, *cost])
     head = ["setting", "", "runs", *(f"{name}, IQM" for name in SCORES), "env steps", "training s"]
     return table(head, rows)
@@ -137,11 +186,15 @@ def iqm_cell(found: dict[str, Any] | None, name: str) -> object:
     """`96.7% [95.0%, 98.0%]`"""
     if not found:
         return "-"
+    iqm, interval = spelt(found, name)
+    return join(iqm, " ", tag("small", interval) if interval else "")
+
+
+def spelt(found: dict[str, Any], name: str) -> tuple[str, str]:
+    """("96.7%", "[95.0%, 98.0%]"); the interval is empty where there is none."""
     show = short if name == "return" else percent
-    interval = found["interval"]
-    return join(
-        show(found["iqm"]), " ", tag("small", f"[{show(interval[0])}, {show(interval[1])}]") if interval else ""
-    )
+    bounds = map(show, found["interval"] or ())
+    return show(found["iqm"]), f"[{', '.join(bounds)}]" if found["interval"] else ""
 
 
 def iqm_note(sets: Sequence[SeedSet]) -> str:
@@ -160,12 +213,11 @@ def tiles(one: SeedSet) -> Html:
     found = [("runs at their end", f"{len(one.done)} of {len(one.runs) + len(one.missing)}", "with an evaluation")]
     for name in SCORES:
         if known := summary(one, name):
-            show, interval = short if name == "return" else percent, known["interval"]
-            said = f"[{show(interval[0])}, {show(interval[1])}]" if interval else "one seed: no interval"
-            found.append((f"{name}, IQM", show(known["iqm"]), f"{said}, {known['seeds']} seeds"))
+            iqm, interval = spelt(known, name)
+            found.append((f"{name}, IQM", iqm, f"{interval or 'one seed: no interval'}, {known['seeds']} seeds"))
     for key, words in (("env_steps", "env steps"), ("train_s", "seconds of training")):
         found.append((words, mean_of(one.done, key), "mean over runs"))
-    return tag("ul", *[tag("li", tag("span", a), tag("b", b), tag("span", c)) for a, b, c in found], class_="tiles")
+    return tile_list(found)
 
 
 # Curves
@@ -173,19 +225,17 @@ def tiles(one: SeedSet) -> Html:
 
 def curves(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
     """Success and return over env steps and over seconds, every run and the mean of each set."""
-    rates = [
-        name for name in MEASURES if any(run.metrics and run.metrics[-1].get(name) is not None for run in all_of(sets))
-    ]
+
+    def series(name: str, x: str = "env_steps") -> list[Series]:
+        return [one for found in sets for one in set_curves(found, sets, name, x, colors)]
+
+    last = [run.metrics[-1] for run in all_of(sets) if run.metrics]
     charts = []
-    for name in rates:
-        for x, x_name in (("env_steps", "env steps"), ("train_s", "seconds"))[: 2 if name == MEASURES[0] else 1]:
-            series = [one for found in sets for one in set_curves(found, sets, name, x, colors)]
-            charts.append(line_chart(f"{name} over {x_name}", series, (0.0, 1.0), percent, x_name))
-    for x, x_name in (("env_steps", "env steps"), ("train_s", "seconds")):
-        series = [one for found in sets for one in set_curves(found, sets, "return", x, colors)]
-        charts.append(line_chart(f"return over {x_name}", series, x_name=x_name))
-    speed = [one for found in sets for one in set_curves(found, sets, "steps_per_s", "env_steps", colors)]
-    charts.append(line_chart("env steps per second", speed, from_zero=True))
+    for name in [name for name in MEASURES if any(row.get(name) is not None for row in last)]:
+        for x in AXES if name == MEASURES[0] else ("env_steps",):
+            charts.append(line_chart(f"{name} over {AXES[x]}", series(name, x), (0.0, 1.0), percent, AXES[x]))
+    charts += [line_chart(f"return over {name}", series("return", x), x_name=name) for x, name in AXES.items()]
+    charts.append(line_chart("env steps per second", series("steps_per_s"), from_zero=True))
     return tag("div", *charts, class_="charts")
 
 
@@ -202,17 +252,14 @@ def set_curves(one: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors:
     for place, run in shown:
         label = label_of(one, place, sets)
         color = 1 + place if single else own
-        found = curve(run, name, label, color, x)
-        series.append(Series(label, found.x, found.y, color=color, faint=len(one.runs) > 1))
-        if single and x == "env_steps" and name in MEASURES:
-            series += success_in_evaluations(run, name, f"{label}, evaluation", color)
-        elif single and x == "env_steps" and name == "return":
-            series.append(mean_in_evaluations(run, name, f"{label}, evaluation", color))
+        series.append(replace(curve(run, name, label, color, x), faint=len(one.runs) > 1))
+        if single and x == "env_steps" and name in SCORES:
+            series += in_evaluations(run, name, f"{label}, evaluation", color)
     if len(one.runs) > 1:
         series += mean_curve(one, name, x, own, len(sets) <= MOST_BANDS, "" if single else one.label)
     elif not shown and one.runs:
         series.append(curve(one.runs[0], name, one.label, own, x))
-    return [found for found in series if len(found.x)]
+    return series
 
 
 def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool, label: str = "") -> list[Series]:
@@ -237,25 +284,42 @@ def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool, label: s
 # Every run
 
 
-def runs_table(sets: Sequence[SeedSet], beside: Path, colors: dict[str, int]) -> Html:
-    """A row per run: its final evaluation, what it cost, and what made it."""
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run on the page, with its name and colour there."""
+
+    run: Run
+    label: str
+    color: int
+
+    def linked(self, beside: Path) -> Html:
+        """Its colour and its name, which leads to its report."""
+        report = self.run.folder / "report.html"
+        name = tag("a", self.label, href=relative(report, beside)) if report.is_file() else self.label
+        return join(swatch(self.color), name)
+
+
+def entries_of(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[ComparedRun]:
+    """Every run; those of the only set have colours of their own."""
+    return [
+        ComparedRun(run, label_of(one, place, sets), 1 + place if len(sets) == 1 else colors[one.label])
+        for one in sets
+        for place, run in enumerate(one.runs)
+    ]
+
+
+def runs_table(entries: Sequence[ComparedRun], beside: Path) -> Html:
+    """A row per run: its newest evaluation, how long it trained, how fast, and how it ended."""
     rows = []
-    for one in sets:
-        for place, run in enumerate(one.runs):
-            figures = run.last.results["overall"] if run.last else {}
-            color = 1 + place if len(sets) == 1 else colors[one.label]
-            link = report_link(run, label_of(one, place, sets), beside)
-            name = join(tag("i", class_=f"swatch c{color % COLORS}"), link)
-            cost = [f"{run.metrics[-1][key]:,.0f}" if run.metrics else "-" for key in ("env_steps", "train_s")]
-            state = run.info.get("state", "evaluation")
-            rows.append([name, *figure_cells(figures, SCORES), *cost, tag("span", state, class_=f"state {state}")])
-    return table(["run", *SCORES, "env steps", "training s", "state"], rows)
-
-
-def report_link(run: Run, label: str, beside: Path) -> Html | str:
-    """A run's name, which leads to its report."""
-    report = run.folder / "report.html"
-    return tag("a", label, href=relative(report, beside)) if report.is_file() else label
+    for entry in entries:
+        run, trained = entry.run, ["-"] * 3
+        if run.metrics:
+            steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
+            trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
+        cells = figure_cells(run.last.results["overall"] if run.last else {}, (*SCORES, "episodes"))
+        state = run.info.get("state", "evaluation")
+        rows.append([entry.linked(beside), *cells, *trained, tag("span", state, class_=f"state {state}")])
+    return table(["run", *SCORES, "episodes", "env steps", "training s", "steps/s", "state"], rows)
 
 
 def made_table(sets: Sequence[SeedSet]) -> Html:
@@ -265,9 +329,8 @@ def made_table(sets: Sequence[SeedSet]) -> Html:
         made_by = run.provenance
         began = str(run.info.get("started", "-"))[:16].replace("T", "\u00a0")
         again = len(run.info.get("resumed", []))
-        machine = (
-            f"{made_by.get('host') or ''} {made_by.get('platform') or ''}, {made_by.get('cores', '?')} cores".strip()
-        )
+        where = f"{made_by.get('host') or ''} {made_by.get('platform') or ''}".strip()
+        machine = f"{where}, {made_by.get('cores', '?')} cores"
         resumed = f"{again} time{'s' * (again > 1)}" if again else "-"
         rows.append([label.replace(" ", "\u00a0"), run.name, began, resumed, made_by.get("commit") or "-", machine])
     return table(["run", "folder", "began (UTC)", "resumed", "commit", "machine"], rows, numeric=False)
@@ -275,15 +338,12 @@ def made_table(sets: Sequence[SeedSet]) -> Html:
 
 def in_words(sets: Sequence[SeedSet]) -> list[str]:
     """A line per setting for the console, the best first: its success, or the return of an env without."""
-    name = ranked_by(sets)
-    known = [(one, found) for one in in_order(sets) if name and (found := summary(one, name))]
-    show = short if name == "return" else percent
-    return [
-        f"{one.label}: {name} {show(found['iqm'])}"
-        + (f" [{show(found['interval'][0])}, {show(found['interval'][1])}]" if found["interval"] else "")
-        + (f", IQM of {found['seeds']} seeds" if found["seeds"] > 1 else ", one seed")
-        for one, found in known
-    ]
+    name, lines = ranked_by(sets), []
+    for one in in_order(sets) if name else ():
+        if found := summary(one, name):
+            seeds = f"IQM of {found['seeds']} seeds" if found["seeds"] > 1 else "one seed"
+            lines.append(f"{one.label}: {name} {' '.join(filter(None, spelt(found, name)))}, {seeds}")
+    return lines
 
 
 def label_of(one: SeedSet, place: int, sets: Sequence[SeedSet]) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any
 
 import numpy as np
 
+from embodied.core.arrays import gather
 from embodied.core.types import EpisodeResult
 
 Prompt = tuple[str, int, int]  # task, number, seed
@@ -91,14 +92,6 @@ def prompt_of(episode: EpisodeResult) -> Prompt:
     return episode.task, episode.init_state_id, episode.seed if episode.init_state_id < 0 else 0
 
 
-def gather(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
-    """The values of each key."""
-    found: dict[Any, list[Any]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
-
-
 def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
     """avg@k and pass@k of so many answers to each prompt, how many were cut off, and how long they are."""
     prompts = [prompt_of(episode) for episode in played]
@@ -119,9 +112,8 @@ def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
 def pass_rate(by_prompt: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
     """pass@k over the prompts that have at least k answers."""
     enough = [right for right in by_prompt if len(right) >= k]
-    answers = (
-        sum(map(len, enough)) if k == 1 else len(enough)
-    )  # of several answers to a prompt only the best one counts
+    # Of several answers to a prompt only the best one counts.
+    answers = sum(map(len, enough)) if k == 1 else len(enough)
     return rate_over_prompts([pass_at(k, sum(right), len(right)) for right in enough], answers)
 
 
@@ -144,12 +136,12 @@ def effective_sample_size(shares: list[float], answers: int) -> float:
     rate, prompts = fmean(shares), len(shares)
     if prompts < 2 or not 0 < rate < 1:
         return float(prompts)
-    variance = math.fsum((share - rate) ** 2 for share in shares) / (prompts - 1) / prompts
-    return min(max(prompts, rate * (1 - rate) / variance if variance else answers), answers)
+    squared_error = variance(shares) / prompts
+    return min(max(prompts, rate * (1 - rate) / squared_error if squared_error else answers), answers)
 
 
 def mean(values: list[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    return fmean(values) if values else None
 
 
 # Two policies on the same episodes
@@ -208,13 +200,12 @@ def compare_outcomes(pairs: list[tuple[bool | None, bool | None]]) -> dict[str, 
     known = [(bool(a), bool(b)) for a, b in pairs if a is not None and b is not None]
     if not known:
         return None
-    both, only_second, only_first, neither = (
-        known.count(kind) for kind in ((True, True), (False, True), (True, False), (False, False))
-    )
-    difference, low, high = paired_difference(both, only_second, only_first, neither)
-    counts = {"both": both, "only_first": only_first, "only_second": only_second, "neither": neither}
+    kinds = {"both": (True, True), "only_first": (True, False), "only_second": (False, True), "neither": (False, False)}
+    counts = {name: known.count(kind) for name, kind in kinds.items()}
+    both, only_first, only_second, neither = counts.values()
+    difference, *interval = paired_difference(both, only_second, only_first, neither)
     p_value = exact_mcnemar(only_first, only_second)
-    return {**counts, "difference": difference, "interval": [low, high], "p_value": p_value}
+    return {**counts, "difference": difference, "interval": interval, "p_value": p_value}
 
 
 def exact_mcnemar(one: int, other: int) -> float:
@@ -243,9 +234,7 @@ def compare_means(differences: list[float]) -> dict[str, Any] | None:
     """Mean of paired differences, with the normal 95% interval."""
     if len(differences) < 2:
         return None
-    centre = math.fsum(differences) / len(differences)
-    variance = math.fsum((one - centre) ** 2 for one in differences) / (len(differences) - 1)
-    half = Z95 * math.sqrt(variance / len(differences))
+    centre, half = fmean(differences), Z95 * math.sqrt(variance(differences) / len(differences))
     return {"difference": centre, "interval": [centre - half, centre + half]}
 
 
@@ -289,9 +278,8 @@ def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[st
         return dict.fromkeys(found, "-")
     top = max(found, key=lambda name: found[name][0])
     low = (found[top][1] or (-math.inf,))[0]
-    places = {
-        name: "behind" if interval and interval[1] < low else "not apart" for name, (_, interval) in found.items()
-    }
+    intervals = {name: interval for name, (_, interval) in found.items()}
+    places = {name: "behind" if span and span[1] < low else "not apart" for name, span in intervals.items()}
     tied = sum(figure == found[top][0] for figure, _ in found.values()) > 1
     alone = all(place == "behind" for name, place in places.items() if name != top)
     return places | {top: "not apart" if tied else "best" if alone else "highest"}

@@ -39,7 +39,6 @@ class Series:
     high: Sequence[float] = ()
     points: bool = False  # measured now and then: dots instead of a line
     color: int = 0
-    dashed: bool = False
     faint: bool = False  # one of many, behind their mean
 
 
@@ -94,13 +93,11 @@ def line_chart(
     up = y_axis([y for one in drawn for ys in (one.y, one.low, one.high) for y in ys], y_range, from_zero)
     shapes = [*grid(across, up, show)]
     for one in drawn:
-        shapes += dots(one, across, up, show) if one.points else line(one, across, up, show)
+        shapes += drawn_series(one, across, up, show)
     marks: dict[int, tuple] = {}  # by colour: evaluations of a run that has a line need no entry of their own
     for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
-        mark = "dot" if one.points else "dash" if one.dashed else ""
-        marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", mark))
-    entries = list(marks.values())
-    return figure(title, legend(entries), canvas(title, shapes, x_name))
+        marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", "dot" if one.points else ""))
+    return figure(title, legend(list(marks.values())), canvas(title, shapes, x_name))
 
 
 def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False) -> Html:
@@ -186,11 +183,13 @@ def legend(entries: list[tuple[str, str, str]]) -> Html | None:
     """A legend of entries (name, style class, kind of mark); None where there is only one."""
     if len(entries) < 2:
         return None
-    return tag(
-        "ul",
-        *[tag("li", tag("i", class_=f"{style} {mark}".strip()), name) for name, style, mark in entries],
-        class_="legend",
-    )
+    marks = [tag("li", tag("i", class_=f"{style} {mark}".strip()), name) for name, style, mark in entries]
+    return tag("ul", *marks, class_="legend")
+
+
+def swatch(color: int) -> Html:
+    """A spot of this colour, before the name of what has it."""
+    return tag("i", class_=f"swatch c{color % COLORS}")
 
 
 def canvas(title: str, shapes: Sequence[Html], x_name: str, read: bool = True) -> Html:
@@ -211,30 +210,25 @@ def grid(across: Axis, up: Axis, show: Callable[[float], str], whole_y: bool = F
     return shapes
 
 
-def line(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
+def drawn_series(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
+    """Dots with their whiskers, or a line before its band."""
     color = f"c{one.color % COLORS}"
     spots = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.y)]
     shapes = []
+    if one.points:
+        for (x, _), low, high in zip(spots, one.low, one.high):
+            shapes.append(tag("line", x1=x, x2=x, y1=up.at(low), y2=up.at(high), class_=f"whisker {color}"))
+        shapes += [tag("circle", cx=x, cy=y, r=3.5, class_=f"dot {color}") for x, y in spots]
+        # Invisible: it carries the numbers for the pointer.
+        return [*shapes, tag("polyline", points=path(spots), class_=f"unseen {color}", **numbers(one, show))]
     if one.low:
         there = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.high)]
         back = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.low)]
         shapes.append(tag("polygon", points=path([*there, *reversed(back)]), class_=f"band {color}"))
-    kind = f"line {color}{' dash' if one.dashed else ''}{' faint' if one.faint else ''}"
+    kind = f"line {color}{' faint' if one.faint else ''}"
     shapes.append(tag("polyline", points=path(spots), class_=kind, **numbers(one, show)))
     if len(spots) == 1:
         shapes.append(tag("circle", cx=spots[0][0], cy=spots[0][1], r=3, class_=f"dot {color}"))
-    return shapes
-
-
-def dots(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
-    color = f"c{one.color % COLORS}"
-    spots = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.y)]
-    shapes = []
-    for (x, _), low, high in zip(spots, one.low, one.high):
-        shapes.append(tag("line", x1=x, x2=x, y1=up.at(low), y2=up.at(high), class_=f"whisker {color}"))
-    shapes += [tag("circle", cx=x, cy=y, r=3.5, class_=f"dot {color}") for x, y in spots]
-    # Invisible: it carries the numbers for the pointer.
-    shapes.append(tag("polyline", points=path(spots), class_=f"unseen {color}", **numbers(one, show)))
     return shapes
 
 
@@ -253,11 +247,8 @@ def path(spots: list[tuple[float, float]]) -> str:
 def finite(one: Series) -> Series:
     """The series without the points that have no finite number."""
     keep = [i for i, y in enumerate(one.y) if y is not None and math.isfinite(y)]
-    picked = {
-        name: [values[i] for i in keep] if len(values := getattr(one, name)) else []
-        for name in ("x", "y", "low", "high")
-    }
-    return replace(one, **picked)
+    values = {name: getattr(one, name) for name in ("x", "y", "low", "high")}
+    return replace(one, **{name: [found[i] for i in keep] if found else [] for name, found in values.items()})
 
 
 def thinned(one: Series) -> Series:
@@ -266,15 +257,12 @@ def thinned(one: Series) -> Series:
         return one
     size = math.ceil(len(one.x) / MOST_POINTS)
     parts = [slice(i, i + size) for i in range(0, len(one.x), size)]
-    return Series(
-        one.name,
-        [one.x[part][-1] for part in parts],
-        [fmean(one.y[part]) for part in parts],
-        [min(one.low[part] or one.y[part]) for part in parts],
-        [max(one.high[part] or one.y[part]) for part in parts],
-        color=one.color,
-        dashed=one.dashed,
-        faint=one.faint,
+    return replace(
+        one,
+        x=[one.x[part][-1] for part in parts],
+        y=[fmean(one.y[part]) for part in parts],
+        low=[min(one.low[part] or one.y[part]) for part in parts],
+        high=[max(one.high[part] or one.y[part]) for part in parts],
     )
 
 

@@ -38,15 +38,6 @@ class TimedSpan:
     iteration: int
 
 
-@dataclass(frozen=True)
-class Phases:
-    """A group's use of time: shares of its workers' wall-clock time by name, without waiting; the rest is idle."""
-
-    role: str
-    shares: dict[str, float]
-    idle: float
-
-
 class Timeline:
     """Collects the spans of a run's groups and the driver's `timers`; `path` gets those of the first `iterations`."""
 
@@ -91,7 +82,7 @@ class Timeline:
         self._close()
         wall = perf_counter() - self.began
         pairs = zip(self.groups, self.before, strict=True)
-        return describe(phases(group.role, before, group.timings().survivors(), wall) for group, before in pairs)
+        return describe({group.role: shares(before, group.timings().survivors(), wall) for group, before in pairs})
 
     def _close(self) -> None:
         if self.writer is not None:
@@ -105,8 +96,9 @@ class Timeline:
             self.writer.note(worker, f"{recording.lost} more pieces were not kept", iteration)
 
 
-def phases(role: str, before: dict[str, dict], after: dict[str, dict], wall_s: float) -> Phases:
-    """A group's shares between two readings of its workers' totals. A restarted worker counts from its restart."""
+def shares(before: dict[str, dict], after: dict[str, dict], wall_s: float) -> dict[str, float]:
+    """A group's use of time between two readings of its workers' totals: shares of its workers' wall-clock time by
+    name, the largest first; waiting is part of `idle`, the last. A restarted worker counts from its restart."""
     own: dict[str, float] = defaultdict(float)
     for worker, new in after.items():
         old = before.get(worker, {})
@@ -115,20 +107,18 @@ def phases(role: str, before: dict[str, dict], after: dict[str, dict], wall_s: f
         for name, total in new.items():
             own[name] += total.own_s - (old[name].own_s if name in old else 0.0)
     whole = wall_s * max(len(after), 1)
-    shares = {name: seconds / whole for name, seconds in own.items() if name != "wait"}
-    shares = dict(sorted(shares.items(), key=lambda item: -item[1]))
-    return Phases(role, shares, max(0.0, 1.0 - sum(shares.values())))
+    found = {name: seconds / whole for name, seconds in own.items() if name != "wait"}
+    found = dict(sorted(found.items(), key=lambda item: -item[1]))
+    return found | {"idle": max(0.0, 1.0 - sum(found.values()))}
 
 
-def describe(groups: Iterable[Phases]) -> str:
-    """The larger shares in words: `sim: step 61%, reset 8%, idle 31%; policy: ...`"""
-    return "; ".join(
-        f"{group.role}: "
-        + ", ".join(
-            f"{name} {share:.0%}" for name, share in [*group.shares.items(), ("idle", group.idle)] if share >= SMALL
-        )
-        for group in groups
-    )
+def describe(groups: dict[str, dict[str, float]]) -> str:
+    """The larger shares of each role in words: `sim: step 61%, reset 8%, idle 31%; policy: ...`"""
+    large = {
+        role: [f"{name} {share:.0%}" for name, share in found.items() if share >= SMALL]
+        for role, found in groups.items()
+    }
+    return "; ".join(f"{role}: {', '.join(words)}" for role, words in large.items())
 
 
 def clock_differences(group: WorkerGroup) -> dict[str, float]:
@@ -162,12 +152,8 @@ class TraceWriter:
         """Write spans, each (name, start in seconds, duration in seconds)."""
         pid, tid = self.ids[worker]
         common = {"cat": worker.rpartition("-")[0] or worker, "ph": "X", "pid": pid, "tid": tid}
-        self._lines(
-            [
-                {"name": n, **common, "ts": us(start), "dur": us(seconds), "args": {"iteration": iteration}}
-                for n, start, seconds in spans
-            ]
-        )
+        common["args"] = {"iteration": iteration}
+        self._lines([{"name": n, **common, "ts": us(start), "dur": us(seconds)} for n, start, seconds in spans])
 
     def note(self, worker: str, text: str, iteration: int) -> None:
         pid, tid = self.ids[worker]

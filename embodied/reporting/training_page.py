@@ -22,37 +22,30 @@ def result_charts(run: Run) -> list[Html]:
     charts = []
     spoken = any("text/tokens" in row for row in run.metrics)
     for measure in MEASURES[:1] if spoken else MEASURES:
-        series = [*success_in_training(run, measure), *success_in_evaluations(run, measure)]
+        series = [*success_in_training(run, measure), *in_evaluations(run, measure)]
         if any(one.x for one in series):
             charts.append(line_chart("success" if spoken else measure, series, (0.0, 1.0), percent))
     if spoken:
         return [*charts, *text_charts(run)]
-    for name in ("return", "length"):
-        series = [curve(run, name, "training"), mean_in_evaluations(run, name)]
-        charts.append(line_chart(f"episode {name}", [one for one in series if one.x]))
+    charts += [line_chart(f"episode {name}", in_both(run, name)) for name in ("return", "length")]
     charts.append(line_chart("env steps per second", [curve(run, "steps_per_s", "rollout and update")], from_zero=True))
     return charts
 
 
 def text_charts(run: Run) -> list[Html]:
     """Charts of a language policy's rewards and answers."""
-    rewards = [curve(run, "return", "training"), mean_in_evaluations(run, "return")]
-    truncated = [curve(run, "text/truncated", "training"), text_in_evaluations(run, "truncated")]
-    tokens = [curve(run, "text/tokens", "training"), text_in_evaluations(run, "tokens")]
     speed = [curve(run, "text/tokens_per_s", "rollout and update")]
     return [
-        line_chart("reward of a conversation", [one for one in rewards if one.x]),
-        line_chart("answers cut off", [one for one in truncated if one.x], (0.0, 1.0), percent),
-        line_chart("tokens an answer", [one for one in tokens if one.x], from_zero=True),
+        line_chart("reward of a conversation", in_both(run, "return")),
+        line_chart("answers cut off", in_both(run, "text/truncated"), (0.0, 1.0), percent),
+        line_chart("tokens an answer", in_both(run, "text/tokens"), from_zero=True),
         line_chart("sampled tokens per second", speed, from_zero=True),
     ]
 
 
-def text_in_evaluations(run: Run, key: str) -> Series:
-    """A figure of the answers in each evaluation during training."""
-    found = [(steps, overall["text"][key]) for steps, overall in evaluated(run) if overall.get("text", {}).get(key)]
-    values = [value["rate"] if isinstance(value, dict) else value for _, value in found]
-    return Series("evaluation", [steps for steps, _ in found], values, points=True, color=1)
+def in_both(run: Run, key: str) -> list[Series]:
+    """A figure while training, and in the evaluations."""
+    return [curve(run, key, "training"), *in_evaluations(run, key.removeprefix("text/"))]
 
 
 def learning_charts(run: Run) -> list[Html]:
@@ -100,32 +93,21 @@ def rows_with(run: Run, key: str) -> list[dict[str, Any]]:
 def success_in_training(run: Run, measure: str, name: str = "training", color: int = 0) -> list[Series]:
     """The success rate over the last episodes, with its 95% interval."""
     rows = rows_with(run, measure)
-    bounds = [interval(row[measure], row.get("recent_episodes", 0)) for row in rows]
-    known = all(bounds)
-    low, high = ([bound[side] for bound in bounds] if known else () for side in (0, 1))
-    steps, rates = [row["env_steps"] for row in rows], [row[measure] for row in rows]
-    return [Series(name, steps, rates, low, high, color=color)] if rows else []
+    rates, episodes = [row[measure] for row in rows], [row.get("recent_episodes", 0) for row in rows]
+    bounds = [wilson(round(rate * of), of) for rate, of in zip(rates, episodes)] if all(episodes) else []
+    low, high = ([bound[side] for bound in bounds] for side in (0, 1))
+    return [Series(name, [row["env_steps"] for row in rows], rates, low, high, color=color)] if rows else []
 
 
-def interval(rate: float, episodes: int) -> tuple[float, float] | None:
-    return wilson(round(rate * episodes), episodes) if episodes else None
-
-
-def success_in_evaluations(run: Run, measure: str, name: str = "evaluation", color: int = 1) -> list[Series]:
-    found = [(steps, overall[measure]) for steps, overall in evaluated(run) if overall[measure]]
+def in_evaluations(run: Run, key: str, name: str = "evaluation", color: int = 1) -> list[Series]:
+    """A figure of each evaluation during training that has it: a rate with its interval, or a mean."""
+    overall = {one.version: one.results["overall"] for one in run.evaluations if one.in_training}
+    found = [(run.env_steps(version), (all_ | all_.get("text", {})).get(key)) for version, all_ in overall.items()]
+    found = [(steps, figure) for steps, figure in found if steps is not None and figure is not None]
     if not found:
         return []
-    steps, measures = zip(*found)
-    low, high = ([one["interval"][side] for one in measures] for side in (0, 1))
-    return [Series(name, steps, [one["rate"] for one in measures], low, high, points=True, color=color)]
-
-
-def mean_in_evaluations(run: Run, key: str, name: str = "evaluation", color: int = 1) -> Series:
-    found = [(steps, overall[key]) for steps, overall in evaluated(run) if overall[key] is not None]
-    return Series(name, [steps for steps, _ in found], [mean for _, mean in found], points=True, color=color)
-
-
-def evaluated(run: Run) -> list[tuple[int, dict[str, Any]]]:
-    """(env steps, figures) of each evaluation during training."""
-    pairs = [(run.env_steps(one.version), one.results["overall"]) for one in run.evaluations if one.in_training]
-    return [(steps, overall) for steps, overall in pairs if steps is not None]
+    steps, figures = zip(*found)
+    if not isinstance(figures[0], dict):
+        return [Series(name, steps, figures, points=True, color=color)]
+    low, high = ([one["interval"][side] for one in figures] for side in (0, 1))
+    return [Series(name, steps, [one["rate"] for one in figures], low, high, points=True, color=color)]

@@ -8,12 +8,13 @@ begins a new one, and reading skips what is not a transcript. Where an episode w
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from embodied.core.types import EpisodeResult, Recording
 
@@ -43,7 +44,8 @@ class TranscriptWriter:
             "error": result.error,
             "turns": list(turns),
         }
-        text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
+        known = to_jsonable_python(line, inf_nan_mode="null", fallback=by_value)
+        text = json.dumps(known, ensure_ascii=False, allow_nan=False)
         self.file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair stays valid JSON
         self.file.flush()
 
@@ -72,17 +74,9 @@ def ends_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def plain(value: Any) -> Any:
-    """The value as JSON can hold it: arrays as lists, not a number as null, anything else in words."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+def by_value(value: Any) -> Any:
+    """What JSON has no kind for: arrays as lists, anything else in words."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def read_transcripts(folder: Path, wanted: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
@@ -111,7 +105,7 @@ def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Ite
     places: dict[int, tuple[Path, int]] = {}
     for path in (folder / TRANSCRIPTS, *sorted((folder / PARTS).glob("*.jsonl"))):
         if path.is_file():
-            places |= {index: (path, start) for index, start in transcripts_in(path)}
+            places |= {index: (path, start) for start, index in starts_in(path) if index is not None}
     for index in sorted(places):
         if wanted is None or index in wanted:
             path, start = places[index]
@@ -120,13 +114,12 @@ def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Ite
                 yield index, file.readline()
 
 
-def transcripts_in(path: Path) -> Iterator[tuple[int, int]]:
-    """The episode of each whole line, and where in the file the line begins."""
+def starts_in(path: Path) -> Iterator[tuple[int, int | None]]:
+    """Where in the file each line begins, and the episode of the line."""
     start = 0
     with path.open("rb") as file:
         for line in file:
-            if (index := episode_of(line)) is not None:
-                yield index, start
+            yield start, episode_of(line)
             start += len(line)
 
 

@@ -98,11 +98,7 @@ class Conversations:
             "dl",
             *[row(one["role"], clipped(one["content"])) for one in messages],
             row("answer", self.answer(turn), class_="answer"),
-            row(
-                "",
-                tag("small", f"{', '.join(words)} "),
-                tag("span", "cut off", class_="cut") if turn["truncated"] else None,
-            ),
+            row("", tag("small", f"{', '.join(words)} "), CUT_OFF if turn["truncated"] else None),
             row("facts", tag("small", clipped(facts_of(turn)))) if turn["facts"] else None,
         )
 
@@ -139,27 +135,22 @@ def clipped(text: str) -> Html:
 
 def marked(token: str, logprob: float | None) -> Html:
     """A token, marked where the policy was unsure of it."""
-    probability = math.exp(min(0.0, logprob)) if logprob is not None else None
-    if level := level_of(probability):
-        numbers = "unknown" if probability is None else f"{probability:.2g}, log-prob {logprob:.2f}"
-        visible = token.replace("\n", "\u21b5\n") or "\u2205"
-        return tag("span", visible, class_=f"p{level}", title=f"probability {numbers}")
-    return join(token)
-
-
-def level_of(probability: float | None) -> int:
-    """The index into LEVELS; the last one if the probability is not known."""
-    if probability is None:
-        return len(LEVELS) - 1
-    return next(level for level, least in enumerate(LEVELS) if probability >= least)
+    level, numbers = len(LEVELS) - 1, "unknown"
+    if logprob is not None:
+        probability = math.exp(min(0.0, logprob))
+        level = next(level for level, least in enumerate(LEVELS) if probability >= least)
+        numbers = f"{probability:.2g}, log-prob {logprob:.2f}"
+    if not level:
+        return join(token)
+    visible = token.replace("\n", "\u21b5\n") or "\u2205"
+    return tag("span", visible, class_=f"p{level}", title=f"probability {numbers}")
 
 
 def legend() -> Html:
     """The legend of the marks of tokens."""
     entries = [tag("span", words, class_=f"p{level}" if level else None) for level, words in enumerate(IN_WORDS)]
-    return tag(
-        "p", "Probability of a token at temperature 1: ", *[join(entry, " ") for entry in entries], class_="note"
-    )
+    shown = [join(entry, " ") for entry in entries]
+    return tag("p", "Probability of a token at temperature 1: ", *shown, class_="note")
 
 
 def filters(kinds: Sequence[tuple[str, str]]) -> list[Html]:

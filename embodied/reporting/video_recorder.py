@@ -58,8 +58,8 @@ class VideoRecorder:
     def on_frame(self, active: np.ndarray) -> None:
         rewards, success = self.env.last_step()
         rows = [row for row in self.open if active[row]]
-        self._write(rows)
         for row in rows:
+            self.open[row].add(self._captioned(row, self.newest[row]))  # another frame comes
             self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
         self._add_frames(rows)
 
@@ -77,17 +77,11 @@ class VideoRecorder:
             else:
                 self.statuses[int(row)].over = True
                 writer.add(self._captioned(int(row), frame))
-                writer.finish(name_of_video(outcome))
-
-    def _write(self, rows: list[int]) -> None:
-        """Write the newest frame of these rows: another comes."""
-        for row in rows:
-            self.open[row].add(self._captioned(row, self.newest[row]))
+                task = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
+                writer.finish(video_name(outcome.index, outcome.success_once, file_name(task), outcome.seed))
 
     def _captioned(self, row: int, frame: np.ndarray) -> np.ndarray:
-        if not self.recording.overlay:
-            return frame
-        return captioned(frame, self.statuses[row].caption())
+        return captioned(frame, self.statuses[row].caption()) if self.recording.overlay else frame
 
     def _add_frames(self, rows: list[int]) -> None:
         """Draw a frame of each of these rows, with the cameras that were asked for."""
@@ -132,9 +126,3 @@ class EpisodeStatus:
 def short(number: float) -> str:
     """12, 0.25, -3.10, 1234"""
     return f"{number:.2f}" if isinstance(number, float) and abs(number) < 100 else f"{number:.0f}"
-
-
-def name_of_video(outcome: EpisodeResult) -> str:
-    """episode-000_success_PushCube-v1_seed7.mp4"""
-    called = Path(outcome.task).stem if outcome.task.endswith(".bddl") else outcome.task
-    return video_name(outcome.index, outcome.success_once, file_name(called), outcome.seed)

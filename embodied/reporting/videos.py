@@ -213,16 +213,13 @@ def captioned(frame: np.ndarray, caption: Caption) -> np.ndarray:
     lines += [[(0.0, text)] for text in in_lines(caption.words, room, size)]
     page = Image.new("RGB", (width, len(lines) * (size + MARGIN) + 2 * MARGIN), PAPER)
     pen = ImageDraw.Draw(page)
+    own_colour = next((colour for word, colour in OUTCOMES.items() if caption.outcome.startswith(word)), TEXT)
     for number, line in enumerate(lines):
-        colour = colour_of(caption.outcome) if caption.outcome and not number else TEXT
+        colour = own_colour if caption.outcome and not number else TEXT
         for left, text in line:
             at = (MARGIN + left, MARGIN + number * (size + MARGIN))
             pen.text(at, fitting(text, room - left, size), colour, font(size))
     return np.concatenate([frame, np.asarray(page)])
-
-
-def colour_of(outcome: str) -> tuple[int, int, int]:
-    return next((colour for word, colour in OUTCOMES.items() if outcome.startswith(word)), TEXT)
 
 
 def in_lines(words: str, width: float, size: int) -> list[str]:
@@ -265,13 +262,16 @@ def write_mosaic(folder: Path) -> Path | None:
 
     Returns None where there are no videos.
     """
+    from imageio_ffmpeg import count_frames_and_secs
+
     names = {path: found for path in sorted(folder.glob("*.mp4")) if (found := VIDEO_NAME.fullmatch(path.name))}
     if not (videos := list(names)):
         return None
     draft = folder / f".{MOSAIC}"
     sources = [word for video in videos for word in ("-i", str(video))]
     coding = ["-c:v", "libx264", "-preset", "veryfast", "-crf", "23", "-threads", "1", "-movflags", "+faststart"]
-    filters = tiles([name["outcome"] for name in names.values()], longest_s(videos))
+    longest_s = max(count_frames_and_secs(str(video))[1] for video in videos)
+    filters = tiles([name["outcome"] for name in names.values()], longest_s)
     graph = ["-filter_complex", filters, "-map", "[all]"]
     try:
         ffmpeg(["-y", *sources, *graph, *coding, "-f", "mp4", str(draft)])
@@ -299,13 +299,6 @@ def tiles(outcomes: list[str], lasts_s: float) -> str:
     joined = "".join(f"[v{number}]" for number in range(len(outcomes)))
     stack = f"{joined}xstack=inputs={len(outcomes)}:layout={places}:fill=black"
     return ";".join([*parts, f"{stack},trim=duration={lasts_s:.3f},format=yuv420p[all]"])
-
-
-def longest_s(videos: list[Path]) -> float:
-    """Seconds of the longest video."""
-    from imageio_ffmpeg import count_frames_and_secs
-
-    return max(count_frames_and_secs(str(video))[1] for video in videos)
 
 
 def ffmpeg(arguments: list[str]) -> bytes:

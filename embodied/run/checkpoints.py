@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied.core.errors import CheckpointError
-from embodied.core.files import flush, read_arrays, read_object, replace_text
+from embodied.core.files import flush, read_object, replace_text
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -43,7 +43,8 @@ def write_checkpoint(
     """Write one checkpoint. `fill` writes the learner's and the policy's files into the folder it is given."""
     parent.mkdir(parents=True, exist_ok=True)
     final = parent / name_of(version)
-    if is_whole(final):
+    with suppress(CheckpointError):
+        verify(final)
         return final  # this version was saved before (a resumed run that ends at once, say)
     draft = parent / f"{DRAFT}{name_of(version)}"
     shutil.rmtree(draft, ignore_errors=True)
@@ -93,14 +94,6 @@ def read_counters(checkpoint: Path) -> dict:
     if odd := [key for key in COUNTERS if type(state.get(key)) not in (int, float) or not state[key] >= 0]:
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {STATE} has {odd[0]}={state.get(odd[0])!r}")
     return state
-
-
-def is_whole(checkpoint: Path) -> bool:
-    try:
-        verify(checkpoint)
-    except CheckpointError:
-        return False
-    return True
 
 
 def newest(run: Path) -> Path:
@@ -210,10 +203,6 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
     if not path.exists():
         raise CheckpointError(f"{text}: there is no such folder")
     raise CheckpointError(f"{text}: not a run folder, a checkpoint (v000123) or a policy folder")
-
-
-def read_sims(checkpoint: Path) -> dict[str, np.ndarray]:
-    return read_arrays(checkpoint / SIMS, CheckpointError)
 
 
 def read_json(path: Path) -> dict:

@@ -20,11 +20,12 @@ from pathlib import Path
 from shlex import join, quote
 
 from embodied.config.yaml_values import write_yaml
+from embodied.core.errors import CheckpointError
 from embodied.placement.placement_errors import number
 from embodied.reporting.run_page import REPORT, report_or_say_why
-from embodied.reporting.seed_sets import sets_of
-from embodied.reporting.seed_sets_page import in_words
+from embodied.reporting.seed_sets_page import in_words, sets_of
 from embodied.run import launch
+from embodied.run.checkpoints import read_json
 from embodied.run.ending import Interruption
 from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
@@ -61,22 +62,18 @@ class ActiveRun:
     begun: float = field(default_factory=time.monotonic)
 
 
+@dataclass
 class Children:
-    """`places`: cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all."""
-
-    def __init__(
-        self,
-        group: RunGroup,
-        words: Sequence[str],
-        parent: Path,
-        places: Sequence[tuple[list[int], str]] = (([], ""),),
-        train: Sequence[str] = TRAIN,
-    ) -> None:
-        """`words`: what all runs have in common; `parent`: the folder of their folders; `train`: Python's arguments."""
-        self.group, self.shared, self.parent, self.places, self.train = group, words, parent, places, train
-        self.going: list[ActiveRun] = []
-        self.live = bool(sys.stdout and sys.stdout.isatty())
-        self.reported, self.reported_at = "", time.monotonic()
+    group: RunGroup
+    shared: Sequence[str]  # the arguments that all runs have in common
+    parent: Path  # the folder of their folders
+    # Cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all.
+    places: Sequence[tuple[list[int], str]] = (([], ""),)
+    train: Sequence[str] = TRAIN  # Python's arguments
+    going: list[ActiveRun] = field(default_factory=list)
+    live: bool = field(default_factory=lambda: bool(sys.stdout and sys.stdout.isatty()))
+    reported: str = ""
+    reported_at: float = field(default_factory=time.monotonic)
 
     def run(self, members: Sequence[Member], interruption: Interruption) -> None:
         """All of these, as many at a time as there are places; whatever happens, none is left behind."""
@@ -141,16 +138,13 @@ class Children:
     def look(self) -> None:
         """Note folders that have appeared and runs that are over, and say how the others are doing."""
         for one in list(self.going):
-            if one.folder is None:
-                self.find_folder(one)
-            if one.process.poll() is not None:
-                self.find_folder(one)
+            ended = one.process.poll() is not None
+            self.find_folder(one)
+            if ended:
                 self.over(one)
         if self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
-            self.reported_at, text = (
-                time.monotonic(),
-                " | ".join(f"{one.member}: {last_line(one)}" for one in self.going),
-            )
+            self.reported_at = time.monotonic()
+            text = " | ".join(f"{one.member}: {last_line(one)}" for one in self.going)
             if text != self.reported:
                 self.reported = text
                 print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
@@ -234,9 +228,8 @@ class Children:
 
 def what_it_says(run: Path) -> dict:
     """run.json; empty where there is none yet."""
-    with suppress(OSError, ValueError):
-        found = json.loads((run / "run.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+    with suppress(CheckpointError):
+        return read_json(run / "run.json")
     return {}
 
 

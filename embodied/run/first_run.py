@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from glob import escape
+from operator import getitem
 from pathlib import Path
 from shlex import join
 from typing import Any
@@ -19,13 +21,13 @@ from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.run.checkpoints import read_json
 from embodied.run.policy_source import find_start, stored
 
+# What the command line says of these holds for the first run, too.
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
-"""What the command line says of these holds for the first run, too."""
+# What makes a run of a recipe the one that it asks for, besides task and policy
 DECIDES = ("seed", "algo", "sft", "collect", "run.env_steps", "run.iterations")
-"""What makes a run of a recipe the one that it asks for, besides task and policy."""
 WHERE = ("data", "cache")  # of sft: places on disk
+# Options of an env that say nothing about what a policy sees and does there
 ASIDE = ("num_envs", "stagger", "modules", "fast_images", "video_size")
-"""Options of an env that say nothing about what a policy sees and does there."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,7 @@ def said_for_both(loaded: Loaded, command: Command) -> list[str]:
     asked = [key for key, where in loaded.sources.items() if where == COMMAND_LINE]
     both = [key for key in asked if any(key == name or key.startswith(f"{name}.") for name in ALSO)]
     both = [key for key in both if not command.ignores(key)]
-    return [f"{key}={write_yaml(value_of(values, key))}" for key in both]
-
-
-def value_of(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
+    return [f"{key}={write_yaml(reduce(getitem, key.split('.'), values))}" for key in both]
 
 
 def start_of_resumed(run: Path, asked: Path) -> Path | None:
@@ -121,11 +117,8 @@ def newest_finished(first: Loaded, policy: Any) -> Path | None:
     for file in sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True):
         run = file.parent
         try:
-            if (
-                read_json(file).get("state") == "finished"
-                and same_task(run, first.config)
-                and same_training(run, first)
-            ):
+            finished = read_json(file).get("state") == "finished"
+            if finished and same_task(run, first.config) and same_training(run, first):
                 find_start(run, policy)
                 return run
         except (CheckpointError, ConfigError):

@@ -29,26 +29,10 @@ from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package, slow_imports
 from embodied.reporting.wandb_logger import check_log
-from embodied.run.devices import (
-    check_devices,
-    check_simulator,
-    draws_on_gpus,
-    host_plans,
-    machines,
-    networks_on,
-)
+from embodied.run import memory_check
+from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
-from embodied.run.memory_check import (
-    check_images,
-    check_memory,
-    check_simulators,
-    decisions_of,
-    describe_memory,
-    is_large,
-    most_sims,
-    random_weights,
-)
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
@@ -57,13 +41,18 @@ LONGER = 4  # times as long is what a run without success is advised to be
 UNSAVED = "; what came after the last checkpoint is lost"
 
 
-def run(body: Callable[[], int], lost: str = "") -> int:
-    """Run a command's body; mistakes of the user's side become a few lines and an exit code. `lost`: what a second
-    Ctrl-C costs."""
+def run(body: Callable[[list[str]], int | None], argv: list[str] | None = None, usage: str = "", lost: str = "") -> int:
+    """Run a command with its arguments, whose body may return an exit code; mistakes of the user's side become a few
+    lines and one. `usage` is the answer to --help, where the recipe's keys are not; `lost`: what a second Ctrl-C
+    costs."""
+    arguments = sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on there is something to close
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return body()
+        if usage and {"-h", "--help"} & {*arguments}:
+            say(usage.strip())
+            return 0
+        return body(arguments) or 0
     except EmbodiedError as err:
         print(f"error: {err}", file=sys.stderr)
         return err.exit_code
@@ -87,14 +76,6 @@ def run(body: Callable[[], int], lost: str = "") -> int:
 def say(line: str) -> None:
     """Print at once."""
     print(line, flush=True)
-
-
-def answer(argv: list[str] | None, usage: str, body: Callable[[list[str]], int]) -> int:
-    """Run a command that explains itself: --help prints `usage`."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & set(arguments):
-        return run(lambda: say(usage) or 0)
-    return run(lambda: body(arguments))
 
 
 def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -155,16 +136,16 @@ def planned(
     plan = plan if learn else plan.only("sim", "policy")
     replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
     if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
-        check_memory(config.with_values("learner", shard=False), plan, there, learn, replan)
+        memory_check.check_memory(config.with_values("learner", shard=False), plan, there, learn, replan)
     if learn:
         check_learners(config, plan, there, roles)
-    if not is_large(config):
+    if not memory_check.is_large(config):
         memory = sum(node.memory_bytes for node in there.nodes)
-        check_simulators(config, plan.count("sim"), memory)
+        memory_check.check_simulators(config, plan.count("sim"), memory)
         if learn:
-            check_images(config, memory)
-    found = check_memory(config, plan, there, learn, replan)
-    return config, replace(plan, memory=tuple(describe_memory(found)))
+            memory_check.check_images(config, memory)
+    found = memory_check.check_memory(config, plan, there, learn, replan)
+    return config, replace(plan, memory=tuple(memory_check.describe_memory(found)))
 
 
 def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[PlacedRole, ...]) -> PlacementPlan:
@@ -219,13 +200,11 @@ def overlap_key(config: RunConfig) -> str:
 
 def check_speech(config: RunConfig, kind: Any) -> None:
     """Refuse a policy of actions for an env that speaks, and the other way round; and what only answers have."""
-    text, policy, options = speaks(kind), config.policy, config.eval
-    if text != policy.speaks:
-        ways = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
-        raise ConfigError(
-            f"env.name={config.env.name} {ways[0]}, and policy.name={policy.name} {ways[1]}; "
-            f"{'try policy.name=language, or a checkpoint of such a policy' if text else 'try env.name=sums'}"
-        )
+    text, options = speaks(kind), config.eval
+    try:
+        config.check_speech(text, "policy.name=language, or a checkpoint of such a policy")
+    except ValueError as err:
+        raise ConfigError(str(err)) from None
     recorded = ("overlay", "cameras", "mosaic", "dataset")
     if text and (given := [f"eval.{name}=true" for name in recorded if getattr(options, name)]):
         raise ConfigError(
@@ -279,7 +258,7 @@ def placed(
         networks_on(config, machines),
         gpu_sims=env.on_gpu,
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
-        most_sims=most_sims(config, machines),
+        most_sims=memory_check.most_sims(config, machines),
         draws=draws_on_gpus(env),
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs
@@ -340,28 +319,21 @@ def other_recipes(config: RunConfig) -> list[str]:
 
 def schedule_lines(config: RunConfig) -> list[str]:
     """Lines that say when an update begins, where that is not at the end of its batch, and what to try then."""
-    advice = wrap(advice_on_staleness(config), WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
-    return [f"schedule    {describe_schedule(config)}", *advice] if overlap_key(config) else []
-
-
-def describe_schedule(config: RunConfig) -> str:
-    """Says when an update begins with this schedule."""
-    if config.pipeline.schedule == "periodic":
-        return "periodic: learners take finished groups while others are played, and make one step after the last"
-    level = config.pipeline.async_level
+    schedule, level, algo = config.pipeline.schedule, config.pipeline.async_level, config.algo
+    if schedule == "periodic":
+        how = "learners take finished groups while others are played, and make one step after the last"
+        return [f"schedule    periodic: {how}"]
+    if schedule != "async":
+        return []
     older = f"{level} version{'s' if level > 1 else ''} older"
-    return f"async: batches are collected while learners update, with weights {older} than theirs"
-
-
-def advice_on_staleness(config: RunConfig) -> str:
-    """Advice for an asynchronous recipe; empty where there is nothing to say."""
-    algo = config.algo
-    if config.pipeline.schedule != "async" or algo.epochs == 1 or algo.decoupled or algo.clip != "two_sided":
-        return ""
-    return (
-        f"algo.epochs={algo.epochs} takes weights far from those that collect: algo.decoupled=true learned more in our "
-        "measurements (docs/schedules.md)"
-    )
+    lines = [f"schedule    async: batches are collected while learners update, with weights {older} than theirs"]
+    if algo.epochs > 1 and not algo.decoupled and algo.clip == "two_sided":
+        advice = (
+            f"algo.epochs={algo.epochs} takes weights far from those that collect: algo.decoupled=true learned more in "
+            "our measurements (docs/schedules.md)"
+        )
+        lines += wrap(advice, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return lines
 
 
 def without_success(config: RunConfig) -> str:
@@ -388,7 +360,7 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
     if not config.policy.published:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
-    if random_weights(config, folder):
+    if memory_check.is_large(config) and not folder:
         return ", RANDOM WEIGHTS: a model of full size that nobody has trained; name one with policy.pretrained=FOLDER"
     return f", weights of {folder}" if folder else f", random weights ({config.policy.preset})"
 
@@ -410,7 +382,7 @@ def describe_learner(config: RunConfig) -> str:
     from embodied.learners.memory_estimate import estimate
 
     shared = ", shared out among the learners" if config.learner.shard else " in each learner"
-    found = estimate(config, decisions_of(config) or 1)
+    found = estimate(config, memory_check.decisions_of(config) or 1)
     return f"learner     {found}{shared}\n" if found else ""
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, Topology
@@ -56,8 +57,7 @@ class Need:
     @property
     def whole(self) -> float:
         """Nothing leaves."""
-        late = sum(load.bytes for load in self.loads if load.phase != START)
-        return max(late, self._during(START))
+        return max(self._late, self._during(START))
 
     @property
     def least(self) -> float:
@@ -68,16 +68,17 @@ class Need:
         return sum(load.bytes for load in self.loads if load.phase in ("", phase))
 
     @property
+    def _late(self) -> float:
+        return sum(load.bytes for load in self.loads if load.phase != START)
+
+    @property
     def place(self) -> str:
         return "/".join(filter(None, [self.node, self.device])) or "this machine"
 
     def __str__(self) -> str:
-        late = sum(load.bytes for load in self.loads if load.phase != START)
-        begins = self._during(START) > late  # then that is when it is fullest
-        merged: dict[str, list[float]] = {}
-        for load in self.loads:
-            if load.phase == "" or (load.phase == START) == begins:
-                merged.setdefault(load.what, []).append(load.bytes)
+        begins = self._during(START) > self._late  # then that is when it is fullest
+        there = [load for load in self.loads if load.phase == "" or (load.phase == START) == begins]
+        merged = gather((load.what, load.bytes) for load in there)
         parts = [
             f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"
             for what, each in merged.items()
@@ -85,9 +86,8 @@ class Need:
         taken = self.whole if self.whole <= self.has else self.least
         turns = "" if taken == self.whole else ", in turns"
         has = f" of {number(self.has)}" if self.has < float("inf") else ""
-        return (
-            f"{' + '.join(parts)}{f' = {number(taken)}' if len(parts) > 1 or ' x ' in parts[0] else ''}{has} GB{turns}"
-        )
+        total = f" = {number(taken)}" if len(parts) > 1 or " x " in parts[0] else ""
+        return f"{' + '.join(parts)}{total}{has} GB{turns}"
 
 
 def is_large(config: RunConfig) -> bool:
@@ -95,20 +95,10 @@ def is_large(config: RunConfig) -> bool:
     policy = config.policy
     if not policy.published:
         return False
-    stored = stored_bytes(policy)
+    folder = Path(policy.pretrained).expanduser() if policy.pretrained else None
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
     planned = policy.speaks and policy.pretrained is not None and not stored
     return policy.preset == "full" or stored > LARGE_BYTES or planned
-
-
-def stored_bytes(policy: Any) -> int:
-    """Bytes of the folder that it begins with."""
-    folder = Path(policy.pretrained).expanduser() if policy.pretrained else None
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
-
-
-def random_weights(config: RunConfig, folder: Path | str | None = None) -> bool:
-    """True if a large policy begins with random weights."""
-    return is_large(config) and not (folder or config.run.start_from or config.policy.pretrained)
 
 
 def measured(config: RunConfig, ranks: int) -> Memory | None:
@@ -117,13 +107,8 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
         return None
     rows = -(-(config.algo.minibatch_size or max(1, decisions_of(config))) // ranks)
     rows = min(rows, config.learner.micro_batch_size or rows)
-    update = {"micro_batch_size": rows, "shard": False}
-    alike = config.model_copy(
-        update={
-            "policy": config.policy.model_copy(update={} if config.policy.speaks else {"preset": "full"}),
-            "learner": config.learner.model_copy(update=update),
-        }
-    )
+    alike = config.with_values("learner", micro_batch_size=rows, shard=False)
+    alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
     said = alike.model_dump_json(include={"policy", "learner", "algo", "env"})
     if said not in counted:
         from embodied.learners.memory_estimate import estimate
@@ -140,7 +125,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     sims, learners = plan.count("sim"), [host for host in plan.hosts if "learner" in host.roles]
     rows = -(-config.env.num_envs // sims)
     for host in plan.hosts:
-        if "sim" in host.roles and (scene := simulator_bytes(config, rows)):
+        if "sim" in host.roles and (scene := config.env.worker_bytes(rows)):
             yield Load("simulators", scene, host.node)
     if learn and (images := image_bytes(config)):
         for host in learners:
@@ -189,9 +174,7 @@ def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
 def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
     """Every memory of the machines that something counted is in."""
     found = measured(config, plan.count("learner") if learn else 1)
-    by_place: dict[tuple[str, str], list[Load]] = {}
-    for load in loads(config, plan, learn, found):
-        by_place.setdefault((load.node, load.device), []).append(load)
+    by_place = gather(((load.node, load.device), load) for load in loads(config, plan, learn, found))
     nodes = {"": machines.nodes[0], **{node.name: node for node in machines.nodes}}
     limit = float("inf") if config.cluster.memory_gb is None else config.cluster.memory_gb * 1e9
     gpus = []
@@ -203,24 +186,15 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
         if need.whole > need.has:
             aside = Load("set aside from GPUs", need.whole - need.least, need.node)
             by_place.setdefault((need.node, ""), []).append(aside)
-    hosts = [
-        Need(name, "", nodes[name].memory_bytes, tuple(there))
-        for (name, device), there in by_place.items()
-        if not device
-    ]
-    return [*gpus, *hosts]
+    on_hosts = {name: there for (name, device), there in by_place.items() if not device}
+    return [*gpus, *(Need(name, "", nodes[name].memory_bytes, tuple(there)) for name, there in on_hosts.items())]
 
 
 def describe_memory(found: list[Need]) -> list[str]:
     """A line for memories that are alike."""
-    alike: dict[tuple[str, str], list[Need]] = {}
-    for need in found:
-        alike.setdefault((bool(need.device), str(need)), []).append(need)
-    lines = []
-    for (_, text), same in alike.items():
-        first = same[0].place
-        lines.append(f"{first}{f' and {len(same) - 1} more alike' if len(same) > 1 else ''}: {text}")
-    return lines
+    alike = gather(((bool(need.device), str(need)), need) for need in found)
+    more = [f" and {len(same) - 1} more alike" if len(same) > 1 else "" for same in alike.values()]
+    return [f"{same[0].place}{others}: {text}" for ((_, text), same), others in zip(alike.items(), more)]
 
 
 # Refusals, with a recipe that fits
@@ -236,25 +210,30 @@ def check_memory(
     """Raise ConfigError where a memory cannot hold what the plan puts there; -> every memory. `replan` gives the plan
     of another recipe, to say one that can be held."""
     found = needs(config, plan, machines, learn)
-    over = [need for need in found if need.least > need.has]
-    if over:
+
+    def fits(changed: RunConfig, there: Topology) -> bool:
+        try:
+            other = replan(changed, there)
+        except (PlacementError, ConfigError, ValueError):
+            return False
+        return all(need.least <= need.has for need in needs(changed, other, there, learn))
+
+    if over := [need for need in found if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
-        works = next(alternatives(config, machines, learn, replan), f"a smaller policy or fewer {fewer}")
+        works = next(alternatives(config, machines, fits), f"a smaller policy or fewer {fewer}")
         lines = [f"memory: {line}" for line in describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than there is; try {works}"]))
     return found
 
 
-def alternatives(
-    config: RunConfig, machines: Topology, learn: bool, replan: Callable[[RunConfig, Topology], PlacementPlan]
-) -> Iterator[str]:
+def alternatives(config: RunConfig, machines: Topology, fits: Callable[[RunConfig, Topology], bool]) -> Iterator[str]:
     """Recipes near this one that can be held here, then other machines that hold it."""
     for changed in variants(config):
-        if fits(changed, machines, learn, replan):
+        if fits(changed, machines):
             yield " ".join(differences(config, changed))
     for cluster in ELSEWHERE:
         for changed in variants(config):
-            if fits(changed, read_topology(cluster), learn, replan):
+            if fits(changed, read_topology(cluster)):
                 more = " ".join(differences(config, changed))
                 yield f"other machines: it can be held by {cluster}{f' with {more}' if more else ''}"
 
@@ -289,16 +268,6 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
         if value != getattr(getattr(before, section), key)
     ]
     return ([f"placement={after.placement}"] if after.placement != before.placement else []) + changed
-
-
-def fits(
-    config: RunConfig, machines: Topology, learn: bool, replan: Callable[[RunConfig, Topology], PlacementPlan]
-) -> bool:
-    try:
-        plan = replan(config, machines)
-    except (PlacementError, ConfigError, ValueError):
-        return False
-    return all(need.least <= need.has for need in needs(config, plan, machines, learn))
 
 
 def copies(config: RunConfig) -> int:
@@ -345,14 +314,9 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
         )
 
 
-def simulator_bytes(config: RunConfig, rows: int) -> float:
-    """Bytes of a sim worker with so many env rows; 0 where the env does not say."""
-    return config.env.worker_bytes(rows)
-
-
 def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> None:
     """Raise if machines with so much memory could not hold them."""
-    each = simulator_bytes(config, -(-config.env.num_envs // num_sims))
+    each = config.env.worker_bytes(-(-config.env.num_envs // num_sims))
     if num_sims * each > memory_bytes:
         fit = int(memory_bytes / each)
         works = f"{fit} sim worker(s)" if fit else "env.tasks_in_memory=1 with fewer env.num_envs"
@@ -372,7 +336,7 @@ def most_sims(config: RunConfig, machines: Topology) -> int | None:
     if memory == float("inf"):
         return None
     envs = config.env.num_envs
-    return max((n for n in range(1, envs + 1) if n * simulator_bytes(config, -(-envs // n)) <= memory), default=1)
+    return max((n for n in range(1, envs + 1) if n * config.env.worker_bytes(-(-envs // n)) <= memory), default=1)
 
 
 def gigabytes(num_bytes: float) -> str:

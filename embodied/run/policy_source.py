@@ -81,23 +81,17 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> PolicySource:
 
     if checkpoint in BUILT_IN or is_class(checkpoint):
         return find_class(checkpoint, loaded)
-    if is_hub_id(checkpoint):
-        policy = fetch(checkpoint)
-        if loaded and published_family(policy):
-            return PolicySource(checkpoint.replace("/", "-"), policy_of(policy, loaded), folder=policy)
-        config, spec = read_description(policy)
-        config = answering(config, loaded)
-        return PolicySource(checkpoint.replace("/", "-"), config, spec, Weights(0, read_blobs(policy)), policy)
-    policy, version_folder, run = locate(checkpoint)
+    on_hub = is_hub_id(checkpoint)
+    policy, saved, run = (fetch(checkpoint), None, None) if on_hub else locate(checkpoint)
+    name = checkpoint.replace("/", "-") if on_hub else (saved or policy).resolve().name
     if loaded and published_family(policy):
-        return PolicySource(policy.resolve().name, policy_of(policy, loaded), folder=policy)
+        return PolicySource(name, policy_of(policy, loaded), folder=policy)
     config, spec = read_description(policy)
-    config = answering(config, loaded)
-    version = read_json(version_folder / "manifest.json")["version"] if version_folder else 0
-    parent = (run or policy.parent) / "eval"
-    out = parent / (f"{name_of(version)}-evaluate" if version_folder else policy.name)
-    label = f"{run.resolve().name}-{name_of(version)}" if run else (version_folder or policy).resolve().name
-    return PolicySource(label, config, spec, Weights(version, read_blobs(policy)), policy, out)
+    version = read_json(saved / "manifest.json")["version"] if saved else 0
+    name = f"{run.resolve().name}-{name_of(version)}" if run else name
+    out = (run or policy.parent) / "eval" / (f"{name_of(version)}-evaluate" if saved else policy.name)
+    weights = Weights(version, read_blobs(policy))
+    return PolicySource(name, answering(config, loaded), spec, weights, policy, None if on_hub else out)
 
 
 def answering(config: Any, loaded: Loaded | None) -> Any:
@@ -259,16 +253,12 @@ def weights_of(config: Any, spec: EnvSpec) -> Weights:
 
 def describe_published(config: Any, env: Any) -> str:
     """Says for the first screen how the model is shown the world and how its answers are taken."""
-    options = [
-        f"policy.{key}={write_yaml(value)}" for key, value in unusual(config) if key not in ("name", "pretrained")
-    ]
-    options += [
-        f"env.{key}={write_yaml(value)}" for key, value in unusual(env) if key not in ("name", "task", "num_envs")
-    ]
+    options = unusual("policy", config, "name", "pretrained") + unusual("env", env, "name", "task", "num_envs")
     return "\n            ".join([f"as {config.name} models are published, from {config.pretrained}:", *options])
 
 
-def unusual(config: Any) -> list[tuple[str, Any]]:
-    """Options that differ from their default."""
-    fields = type(config).model_fields
-    return [(key, value) for key, value in config if value != fields[key].get_default(call_default_factory=True)]
+def unusual(section: str, config: Any, *but: str) -> list[str]:
+    """The options that differ from their default, as arguments."""
+    usual = {key: field.get_default(call_default_factory=True) for key, field in type(config).model_fields.items()}
+    odd = {key: value for key, value in config if value != usual[key] and key not in but}
+    return [f"{section}.{key}={write_yaml(value)}" for key, value in odd.items()]

@@ -99,8 +99,8 @@ class RunFolder:
         with self._writing:
             self.record(restarts=self.info().get("restarts", 0) + 1)
 
-    def finish(self, state: str, cause: str = "", **more: object) -> None:
-        self.record(state=state, cause=cause, ended=now(), processes={}, **more)  # numbers are used again
+    def finish(self, state: str, cause: str = "") -> None:
+        self.record(state=state, cause=cause, ended=now(), processes={})  # numbers are used again
         self.log.close(failed=state == "failed")
         if self._lock is not None:
             os.close(self._lock)
@@ -178,13 +178,8 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

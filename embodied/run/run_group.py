@@ -72,16 +72,9 @@ class RunGroup:
         return MISSING if path is None else state_of(path)
 
     def write(self) -> None:
-        content = {
-            "format": FORMAT,
-            "name": self.name,
-            "command": list(self.command),
-            "asked": self.asked,
-            "swept": list(self.swept),
-            "made": self.made,
-            "runs": [asdict(member) for member in self.members],
-        }
-        replace_text(self.folder / GROUP, json.dumps(content, indent=1) + "\n")
+        content = {key: value for key, value in vars(self).items() if key not in ("folder", "members")}
+        runs = [asdict(member) for member in self.members]
+        replace_text(self.folder / GROUP, json.dumps({"format": FORMAT, **content, "runs": runs}, indent=1) + "\n")
 
     def with_member(self, changed: Member) -> RunGroup:
         """The same with what is known now of this member, written down."""
@@ -124,15 +117,9 @@ def read_group(folder: Path) -> RunGroup:
         if content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
         members = tuple(Member(**one) for one in content["runs"])
-        return RunGroup(
-            folder,
-            content["name"],
-            dict(content["asked"]),
-            tuple(content["swept"]),
-            members,
-            tuple(content["command"]),
-            dict(content["made"]),
-        )
+        asked, made = dict(content["asked"]), dict(content["made"])
+        swept, command = tuple(content["swept"]), tuple(content["command"])
+        return RunGroup(folder, content["name"], asked, swept, members, command, made)
 
 
 def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunGroup, bool]:

@@ -49,15 +49,19 @@ class Order:
     words: tuple[str, ...]  # those that all runs have in common
     flags: tuple[str, ...]
     asked: dict[str, Any]  # the same words' values
-    grid: dict[str, tuple[str, ...]]  # swept key -> values as they were typed
+    grid: dict[str, tuple[Any, ...]]  # swept key -> values
     seeds: tuple[int, ...]
     at_once: int | None
     group: Path | None
 
     @property
-    def settings(self) -> list[dict[str, str]]:
+    def settings(self) -> list[dict[str, Any]]:
         """Every combination of the swept values."""
         return [dict(zip(self.grid, values)) for values in product(*self.grid.values())]
+
+    def words_of(self, setting: dict[str, Any]) -> list[str]:
+        """The arguments of a run with these values."""
+        return [*self.words, *(f"{key}={write_yaml(value)}" for key, value in setting.items())]
 
 
 # What is asked for
@@ -138,9 +142,9 @@ def parts_of(text: str) -> list[str]:
     return parts
 
 
-def read_values(key: str, values: list[str], problems: list[str]) -> tuple[str, ...]:
-    """The values of a swept key as they were typed, each once."""
-    found: dict[str, str] = {}
+def read_values(key: str, values: list[str], problems: list[str]) -> tuple[Any, ...]:
+    """The values of a swept key, each once."""
+    found: dict[str, str] = {}  # as YAML -> as typed
     for text in map(str.strip, values):
         try:
             meant = write_yaml(read_yaml(text)) if text else ""
@@ -152,40 +156,30 @@ def read_values(key: str, values: list[str], problems: list[str]) -> tuple[str, 
         elif meant in found:
             problems.append(f"{key}: {found[meant]} and {text} are the same value")
         found[meant] = text
-    return tuple(found.values())
+    return tuple(map(read_yaml, found))
 
 
 def load_all(order: Order) -> dict[str, Loaded]:
     """The recipe of every setting, by its description; what is wrong with any of them is said at once."""
     found, problems = {}, []
-    for typed in order.settings:
-        words = [*order.words, *(f"{key}={text}" for key, text in typed.items())]
+    for setting in order.settings:
         try:
-            loaded = load(words)
+            loaded = load(order.words_of(setting))
         except ConfigError as err:
             problems += str(err).splitlines()
             continue
         assert loaded is not None, "it was asked for no help"
-        found[setting_of(typed)] = loaded
+        found[describe_setting(setting)] = loaded
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return found
 
 
-def setting_of(typed: dict[str, str]) -> str:
-    return describe_setting(values_of(typed))
-
-
-def values_of(typed: dict[str, str]) -> dict[str, Any]:
-    return {key: read_yaml(text) for key, text in typed.items()}
-
-
 def members_of(order: Order, recipes: dict[str, Loaded]) -> tuple[Member, ...]:
     """All runs: every setting with the first seed, then with the next."""
+    marks = {name: recipe_mark(loaded.config) for name, loaded in recipes.items()}
     found = [
-        Member(values_of(typed), seed, recipe_mark(recipes[setting_of(typed)].config))
-        for seed in order.seeds
-        for typed in order.settings
+        Member(setting, seed, marks[describe_setting(setting)]) for seed in order.seeds for setting in order.settings
     ]
     if len(found) > MOST:
         raise ConfigError(
@@ -202,8 +196,7 @@ def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[i
     node = there.nodes[0]
     if len(there.nodes) > 1:
         return 1, f"a run uses all {len(there.nodes)} machines of the cluster"
-    cores = {core for host in plan.hosts for core in host.cores}
-    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    cores, cards = held_by(plan)
     room = {
         number(len(cores), "core"): (len(cores), node.cores, f"of {node.cores}"),
         number(len(cards), "GPU"): (len(cards), len(node.gpus), f"of {len(node.gpus)}"),
@@ -212,6 +205,12 @@ def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[i
     least = min(room, key=lambda name: room[name][1] // room[name][0] if room[name][0] else float("inf"))
     needed, has, of = room[least]
     return max(1, int(has // needed)) if needed else 1, f"a run takes {least} {of}"
+
+
+def held_by(plan: PlacementPlan) -> tuple[set[int], set[str]]:
+    """The cores and the GPUs of a run."""
+    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    return {core for host in plan.hosts for core in host.cores}, cards
 
 
 def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
@@ -238,10 +237,9 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
         raise ConfigError(
             f"at_once={asked} needs a core for each run, and there are {node.cores}; try at_once={node.cores}"
         )
-    cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
+    cores, cards = held_by(plan)
     if cards and asked > len(node.gpus):
         raise ConfigError(f"at_once={asked} needs a GPU for each run, and there are {len(node.gpus)}")
-    cores = {core for host in plan.hosts for core in host.cores}
     if plan.mode == "explicit" and asked > 1 and (share := node.cores // asked) < len(cores):
         raise ConfigError(
             f"at_once={asked} leaves each run {number(share, 'core')}, and placement names {len(cores)}; "
@@ -253,9 +251,9 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
 def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
     """The recipe whose run, or demonstrations, several of the runs start from, if one of them has to make it; empty
     otherwise. Seeds have starts of their own."""
-    starting = [typed for typed in order.settings if recipes[setting_of(typed)].config.run.start_from]
-    for seed, typed in product(order.seeds, starting if len(order.settings) > 1 else ()):
-        loaded = load([*order.words, *(f"{key}={text}" for key, text in typed.items()), f"seed={seed}"])
+    starting = [one for one in order.settings if recipes[describe_setting(one)].config.run.start_from]
+    for seed, setting in product(order.seeds, starting if len(order.settings) > 1 else ()):
+        loaded = load([*order.words_of(setting), f"seed={seed}"])
         if (first := first_run(loaded)) and not first.folder:
             return first.recipe
     return ""
@@ -283,7 +281,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     recipes = load_all(alone)
     first = next(iter(recipes.values()))
     if "--cfg" in order.flags:
-        load([*words, *(f"{key}={text}" for key, text in order.settings[0].items()), "--cfg"])
+        load([*alone.words_of(order.settings[0]), "--cfg"])
         return 0, None
     dry = "--dry-run" in order.flags
     plans = [launch.planned(one.config, dry=dry, roles=program.roles) for one in recipes.values()]
@@ -301,7 +299,8 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     todo = [member for member in group.members if member.key in {one.key for one in wanted.members}]
     states = {member.key: group.state(member) for member in todo}
     at_once = max(1, min(at_once, sum(state not in OVER for state in states.values())))
-    for line in describe(group, new, todo, states, f"{side_by_side(at_once)} ({why})"):
+    how = "one after another" if at_once == 1 else f"{at_once} at once, each on cores of its own"
+    for line in describe(group, new, todo, states, f"{how} ({why})"):
         launch.say(line)
     if dry:
         print(f"\nthe first of them:\n{launch.describe(config, plan)}")
@@ -314,10 +313,6 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
         children.run([member for member in todo if states[member.key] not in (*OVER, GOING_ON)], interruption)
         code = children.end(todo, interruption)
     return code, group.folder
-
-
-def side_by_side(at_once: int) -> str:
-    return "one after another" if at_once == 1 else f"{at_once} at once, each on cores of its own"
 
 
 def describe(group: RunGroup, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:

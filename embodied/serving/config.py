@@ -48,8 +48,7 @@ class ServeConfig(Strict):
         60.0, gt=0, description="A client that asks nothing for so long loses its place as soon as another wants it."
     )
 
-    of_robots: ClassVar = ("temperature", "batch", "wait_ms", "idle_s")
-    """Options that mean nothing to a language model."""
+    of_robots: ClassVar = ("temperature", "batch", "wait_ms", "idle_s")  # mean nothing to a language model
 
     @property
     def token(self) -> str | None:

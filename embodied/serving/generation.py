@@ -74,8 +74,7 @@ class Generation:
 
     def ask(self, conversation: ServedConversation) -> Future[Written]:
         """A future of the answer; cancelling it gives the conversation up."""
-        self.order(lambda: self.waiting.append(conversation), conversation.written)
-        return conversation.written
+        return self.order(lambda: self.waiting.append(conversation), conversation.written)
 
     def pause(self, mode: Mode) -> Future[None]:
         """Begin no more conversations until `resume`. Those under way are brought to their end first, given up with
@@ -90,8 +89,7 @@ class Generation:
             self.abort(mode)
             self.changes.append((lambda: None, done))
 
-        self.order(pause, done)
-        return done
+        return self.order(pause, done)
 
     def resume(self) -> Future[None]:
         """Go on after a pause."""
@@ -101,8 +99,7 @@ class Generation:
             self.paused = self.kept = False
             settle(done)
 
-        self.order(resume, done)
-        return done
+        return self.order(resume, done)
 
     def update(self, folder: Path, version: int, mode: Mode, known: str | None = None) -> Future[str]:
         """Load a folder's weights once nothing is being written; returns their fingerprint. Those that are loaded
@@ -117,8 +114,7 @@ class Generation:
             self.abort(mode)
             self.changes.append((lambda: self.load(folder, version, known), done))
 
-        self.order(update, done)
-        return done
+        return self.order(update, done)
 
     def close(self) -> None:
         """End the thread; nothing that waits is answered."""
@@ -127,11 +123,12 @@ class Generation:
 
     # In the engine's thread
 
-    def order(self, do: Callable[[], None], done: Future) -> None:
+    def order(self, do: Callable[[], None], done: Future) -> Future:
         if self.failed:
             done.set_exception(EmbodiedError("the engine has failed; the server's log says why"))
         else:
             self.orders.put(do)
+        return done
 
     def work(self) -> None:
         try:
@@ -170,17 +167,9 @@ class Generation:
                 settle(done, error=err)
             return
         while self.waiting and self.engine.room > 0 and not (self.paused or self.changes):
-            conversation = self.waiting.popleft()
-            self.writing.add(conversation)
-            self.engine.add(
-                Request(
-                    conversation,
-                    conversation.tokens,
-                    conversation.max_tokens,
-                    conversation.episode,
-                    conversation.sampling,
-                )
-            )
+            one = self.waiting.popleft()
+            self.writing.add(one)
+            self.engine.add(Request(one, one.tokens, one.max_tokens, one.episode, one.sampling))
         if self.writing and not self.kept:
             for answer in self.engine.step():
                 self.finish(answer.key, answer, "length" if answer.truncated else "stop")

@@ -155,8 +155,7 @@ class LanguageServer:
         choices = [self.choice(ask, *each) for each in zip(conversations, written)]
         finished = written[-1]
         served = Served(self.origin.name, finished.version, finished.fingerprint)
-        write = openai.chat if ask.chat else openai.completion
-        return web.json_response(write(ask, str(number), choices, served))
+        return web.json_response(openai.reply(ask, str(number), choices, served))
 
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
         """The conversations that a request asks to continue, n for each prompt."""
@@ -199,26 +198,13 @@ class LanguageServer:
 
     def choice(self, ask: Ask, conversation: ServedConversation, written: Written) -> AnswerChoice:
         """The result that a client gets of an answer."""
-        answer, finish = written.answer, written.finish
+        answer = written.answer
         if answer.dropped:
             raise UnusableAnswer(answer.dropped)
         ids = answer.tokens.tolist()
-        text, found = cut(self.text_of(conversation, ids), ask.stop)
-        return AnswerChoice(
-            conversation.tokens,
-            ids,
-            answer.logprobs.tolist(),
-            self.pieces(ids) if ask.logprobs else (),
-            text,
-            "stop" if found else finish,
-        )
-
-    def text_of(self, conversation: ServedConversation, ids: list[int]) -> str:
-        """The answer in words, without the token that ends it."""
-        return self.policy.tokenizer.decode(ids[:-1] if ids and ids[-1] in conversation.sampling.stops else ids)
-
-    def pieces(self, ids: list[int]) -> list[str]:
-        return [self.policy.tokenizer.decode([one]) for one in ids]
+        ended = ids and ids[-1] in conversation.sampling.stops  # the token that ends it is no word of it
+        text, found = cut(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
+        return self.part(ask, conversation, answer, 0, text, "stop" if found else written.finish)
 
     def served(self) -> Served:
         return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
@@ -247,11 +233,8 @@ class LanguageServer:
                 ids = answer.tokens.tolist()
                 text = self.policy.tokenizer.decode(ids)
                 text = text[: len(text) - held].rstrip("\ufffd")  # a letter may take several tokens
-                await send(
-                    openai.chunk(
-                        ask, str(number), self.part(ask, conversation, answer, tokens, text[letters:]), served, first
-                    )
-                )
+                part = self.part(ask, conversation, answer, tokens, text[letters:])
+                await send(openai.chunk(ask, str(number), part, served, first))
                 tokens, letters = len(ids), max(letters, len(text))
             whole = self.choice(ask, conversation, await done)
             served = Served(self.origin.name, done.result().version, done.result().fingerprint)
@@ -270,7 +253,8 @@ class LanguageServer:
         self, ask: Ask, conversation: ServedConversation, answer: Answer, begin: int, text: str, finish: str = ""
     ) -> AnswerChoice:
         ids, logprobs = answer.tokens[begin:].tolist(), answer.logprobs[begin:].tolist()
-        return AnswerChoice(conversation.tokens, ids, logprobs, self.pieces(ids) if ask.logprobs else (), text, finish)
+        pieces = [self.policy.tokenizer.decode([one]) for one in ids] if ask.logprobs else ()
+        return AnswerChoice(conversation.tokens, ids, logprobs, pieces, text, finish)
 
     # Control
 

@@ -107,7 +107,7 @@ def read_completion(body: Any) -> Ask:
     wanted = fields.get("logprobs")
     if wanted is not None and (type(wanted) is not int or wanted != 0):
         raise BadRequest("logprobs: only chosen tokens have log-probs here; send 0 or null", "logprobs")
-    return asked(fields, prompts, chat=False, logprobs=wanted is not None, max_tokens=fields.get("max_tokens"))
+    return asked(fields, prompts, chat=False, logprobs=wanted is not None)
 
 
 def read_chat(body: Any) -> Ask:
@@ -117,15 +117,9 @@ def read_chat(body: Any) -> Ask:
     if not isinstance(said, list) or not said:
         raise BadRequest("messages should be a list of messages", "messages")
     messages = tuple(message_of(one, number) for number, one in enumerate(said))
-    most = fields.get("max_completion_tokens")
-    wanted = flag(fields, "logprobs")
-    return asked(
-        fields,
-        (messages,),
-        chat=True,
-        logprobs=wanted,
-        max_tokens=fields.get("max_tokens") if most is None else most,
-    )
+    if fields.get("max_completion_tokens") is not None:
+        fields = fields | {"max_tokens": fields["max_completion_tokens"]}
+    return asked(fields, (messages,), chat=True, logprobs=flag(fields, "logprobs"))
 
 
 def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
@@ -145,7 +139,7 @@ def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
     return body
 
 
-def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, logprobs: bool, max_tokens: Any) -> Ask:
+def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, logprobs: bool) -> Ask:
     stop = fields.get("stop") or []
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (stop,)
     if len(stop) > MOST_STOPS or not all(isinstance(text, str) and text for text in stop):
@@ -165,30 +159,18 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         raise BadRequest("stream_options should hold include_usage alone", "stream_options")
-    temperature = fields.get("temperature")
-    if temperature is None:
-        temperature = 1.0
+    temperature = 1.0 if fields.get("temperature") is None else fields["temperature"]
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 2:
         raise BadRequest("temperature should be a number from 0 to 2", "temperature")
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model should be text", "model")
+    most, usage = whole(fields, "max_tokens", None, 1, 2**31), bool(options.get("include_usage"))
+    seed = whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED)
+    ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
+    ends = stop, tuple(ids), ignore_eos
     return Ask(
-        prompts,
-        chat,
-        None if max_tokens is None else whole({"max_tokens": max_tokens}, "max_tokens", 1, 1, 2**31),
-        float(temperature),
-        n,
-        whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED),
-        noise,
-        stop,
-        tuple(ids),
-        flag(fields, "ignore_eos"),
-        logprobs,
-        flag(fields, "return_token_ids"),
-        stream,
-        bool(options.get("include_usage")),
-        model,
+        prompts, chat, most, float(temperature), n, seed, noise, *ends, logprobs, token_ids, stream, usage, model
     )
 
 
@@ -252,67 +234,40 @@ def is_ids(value: Any) -> bool:
 # Answers
 
 
-def completion(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
-    """The JSON of an answer of /v1/completions, `choices` by prompt; `name` is the request's."""
-    return about("text_completion", f"cmpl-{name}", served) | {
-        "choices": [
-            {
-                "index": index,
-                "text": choice.text,
-                "finish_reason": choice.finish,
-                "logprobs": text_logprobs(choice) if ask.logprobs else None,
-            }
-            | (ids(choice) | {"prompt_token_ids": list(choice.prompt)} if ask.return_token_ids else {})
-            for index, choice in enumerate(choices)
-        ],
-        "usage": usage(ask, choices),
-    }
-
-
-def chat(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
-    """The JSON of an answer of /v1/chat/completions."""
-    found = about("chat.completion", f"chatcmpl-{name}", served) | {
-        "choices": [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": choice.text},
-                "finish_reason": choice.finish,
-                "logprobs": {"content": chat_logprobs(choice)} if ask.logprobs else None,
-            }
-            | (ids(choice) if ask.return_token_ids else {})
-            for index, choice in enumerate(choices)
-        ],
-        "usage": usage(ask, choices),
-    }
-    return found | ({"prompt_token_ids": list(choices[0].prompt)} if ask.return_token_ids else {})
+def reply(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
+    """The JSON of an answer, `choices` by prompt; `name` is the request's."""
+    found = about(ask, name, served)
+    prompts = [{"prompt_token_ids": list(one.prompt)} if ask.return_token_ids else {} for one in choices]
+    if ask.chat:
+        said: list[dict[str, Any]] = [{"message": {"role": "assistant", "content": one.text}} for one in choices]
+        found |= prompts[0]
+    else:
+        said = [{"text": one.text, **prompt} for one, prompt in zip(choices, prompts)]
+    found["choices"] = [{"index": at, **said[at], **ending(ask, one)} for at, one in enumerate(choices)]
+    return found | {"usage": usage(ask, choices)}
 
 
 def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool) -> dict[str, Any]:
     """A part of a streamed answer: what is new of it; `finish` is empty while there is more."""
-    finish = new.finish or None
+    prompt = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
+    found = about(ask, name, served, ".chunk")
     if ask.chat:
-        content = {"content": new.text} | ({"role": "assistant"} if first else {})
-        choice = {"index": 0, "delta": content, "finish_reason": finish}
-        choice |= {"logprobs": {"content": chat_logprobs(new)} if ask.logprobs else None}
-        found = about("chat.completion.chunk", f"chatcmpl-{name}", served)
+        said: dict[str, Any] = {"delta": {"content": new.text} | ({"role": "assistant"} if first else {})}
+        found |= prompt
     else:
-        choice = {"index": 0, "text": new.text, "finish_reason": finish}
-        choice |= {"logprobs": text_logprobs(new) if ask.logprobs else None}
-        found = about("text_completion", f"cmpl-{name}", served)
-    choice |= ids(new) if ask.return_token_ids else {}
-    begun = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
-    return found | {"choices": [choice | ({} if ask.chat else begun)]} | (begun if ask.chat else {})
+        said = {"text": new.text} | prompt
+    return found | {"choices": [{"index": 0, **said, **ending(ask, new)}]}
 
 
 def last_chunk(ask: Ask, name: str, whole: AnswerChoice, served: Served) -> dict[str, Any]:
     """The last chunk of a stream, with the number of tokens."""
-    kind, prefix = ("chat.completion.chunk", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
-    return about(kind, f"{prefix}-{name}", served) | {"choices": [], "usage": usage(ask, [whole])}
+    return about(ask, name, served, ".chunk") | {"choices": [], "usage": usage(ask, [whole])}
 
 
-def about(kind: str, name: str, served: Served) -> dict[str, Any]:
+def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]:
+    kind, prefix = (f"chat.completion{part}", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
     return {
-        "id": name,
+        "id": f"{prefix}-{name}",
         "object": kind,
         "created": served.created,
         "model": served.model,
@@ -321,8 +276,12 @@ def about(kind: str, name: str, served: Served) -> dict[str, Any]:
     }
 
 
-def ids(choice: AnswerChoice) -> dict[str, Any]:
-    return {"token_ids": list(choice.tokens)}
+def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+    """Why an answer ends, null while there is more of it; its log-probs and tokens where they are asked for."""
+    found: dict[str, Any] = {"finish_reason": choice.finish or None, "logprobs": None}
+    if ask.logprobs:
+        found["logprobs"] = {"content": chat_logprobs(choice)} if ask.chat else text_logprobs(choice)
+    return found | ({"token_ids": list(choice.tokens)} if ask.return_token_ids else {})
 
 
 def text_logprobs(choice: AnswerChoice) -> dict[str, Any]:

@@ -11,6 +11,7 @@ camera is `observation/image` as well and the second `observation/wrist_image`.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from typing import Any
 
@@ -52,11 +53,17 @@ def unpack(data: bytes, largest: int | None = None) -> dict:
     """The map in a message. `largest` limits the bytes of an array."""
     import msgpack
 
-    count = _Count()
+    containers = itertools.count(1)
+
+    def counted(container: Any) -> Any:
+        if next(containers) > MOST_CONTAINERS:
+            raise BadMessage(f"more than {MOST_CONTAINERS} maps and lists")
+        return container
+
     limits = {"str": LONGEST_TEXT, "bin": len(data) if largest is None else largest, "array": MOST_KEYS, "ext": 0}
     unpacker = msgpack.Unpacker(
-        object_hook=lambda fields: _unpack_array(count.one_more(fields)),
-        list_hook=count.one_more,
+        object_hook=lambda fields: _unpack_array(counted(fields)),
+        list_hook=counted,
         strict_map_key=False,
         max_buffer_size=len(data) + 1,
         max_map_len=MOST_KEYS,
@@ -79,19 +86,6 @@ def unpack(data: bytes, largest: int | None = None) -> dict:
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as err:
         raise BadMessage(f"{where} cannot be read as msgpack: {str(err) or type(err).__name__}") from None
     return message
-
-
-class _Count:
-    """Counts the maps and lists in a message."""
-
-    def __init__(self) -> None:
-        self.containers = 0
-
-    def one_more(self, container: Any) -> Any:
-        self.containers += 1
-        if self.containers > MOST_CONTAINERS:
-            raise BadMessage(f"more than {MOST_CONTAINERS} maps and lists")
-        return container
 
 
 def _pack_array(value: Any) -> Any:
@@ -140,13 +134,17 @@ OTHERS = 1_000_000  # bytes of a message that this policy does not read
 
 def largest_array(spec: EnvSpec) -> int:
     """Bytes of the largest array that this policy reads, whatever its number type."""
-    return NUMBER * max([math.prod(size) for size in spec.images.values()] + [spec.state_dim or 0])
+    return NUMBER * max(numbers_read(spec))
 
 
 def longest_request(spec: EnvSpec) -> int:
     """Bytes of the longest request that this policy needs."""
-    numbers = sum(math.prod(size) for size in spec.images.values()) + (spec.state_dim or 0)
-    return NUMBER * numbers + OTHERS
+    return NUMBER * sum(numbers_read(spec)) + OTHERS
+
+
+def numbers_read(spec: EnvSpec) -> list[int]:
+    """Of each image and of the state."""
+    return [*map(math.prod, spec.images.values()), spec.state_dim or 0]
 
 
 def observation_of(request: dict, spec: EnvSpec, any_size: bool) -> Observation:

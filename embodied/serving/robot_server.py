@@ -12,9 +12,8 @@ import http
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -108,14 +107,12 @@ class Answers:
         actions = host(output.actions)
         sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are numbers even where all else is NaN
         spent = 1000 * (time.perf_counter() - began)
-        return [
-            pack({"actions": row, "policy_timing": {"infer_ms": spent}})
-            if fine
-            else BadMessage("the policy's actions or their log-probs are not finite for this observation")
-            for row, fine in zip(actions, sound, strict=True)
-        ]
+        odd = BadMessage("the policy's actions or their log-probs are not finite for this observation")
+        found = [pack({"actions": row, "policy_timing": {"infer_ms": spent}}) for row in actions]
+        return [answer if fine else odd for answer, fine in zip(found, sound, strict=True)]
 
 
+@dataclass
 class Batching:
     """Answers requests that arrive together in one pass of the policy.
 
@@ -123,16 +120,12 @@ class Batching:
     and never longer than `wait_s`.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]],
-        most: int,
-        wait_s: float,
-        clients: Callable[[], int],
-    ) -> None:
-        """`answer` may block, since it runs in a thread. An answer that is an exception is raised by `ask`."""
-        self.answer, self.most, self.wait_s, self.clients = answer, most, wait_s, clients
-        self.asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = asyncio.Queue()
+    # May block, since it runs in a thread. An answer that is an exception is raised by `ask`.
+    answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]]
+    most: int
+    wait_s: float
+    clients: Callable[[], int]  # how many are connected
+    asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = field(default_factory=asyncio.Queue)
 
     async def ask(self, request: ClientRequest) -> bytes:
         """Wait for the answer to this request."""
@@ -173,23 +166,17 @@ class Batching:
                 future.set_result(answer)
 
 
+@dataclass
 class Client:
     """A connection that has a place."""
 
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
-        self.farewell: asyncio.Task | None = None
-        self._since: float | None = time.monotonic()  # None while it is being answered
+    connection: Any
+    silent_since: float | None = field(default_factory=time.monotonic)  # None while it is being answered
+    farewell: asyncio.Task | None = None
 
     @property
     def silent_s(self) -> float:
-        return 0.0 if self._since is None else time.monotonic() - self._since
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        self._since = None
-        yield
-        self._since = time.monotonic()
+        return 0.0 if self.silent_since is None else time.monotonic() - self.silent_since
 
 
 class PolicyServer:
@@ -247,8 +234,9 @@ class PolicyServer:
             await asyncio.wait_for(connection.send(pack(self.answers.metadata())), SEND_S)
             for asked in itertools.count():
                 data = await connection.recv()
-                with client.busy():
-                    await self._reply(connection, data, number, asked)
+                client.silent_since = None
+                await self._reply(connection, data, number, asked)
+                client.silent_since = time.monotonic()
         except (ConnectionClosed, TimeoutError):
             self.notify(f"client {number} is gone")
         finally:

@@ -40,12 +40,11 @@ class LoadMeter:
     def busy_s(self) -> float | None:
         """Core-seconds that our cores have worked since the system started."""
         try:
-            lines = [line.split() for line in self.stat.read_text().splitlines()]
-            rows = [list(map(int, words[1:9])) for words in lines if words and words[0][:3] == "cpu"]
-            names = [words[0][3:] for words in lines if words and words[0][:3] == "cpu"]
+            lines = [line.split() for line in self.stat.read_text().splitlines() if line.startswith("cpu")]
+            rows = {words[0][3:]: list(map(int, words[1:9])) for words in lines}
         except (OSError, ValueError):
             return None
-        mine = [row for name, row in zip(names, rows) if name.isdigit() and int(name) in self.cores]
+        mine = [row for name, row in rows.items() if name.isdigit() and int(name) in self.cores]
         ticks = sum(value for row in mine for place, value in enumerate(row) if place not in IDLE)
         return ticks / os.sysconf("SC_CLK_TCK") if len(mine) == len(self.cores) and any(map(any, mine)) else None
 

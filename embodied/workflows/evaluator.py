@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from embodied.core.conversations import EvaluationShare
 from embodied.core.errors import ChannelClosed, EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Note, Recording, Route
-from embodied.datasets.episode_recorder import EpisodeRecorder
+from embodied.datasets.episode_buffer import EpisodeRecorder
 from embodied.envs import env_class, speaks
 from embodied.reporting.partial_evaluation import BUFFERS
 from embodied.reporting.transcripts import record_transcripts

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from embodied.placement.event_replay import Schedule
-from embodied.reporting.gantt import MOST_ROWS, draw
+from embodied.plan import MOST_ROWS, draw
 from embodied.reporting.svg import as_file
 
 

@@ -11,8 +11,7 @@ from embodied.reporting.comparison_page import comparison
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import write_report
 from embodied.reporting.runs import Run
-from embodied.reporting.seed_sets import sets_of
-from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, summary, verdict
+from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary, verdict
 from embodied.reporting.success_stats import iqm, mean_with_interval, over_seeds, standings, summarize
 from embodied.reporting.training_page import curve, success_in_training
 from embodied.run.run_group import Member, RunGroup

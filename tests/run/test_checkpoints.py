@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from embodied.core.errors import CheckpointError
+from embodied.core.files import read_arrays
 from embodied.run import checkpoints
-from embodied.run.checkpoints import COUNTERS, SaveClock, locate, newest, prune, read_sims, verify, write_checkpoint
+from embodied.run.checkpoints import COUNTERS, SIMS, SaveClock, locate, newest, prune, verify, write_checkpoint
 
 
 def fill(folder: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_checkpoint_comes_back_as_it_was_written(tmp_path):
     path = write(tmp_path, 7)
     assert path.name == "v000007"
     assert verify(path) == state_of(7)
-    assert read_sims(path)["rows.length"].tolist() == [0, 1, 2]
+    assert read_arrays(path / SIMS)["rows.length"].tolist() == [0, 1, 2]
     assert newest(tmp_path) == path
     assert (tmp_path / "checkpoints" / "latest").read_text() == "v000007\n"
     assert locate(str(tmp_path)) == (path / "policy", path, tmp_path)

@@ -2,7 +2,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.run.memory_check import check_images, check_simulators, image_bytes, simulator_bytes
+from embodied.run.memory_check import check_images, check_simulators, image_bytes
 
 SEEN = ["recipe=pointmass_ppo", "policy.name=cnn", "env.cameras=[top, near]", "env.image_size=[32, 64]"]
 
@@ -40,9 +40,9 @@ def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_ca
         "algo.minibatch_size=128",
     ]
     seen = load([*suite, "env.cameras=[wrist]"]).config
-    assert simulator_bytes(seen, 2) == pytest.approx(0.7e9 + 3 * 0.8e9)  # 2 rows play, 3 tasks stay
-    assert simulator_bytes(load(suite).config, 4) == pytest.approx(0.7e9 + 4 * 0.3e9)  # 4 rows play 4 tasks
-    assert simulator_bytes(load(["recipe=pointmass_ppo"]).config, 4) == 0
+    assert seen.env.worker_bytes(2) == pytest.approx(0.7e9 + 3 * 0.8e9)  # 2 rows play, 3 tasks stay
+    assert load(suite).config.env.worker_bytes(4) == pytest.approx(0.7e9 + 4 * 0.3e9)  # 4 rows play 4 tasks
+    assert load(["recipe=pointmass_ppo"]).config.env.worker_bytes(4) == 0
     check_simulators(seen, 2, 6_300_000_000)
     with pytest.raises(ConfigError, match=r"3\.1 GB each, 6\.2 GB in all.*try 1 sim worker"):
         check_simulators(seen, 2, 6_000_000_000)
