@@ -13,7 +13,6 @@ from torch import Tensor
 from embodied.core.errors import ConfigError
 from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
-from embodied.learners.sharding import sum_gradients_now
 from embodied.policies.base import Policy, Scores
 
 KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
@@ -45,7 +44,8 @@ class Model:
         """`last` of its gradient step: where weights are sharded, ranks sum their gradients only then."""
         if self.first_backward is None:
             self.first_backward = perf_counter()
-        sum_gradients_now(self.policy, last)
+        if self.config.shard:
+            self.policy.set_requires_gradient_sync(last)
         loss.backward()
 
     @torch.no_grad()

@@ -140,9 +140,11 @@ class PolicyOptimizer:
     # Inside
 
     def _gradient(self, p: Tensor, master: Tensor) -> Tensor:
-        grad = master.grad if master.grad is not None else None if p.grad is None else local(p.grad)
+        grad = p.grad if master.grad is None else master.grad
         p.grad = None
-        return torch.zeros_like(master) if grad is None else grad.to(master.dtype)
+        if grad is None:
+            return torch.zeros_like(master)
+        return (local(grad) if self.sharded else grad).to(master.dtype)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         return zip(self.names, self.params, strict=True)
