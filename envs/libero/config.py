@@ -7,9 +7,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from embodied.core.options import LocalPath, Requirement
-from embodied.envs.common_config import CommonEnvConfig, OnSuccess
+from embodied.envs.common_config import CommonEnvConfig, OnSuccess, Tasks
 from embodied.envs.libero.suites import SUITES, is_own, tasks_of
-from embodied.envs.option_values import Tasks
 
 SIM_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.7e9, 0.3e9, 0.8e9  # of LIBERO, measured: worker, each task
 

@@ -26,8 +26,7 @@ import numpy as np
 
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import Expert
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
 from embodied.envs.libero import images
 from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, own_files, read_states

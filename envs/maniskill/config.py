@@ -9,9 +9,16 @@ from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import Requirement
-from embodied.envs.common_config import PRIVILEGED, CommonEnvConfig, check_privileged
+from embodied.envs.common_config import (
+    PRIVILEGED,
+    SIZE_HELP,
+    CommonEnvConfig,
+    ImageSize,
+    Region,
+    Tasks,
+    check_privileged,
+)
 from embodied.envs.maniskill.bridge.bridge_tasks import asset_folder
-from embodied.envs.option_values import SIZE_HELP, ImageSize, Region, Tasks
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
 

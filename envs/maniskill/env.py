@@ -19,8 +19,7 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import CataloguedTask, Expert
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationProtocol, Expert
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.config import ManiSkillConfig

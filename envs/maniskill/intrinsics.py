@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from embodied.envs.option_values import Region
+from embodied.envs.common_config import Region
 
 
 def intrinsics(

@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from embodied.envs.common_config import PRIVILEGED, CommonEnvConfig, check_privileged
-from embodied.envs.option_values import SIZE_HELP, ImageSize
+from embodied.envs.common_config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize, check_privileged
 
 
 class PointMassConfig(CommonEnvConfig):
