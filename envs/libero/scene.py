@@ -21,9 +21,8 @@ import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs.libero.load_simulator import RESET_DEPENDENT, quiet, simulator
-from embodied.envs.libero.own_tasks import check_buildable
 from embodied.envs.libero.suites import SETTLING_STEPS
-from embodied.envs.libero.tasks import TaskFiles
+from embodied.envs.libero.tasks import TaskFiles, check_buildable
 
 SUBSTEPS = 25  # physics steps of 2 ms per env step
 SHOWN = 23  # LIBERO's observations show the state after this physics step of the env step (counted from 0)

@@ -13,7 +13,7 @@ import torch
 from mani_skill.sensors.camera import CameraConfig
 
 from embodied.envs.common_config import Region
-from embodied.envs.maniskill.intrinsics import intrinsics
+from embodied.envs.maniskill.images import intrinsics
 
 FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # of the camera, in pixels
 WHOLE: Region = (0.0, 0.0, 1.0, 1.0)

@@ -17,7 +17,7 @@ from embodied.envs import env_class, make_env
 from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import LiberoConfig
 from embodied.envs.env_checker import check_vector_env
-from embodied.envs.libero.own_tasks import check_buildable, own_files, read_states
+from embodied.envs.libero.tasks import check_buildable, own_files, read_states
 from embodied.reporting.results import read_results
 
 pytestmark = [

@@ -34,7 +34,7 @@ def test_the_arm_gets_the_control_it_has():
 
 
 def test_the_list_of_tasks_knows_the_rewards_of_our_twins():
-    from embodied.envs.maniskill.rewards import catalogued
+    from embodied.envs.maniskill.choices import catalogued
     from embodied.envs.maniskill.tasks import find_task
 
     assert [catalogued(task, find_task(task))["problem"] for task in TWINS] == [""] * len(TWINS)
