@@ -63,16 +63,23 @@ class Answer:
 
 
 class Engine:
-    """Continues up to `room + running` conversations at a time."""
+    """Continues up to `slots` conversations at a time."""
 
-    running = 0
-    """Conversations under way."""
-
-    room = 0
-    """The number of prompts that it can take more now."""
+    slots: int
+    """Conversations that may be under way at a time."""
 
     max_length: int
     """Tokens of a whole conversation, at most."""
+
+    @property
+    def running(self) -> int:
+        """Conversations under way."""
+        raise NotImplementedError
+
+    @property
+    def room(self) -> int:
+        """The number of prompts that it can take more now."""
+        return self.slots - self.running
 
     def check(self, request: Request) -> None:
         """Refuse what callers must not add."""

@@ -24,11 +24,10 @@ from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaTokenizer, LlamaWords, prompt, template_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.policy_folder import copy_files, read_blobs
-from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
 from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
-from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy
+from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting
 from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
 from embodied.policies.vla.vla_tokenizer import align
 from embodied.runtime.tensor_bytes import Blob
