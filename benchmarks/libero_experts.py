@@ -79,7 +79,7 @@ def code_hash() -> str:
 
 
 def main() -> None:
-    from embodied.envs.libero.suites import tasks_of
+    from embodied.envs.libero.config import tasks_of
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--resume", action="store_true", help="leave out what was measured with this code")

@@ -27,9 +27,8 @@ from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
 from embodied.envs.libero import images
-from embodied.envs.libero.config import LiberoConfig
+from embodied.envs.libero.config import SETTLING_STEPS, LiberoConfig, is_own, max_steps, tasks_of
 from embodied.envs.libero.scene import Scene, SceneRow
-from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
 from embodied.envs.libero.tasks import TaskFiles, check_own, check_width, files_of, limit_of, read_states, thing_names
 from embodied.envs.vector_env import StepResult, VectorEnv
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.envs.libero.config import SETTLING_STEPS
 from embodied.envs.libero.load_simulator import RESET_DEPENDENT, quiet, simulator
-from embodied.envs.libero.suites import SETTLING_STEPS
 from embodied.envs.libero.tasks import TaskFiles, check_buildable
 
 SUBSTEPS = 25  # physics steps of 2 ms per env step

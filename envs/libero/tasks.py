@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
-from embodied.envs.libero.suites import is_own, tasks_of
+from embodied.envs.libero.config import is_own, tasks_of
 from embodied.envs.own_modules import import_class, simulator_of
 
 SECTIONS = ("problem", ":language", ":fixtures", ":objects", ":init", ":goal")

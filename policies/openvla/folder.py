@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError
-from embodied.policies.openvla.action_stats import RANGES
 from embodied.policies.openvla.components import component_weights, find_components
 from embodied.policies.openvla.settings import OpenVLASettings, settings_of
 from embodied.policies.policy_folder import (
@@ -27,6 +26,7 @@ from embodied.policies.policy_folder import (
     write_tensors,
 )
 from embodied.policies.vla.lora import ADAPTER_CONFIG
+from embodied.policies.vla.statistics import RANGES
 from embodied.runtime.tensor_bytes import Blob, blob_of
 
 OFT = "openvla_oft"

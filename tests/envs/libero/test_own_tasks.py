@@ -174,8 +174,8 @@ def test_what_cannot_be_a_task_or_its_states_is_refused_before_anything_starts(m
 
 
 def test_nothing_of_the_benchmark_would_be_refused():
+    from embodied.envs.libero.config import SUITES, tasks_of
     from embodied.envs.libero.load_simulator import quiet, simulator
-    from embodied.envs.libero.suites import SUITES, tasks_of
     from embodied.envs.libero.tasks import task_files
 
     simulator()
