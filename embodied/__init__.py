@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from embodied.core.types import EnvSpec as EnvSpec
     from embodied.core.types import Trajectory as Trajectory
     from embodied.envs.vector_env import VectorEnv as VectorEnv
-    from embodied.learners.relay import RelayWorker as RelayWorker
     from embodied.placement import make_plan as make_plan
     from embodied.policies.base import Policy as Policy
     from embodied.reporting.runs import read_run as read_run
@@ -41,8 +40,9 @@ if TYPE_CHECKING:
     from embodied.system.discovery import discover as discover
     from embodied.workflows.contract import Role as Role
     from embodied.workflows.contract import Workflow as Workflow
+    from embodied.workflows.relay import RelayedRollouts as RelayedRollouts
+    from embodied.workflows.relay import RelayWorker as RelayWorker
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
-    from embodied.workflows.rl_loop import RelayedRollouts as RelayedRollouts
 
 _COMMANDS = ("train", "sweep", "evaluate", "benchmark", "plan")  # modules that can be called
 _HOMES = {
@@ -52,8 +52,8 @@ _HOMES = {
     "EmbodiedLoop": "workflows.rl_loop",
     "EnvSpec": "core.types",
     "Policy": "policies.base",
-    "RelayWorker": "learners.relay",
-    "RelayedRollouts": "workflows.rl_loop",
+    "RelayWorker": "workflows.relay",
+    "RelayedRollouts": "workflows.relay",
     "Role": "workflows.contract",
     "Trajectory": "core.types",
     "VectorEnv": "envs.vector_env",

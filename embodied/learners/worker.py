@@ -21,8 +21,7 @@ from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.token_batch import build_token_batch, packing_of
