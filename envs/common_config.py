@@ -92,6 +92,14 @@ class CommonEnvConfig(Strict):
         "holds early and late parts of episodes from the start; evaluation is not affected.",
     )
 
+    @model_validator(mode="after")
+    def _something_is_hidden(self) -> CommonEnvConfig:
+        if getattr(self, "privileged", False) and self.state == "full":
+            raise ValueError(
+                "env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio"
+            )
+        return self
+
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
         """The name and description of each value of `env.task` where it takes fixed names, else one description; for
@@ -139,8 +147,3 @@ class NamedWithKind(CommonEnvConfig):
 
 def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
     return values if values.get("task") else {**values, "task": task}
-
-
-def check_privileged(config: Any) -> None:
-    if config.privileged and config.state == "full":
-        raise ValueError("env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio")
