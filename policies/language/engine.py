@@ -71,6 +71,9 @@ class Engine:
     max_length: int
     """Tokens of a whole conversation, at most."""
 
+    totals: dict[str, int] = {}  # noqa: RUF012  never added to
+    """What it counts, since it was last asked."""
+
     @property
     def running(self) -> int:
         """Conversations under way."""
@@ -119,7 +122,8 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """The numbers that it counted since the last call, for the metrics."""
-        return {}
+        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
+        return {name: float(count) for name, count in totals.items()}
 
     def close(self) -> None:
         """End what it started."""

@@ -146,10 +146,6 @@ class HTTPEngine(Engine):
         if self.folder and before not in ("", self.name):  # no server has to read them again
             shutil.rmtree(self.folder / before, ignore_errors=True)
 
-    def metrics(self) -> dict[str, float]:
-        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
-        return {name: float(count) for name, count in totals.items()}
-
     def close(self) -> None:
         self.abort()
         with contextlib.suppress(Exception):

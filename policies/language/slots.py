@@ -161,10 +161,6 @@ class SlotEngine(Engine):
     def cache_tensors(self) -> list[Tensor]:
         return [part for layer in self.cache.layers for part in layer]
 
-    def metrics(self) -> dict[str, float]:
-        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
-        return {name: float(count) for name, count in totals.items()}
-
     # Conversations come in
 
     def admit(self) -> list[Answer]:
