@@ -27,8 +27,7 @@ def measure_task(task: str, states: int, videos: Path | None) -> list:
     """The outcomes of the stored states 0 to `states` - 1, in order."""
     from embodied.core.types import EpisodeList, Recording
     from embodied.envs.config import LiberoConfig
-    from embodied.envs.evaluation import play_episodes
-    from embodied.envs.expert_actions import ExpertActions
+    from embodied.envs.evaluation import ExpertActions, play_episodes
     from embodied.envs.libero.env import LiberoEnv
     from embodied.envs.libero.expert import LiberoExpert
     from embodied.reporting.video_recorder import VideoRecorder
@@ -80,7 +79,7 @@ def code_hash() -> str:
 
 
 def main() -> None:
-    from embodied.envs.libero.suites import tasks_of
+    from embodied.envs.libero.config import tasks_of
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--resume", action="store_true", help="leave out what was measured with this code")

@@ -84,7 +84,7 @@ def report(tasks: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    from embodied.envs.libero.suites import SUITES, tasks_of
+    from embodied.envs.libero.config import SUITES, tasks_of
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--resume", action="store_true", help="leave out tasks that have passed")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from embodied.core.types import EnvSpec as EnvSpec
     from embodied.core.types import Trajectory as Trajectory
     from embodied.envs.vector_env import VectorEnv as VectorEnv
-    from embodied.learners.relay import RelayWorker as RelayWorker
     from embodied.placement import make_plan as make_plan
     from embodied.policies.base import Policy as Policy
     from embodied.reporting.runs import read_run as read_run
@@ -41,8 +40,9 @@ if TYPE_CHECKING:
     from embodied.system.discovery import discover as discover
     from embodied.workflows.contract import Role as Role
     from embodied.workflows.contract import Workflow as Workflow
+    from embodied.workflows.relay import RelayedRollouts as RelayedRollouts
+    from embodied.workflows.relay import RelayWorker as RelayWorker
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
-    from embodied.workflows.rl_loop import RelayedRollouts as RelayedRollouts
 
 _COMMANDS = ("train", "sweep", "evaluate", "benchmark", "plan")  # modules that can be called
 _NAMES = {  # by module, as above
@@ -50,7 +50,6 @@ _NAMES = {  # by module, as above
     "core.errors": "EmbodiedError",
     "core.types": "EnvSpec Trajectory",
     "envs.vector_env": "VectorEnv",
-    "learners.relay": "RelayWorker",
     "placement": "make_plan",
     "policies.base": "Policy",
     "reporting.runs": "read_run",
@@ -58,7 +57,8 @@ _NAMES = {  # by module, as above
     "runtime": "Channel Cluster Worker",
     "system.discovery": "discover",
     "workflows.contract": "Role Workflow",
-    "workflows.rl_loop": "EmbodiedLoop RelayedRollouts",
+    "workflows.relay": "RelayWorker RelayedRollouts",
+    "workflows.rl_loop": "EmbodiedLoop",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = [*_COMMANDS, *_HOMES]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from embodied.core.errors import nearest
 from embodied.core.options import Requirement, Strict
-from embodied.envs.option_values import Modules, known_reward
 
 OnSuccess = Literal["truncate", "terminate", "continue"]
 
@@ -17,6 +18,45 @@ PRIVILEGED = Field(
     description="With state=proprio: give the learner, never the actor, the numbers that `full` has beyond it; the "
     "critic reads them.",
 )
+REWARDS = ("own", "success", "difference")
+EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def a_name_or_names(value: Any) -> Any:
+    names = value if isinstance(value, list | tuple) else [value]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError("should be the name of a task, or a list of names")
+    return value
+
+
+def height_and_width(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value
+
+
+def known_reward(name: str) -> str:
+    if name not in REWARDS and not EXTERNAL.fullmatch(name):
+        mode = f"; did you mean env.reward_mode={name}?" if name.endswith(("dense", "sparse")) else ""
+        raise ValueError(
+            f"env.reward={name!r} is unknown (known: {', '.join(REWARDS)}, my_pkg.my_module:my_reward)"
+            f"{mode or nearest(name, REWARDS)}"
+        )
+    return name
+
+
+def not_empty(region: tuple[float, float, float, float]) -> tuple[float, float, float, float]:
+    left, top, right, bottom = region
+    if left >= right or top >= bottom:
+        raise ValueError("is empty: left and top come first, then right and bottom; try [0.2, 0, 0.8, 0.8]")
+    return region
+
+
+SIZE_HELP = "Height and width of these images in pixels; one number for both."
+Side = Annotated[int, Field(ge=8, le=2048)]
+ImageSize = Annotated[tuple[Side, Side], BeforeValidator(height_and_width)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Region = Annotated[tuple[Share, Share, Share, Share], AfterValidator(not_empty)]
+Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
+Modules = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class CommonEnvConfig(Strict):
@@ -53,6 +93,14 @@ class CommonEnvConfig(Strict):
         "holds early and late parts of episodes from the start; this lowers the return that the first iterations show, "
         "evaluation is not affected.",
     )
+
+    @model_validator(mode="after")
+    def _something_is_hidden(self) -> CommonEnvConfig:
+        if getattr(self, "privileged", False) and self.state == "full":
+            raise ValueError(
+                "env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio"
+            )
+        return self
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
@@ -101,8 +149,3 @@ class NamedWithKind(CommonEnvConfig):
 
 def with_task(values: dict[str, Any], task: str) -> dict[str, Any]:
     return values if values.get("task") else {**values, "task": task}
-
-
-def check_privileged(config: Any) -> None:
-    if config.privileged and config.state == "full":
-        raise ValueError("env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio")

@@ -10,11 +10,10 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import variants
-from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, with_task
+from embodied.envs.common_config import EXTERNAL, CommonEnvConfig, NamedWithKind, Tasks, with_task
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.option_values import EXTERNAL, Tasks
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.robosuite.config import RobosuiteConfig
 from embodied.envs.text.config import MathConfig, ReasoningGymConfig, ReverseTextConfig, ToyTextConfig, VerifiersConfig

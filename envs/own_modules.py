@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from embodied.core.errors import ConfigError, EmbodiedError, nearest
+from embodied.core.errors import ConfigError, EmbodiedError, in_a_line, nearest
 from embodied.envs.config import EXTERNAL, SIMULATORS, kind_of, unknown_env
 from embodied.envs.libero.load_simulator import simulator
 from embodied.system.vulkan_driver import ensure_vulkan
@@ -71,8 +71,7 @@ def import_module(name: str, said: str) -> ModuleType:
     except SyntaxError as err:
         raise ConfigError(f"{said}: importing {name} failed: {err.msg} ({err.filename}, line {err.lineno})") from err
     except (Exception, SystemExit) as err:
-        text = " ".join(f"{type(err).__name__}: {err}".split())
-        raise ConfigError(f"{said}: importing {name} failed: {text}{place(err)}") from err
+        raise ConfigError(f"{said}: importing {name} failed: {in_a_line(err)}{place(err)}") from err
 
 
 def import_all(config: Any) -> None:
@@ -168,8 +167,7 @@ def explained(task: Any) -> Iterator[None]:
     except EmbodiedError:
         raise
     except Exception as err:
-        text = " ".join(f"{type(err).__name__}: {err}".split())
-        raise ConfigError(f"env.task={task} cannot be built or stepped: {text}{where(err)}") from err
+        raise ConfigError(f"env.task={task} cannot be built or stepped: {in_a_line(err)}{where(err)}") from err
 
 
 def try_out(env: VectorEnv) -> None:

@@ -27,8 +27,7 @@ from embodied.core.types import (
 )
 from embodied.envs import make_env
 from embodied.envs.episode_player import PolicyClient, Record, Refill, Stage, step_stages
-from embodied.envs.evaluation import PolicyActions, play_episodes
-from embodied.envs.expert_actions import ExpertActions
+from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
 from embodied.envs.whole_episodes import EpisodeKeeper, EpisodeStream
 from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import AllocatedMemory

@@ -22,7 +22,6 @@ from embodied.core.arrays import Observation, finite_rows, host, is_tensor, map_
 from embodied.core.errors import ConfigError, NotFinite, WrongShape
 from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EnvCapabilities
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.own_modules import import_class
 
 Images = dict[str, np.ndarray]  # camera -> uint8 [rows, H, W, 3]
@@ -112,16 +111,6 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
 
     def _set_state(self, state: dict[str, np.ndarray]) -> None:
         raise NotImplementedError
-
-    @classmethod
-    def tasks(cls, config: Any) -> tuple[str, ...]:
-        """The tasks `env.task` means, each of which an `EpisodeSpec` may name; episodes take turns among them."""
-        return (config.task,) if isinstance(config.task, str) else tuple(config.task)
-
-    @classmethod
-    def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:
-        """The protocols for evaluation episodes; the first is taken unless `eval.protocol` names another."""
-        return (AS_TRAINED,)
 
     # What the outside uses.
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from embodied.placement.cores import split_cores
-from embodied.placement.placement_errors import PlacementError
+from embodied.placement.placement_errors import PlacementError, number, span
 from embodied.placement.topology import MOST
 
 MODES = ("auto", "collocated", "disaggregated", "hybrid")
@@ -187,14 +186,29 @@ def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], p
 def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
     """The devices in the words of the grammar: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
     runs: list[list[tuple[str, str, int]]] = []
-    for node, kind, number in devices:
-        if runs and runs[-1][-1] == (node, kind, number - 1):
-            runs[-1].append((node, kind, number))
+    for node, kind, at in devices:
+        if runs and runs[-1][-1] == (node, kind, at - 1):
+            runs[-1].append((node, kind, at))
         else:
-            runs.append([(node, kind, number)])
+            runs.append([(node, kind, at)])
     parts = []
     for run in runs:
         node, kind, first = run[0]
         several = f"-{run[-1][2]}{f'*{len(run)}' if kind == 'cpu' else ''}" if len(run) > 1 else ""
         parts.append(f"{node}{'/' if node else ''}{kind}:{first}{several}")
     return ",".join(parts)
+
+
+def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[int, ...]]:
+    """Equal, disjoint parts of cores, one for each worker; refused where cores would be left. `part` is the text that
+    asks for it."""
+    each, rest = divmod(len(cores), workers)
+    if rest or not each:
+        first = cores[0]
+        if not each:
+            works = f"cpu:{first}-{first + workers - 1}*{workers}, or fewer workers: cpu:{span(cores)}*{len(cores)}"
+        else:
+            works = f"cpu:{span(cores[: each * workers])}*{workers}"
+        uneven = f"{part!r} splits {number(len(cores), 'core')} among {workers} workers"
+        raise PlacementError(f"{uneven}, which leaves no equal parts; try {works}")
+    return [cores[i * each : (i + 1) * each] for i in range(workers)]

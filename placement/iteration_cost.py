@@ -19,10 +19,9 @@ from functools import cache
 import numpy as np
 
 from embodied.placement import schedule_overlap
-from embodied.placement.cost_tables import Array, Table, make_table, max_of
 from embodied.placement.dataflow import Dataflow, Edge, asker_of
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
-from embodied.placement.profile import Cost, Profile
+from embodied.placement.profile import Array, Cost, Profile, Table, make_table, max_of
 
 
 @dataclass(frozen=True)

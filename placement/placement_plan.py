@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 from embodied.placement import mode_rules
-from embodied.placement.cores import cores_beside, cores_of
 from embodied.placement.grammar import EMBODIED, PlacedRole, Slot, parse_map, roles_of
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.placement.placement_errors import PlacementError, number, span
@@ -239,3 +238,32 @@ def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
         )
     if learners > envs:
         raise PlacementError(f"{learners} learners share env.num_envs={envs}, so {learners - envs} would have none")
+
+
+# CPU cores: a placement names them; a host on a GPU gets its share of the cores of the GPU's NUMA node, one on other
+# hardware may use all. Nothing is pinned here: `embodied/runtime/local.py` and `ray/guard.py` bind a host's process to
+# its cores.
+
+
+def cores_of(devices: tuple[int, ...], node: Node) -> tuple[int, ...]:
+    """The core numbers behind devices `cpu:N`, if its machine has them."""
+    cores = node.core_numbers
+    if devices[-1] >= len(cores):
+        have = f"{len(cores)} cores, cpu:0-{len(cores) - 1}" if len(cores) > 1 else "one core, cpu:0"
+        raise PlacementError(f"cpu:{span(devices)} is not there: this run may use {have}")
+    return tuple(cores[device] for device in devices)
+
+
+def cores_beside(device: str, node: Node) -> tuple[int, ...]:
+    """The cores that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
+    kind = device.partition(":")[0]
+    if kind != "fake" and device not in node.named:
+        raise PlacementError(not_there(device, node))
+    gpu = gpu_of(device, node)
+    if gpu is None:
+        return node.core_numbers
+    near, cores = node.gpus, node.core_numbers
+    if gpu.numa is not None and gpu.numa < len(node.numa) and node.numa[gpu.numa]:
+        near, cores = tuple(other for other in node.gpus if other.numa == gpu.numa), node.numa[gpu.numa]
+    each, place = len(cores) // len(near), near.index(gpu)
+    return cores[place * each : (place + 1) * each] if each else cores

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heappop, heappush
-from itertools import chain, count, islice, product
+from itertools import product
 
 import numpy as np
 
@@ -41,19 +40,10 @@ class Choice:
     price: Price
 
 
-@dataclass(frozen=True)
-class Cut:
-    """A way to cut the order of nodes into layers, with stages and chunks: at least so many seconds, however placed."""
-
-    least: float
-    stages: int
-    chunks: int
-    layers: tuple[frozenset[int], ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A cut with the label of every layer, which decides the mode."""
+    """A way to cut the order of nodes into layers, with stages and chunks, and the label of every layer, which decides
+    the mode: at least so many seconds, however placed."""
 
     least: float
     stages: int
@@ -77,9 +67,7 @@ class Planner:
         self.stages = stages if any(len(node) > 1 for node in dataflow.order) else (1,)
         self.chunks = chunk_grid(dataflow, profile)
         self._searches: dict[tuple, LayerSearch] = {}
-        self._found: dict[Cut, list[Option]] = {}
-        self._tickets = count(1)
-        self._cuts = self._all_cuts()
+        self._options = self._all_options()
 
     def best(self) -> Choice | None:
         """The fastest layout of all; None if none fits."""
@@ -89,21 +77,20 @@ class Planner:
         """The fastest layout of every mode; None where none fits."""
         return {mode: self._best_of(mode) for mode in MODES}
 
-    def _all_cuts(self) -> list[Cut]:
-        found = []
+    def _all_options(self) -> list[Option]:
+        """Every option; what could take least comes first."""
+        ways = []
         cuts = [cut for cut in layer_sets(self.dataflow) if len(cut) == 1 or not overlaps(self.dataflow)]
-        for stages, chunks, layers in product(self.stages, self.chunks, cuts):
-            least = sum(self.bounds.least_of(sorted(nodes), stages, chunks) for nodes in layers)
-            found.append(Cut(least + self.dataflow.fixed_s, stages, chunks, layers))
-        return [cut for cut in found if np.isfinite(cut.least)]
-
-    def _options(self, cut: Cut) -> list[Option]:
-        if cut not in self._found:
-            searches = [self.search(nodes, cut.stages, cut.chunks) for nodes in cut.layers]
-            ways = [tuple(zip(searches, labels)) for labels in product(*(search.groups for search in searches))]
-            found = [Option(self._least(way), cut.stages, cut.chunks, way) for way in ways]
-            self._found[cut] = [option for option in found if np.isfinite(option.least)]
-        return self._found[cut]
+        for stages, chunks, cut in product(self.stages, self.chunks, cuts):
+            searches = [self.search(nodes, stages, chunks) for nodes in cut]
+            least = sum(search.bound for search in searches) + self.dataflow.fixed_s
+            ways.append((least, stages, chunks, searches))
+        found = []
+        for _, stages, chunks, searches in sorted(ways, key=lambda way: way[0]):
+            for labels in product(*(search.groups for search in searches)):
+                way = tuple(zip(searches, labels))
+                found.append(Option(self._least(way), stages, chunks, way))
+        return sorted((option for option in found if np.isfinite(option.least)), key=lambda option: option.least)
 
     def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
         """Layers that no number of stages or chunks concerns are searched once for all of them."""
@@ -117,32 +104,14 @@ class Planner:
 
     def _best_of(self, mode: str | None) -> Choice | None:
         """The fastest of all layouts, or of those of a mode; what could take least is tried first."""
-        best: Choice | None = None
-        waiting = [(cut.least, i, cut) for i, cut in enumerate(self._cuts)]
-        heapify(waiting)
-
-        def seconds() -> float:
-            return best.price.seconds if best else np.inf
-
-        first = list(islice(iter(lambda: self._next(waiting, mode, np.inf), None), GUESSES))
-        best = self._guess(first)
-        for option in chain(first, iter(lambda: self._next(waiting, mode, seconds()), None)):
-            if option.least < seconds():
-                found = self._together(option.way, option.stages, option.chunks, seconds())
-                best = found if found and found.price.seconds < seconds() else best
+        options = [option for option in self._options if mode in (None, option.mode)]
+        best = self._guess(options[:GUESSES])
+        for option in options:
+            bound = best.price.seconds if best else np.inf
+            if option.least < bound:
+                found = self._together(option.way, option.stages, option.chunks, bound)
+                best = found if found and found.price.seconds < bound else best
         return best
-
-    def _next(self, waiting: list[tuple[float, int, Cut | Option]], mode: str | None, bound: float) -> Option | None:
-        """The option that could take least, if that is less than `bound` seconds; cuts on the way are replaced by their
-        options."""
-        while waiting and waiting[0][0] < bound:
-            _, place, one = heappop(waiting)
-            if isinstance(one, Option):
-                return one
-            for option in self._options(one):
-                if mode in (None, option.mode):
-                    heappush(waiting, (option.least, place + next(self._tickets) * len(self._cuts), option))
-        return None
 
     def _guess(self, options: Sequence[Option]) -> Choice | None:
         """The fastest of a few layouts that need no search, as a bound for those that do."""

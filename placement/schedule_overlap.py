@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.placement.cost_tables import Array, max_of
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import Layer
+from embodied.placement.profile import Array, max_of
 
 if TYPE_CHECKING:
     from embodied.placement.iteration_cost import NodeTurn, Pricer

@@ -16,9 +16,9 @@ from math import prod
 
 import numpy as np
 
-from embodied.placement.cost_tables import Array, max_of
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of, named
+from embodied.placement.profile import Array, max_of
 from embodied.placement.schedule_overlap import allowed
 
 HALVINGS = 20

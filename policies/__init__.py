@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, in_a_line
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
@@ -65,8 +65,7 @@ def policy_class(name: str) -> type[Policy]:
         raise ConfigError(f"policy.name={name!r}: module {module} has no {attribute}") from None
     except Exception as err:
         last = traceback.extract_tb(err.__traceback__)[-1]
-        text = " ".join(f"{type(err).__name__}: {err}".split())
-        cause = f"{text} ({last.filename}, line {last.lineno})"
+        cause = f"{in_a_line(err)} ({last.filename}, line {last.lineno})"
         raise ConfigError(f"policy.name={name!r}: importing {module} failed: {cause}") from err
     from embodied.policies.base import Policy
 

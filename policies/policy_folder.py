@@ -5,11 +5,12 @@ Where other programs load the folder as a model, what predicts values lies in a 
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import read_object, reading
 from embodied.core.types import EnvSpec
 from embodied.policies.config import PolicyConfig
-from embodied.runtime.tensor_bytes import Blob, array_of, read_safetensors, write_safetensors
+from embodied.runtime.tensor_bytes import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -108,13 +112,6 @@ def own_layer(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def write_values(folder: Path, blobs: dict[str, Blob]) -> None:
-    """Put weights that predict values beside those of the model in `folder`."""
-    (folder / VALUES).mkdir(exist_ok=True)
-    specs = {name: blob.spec for name, blob in blobs.items()}
-    write_safetensors(folder / VALUES / WEIGHTS, specs, blobs.items())
-
-
 def _whole(folder: Path) -> dict[str, Blob]:
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has no weights: neither {WEIGHTS} nor {INDEX}")
@@ -143,3 +140,43 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
     """The weights as arrays; bfloat16 as the same numbers in float32."""
     return {name: array_of(blob) for name, blob in read_blobs(folder).items()}
+
+
+def write_values(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Put weights that predict values beside those of the model in `folder`."""
+    (folder / VALUES).mkdir(exist_ok=True)
+    write_tensors(folder / VALUES / WEIGHTS, tensors)
+
+
+def write_shards(path: Path, weights: dict[str, Tensor], shard_bytes: int) -> None:
+    """Write weights in shards of at most so many bytes (a larger tensor gets its own), or whole where one is enough."""
+    shards = list(_cut(weights, shard_bytes))
+    if len(shards) == 1:
+        write_tensors(path / WEIGHTS, shards[0])
+        return
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(path / name, shard)
+        index |= dict.fromkeys(shard, name)
+    total = sum(spec_of(tensor).size_bytes for tensor in weights.values())
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+    (path / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _cut(weights: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights.items():
+        more = spec_of(tensor).size_bytes
+        if shard and size + more > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += more
+    yield shard
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    write_safetensors(path, specs, ((name, blob_of(tensor)) for name, tensor in tensors.items()))

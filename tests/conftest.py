@@ -89,11 +89,11 @@ def kept_fork_servers():
     """Hosts of every cluster of this process fork from servers that stay and that have imported the workers as well:
     a server takes two seconds of processor time to start, a host that forks from none as much.
     Commands that are processes of their own and tests/runtime do without."""
-    from embodied.runtime import fork_server, local
+    from embodied.runtime import local
 
-    kept: dict[tuple, fork_server.ForkServer] = {}
+    kept: dict[tuple, local.ForkServer] = {}
 
-    class KeptServers(fork_server.ForkServers):
+    class KeptServers(local.ForkServers):
         def __init__(self):
             self._servers = kept
 
@@ -106,7 +106,7 @@ def kept_fork_servers():
 
     local.ForkServers = KeptServers
     yield
-    local.ForkServers = fork_server.ForkServers
+    local.ForkServers = KeptServers.__base__
     for server in kept.values():
         server.close()
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from embodied.learners.relay import RelayWorker
 from embodied.workflows.contract import Role
-from embodied.workflows.rl_loop import EmbodiedLoop, RelayedRollouts
+from embodied.workflows.relay import RelayedRollouts, RelayWorker
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 WORK = np.full((400, 400), 1e-3)  # a network's, so that scoring takes time
 

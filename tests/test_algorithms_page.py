@@ -7,7 +7,7 @@ from idle_collector import idle_collector
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.config.recipe import load
-from embodied.envs.option_values import REWARDS
+from embodied.envs.common_config import REWARDS
 from embodied.workflows.group_collector import GroupedEpisodes
 
 PAGE = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()

@@ -10,7 +10,7 @@ import embodied
 from embodied import benchmark
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.learners.optimizer import learning_rates
+from embodied.learners.model import learning_rates
 from embodied.placement import make_plan
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import traced_edges

@@ -87,3 +87,8 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = 
     """ "; did you mean ...?" with at most `count` known names, or nothing where none is near."""
     near = difflib.get_close_matches(name, list(known), count, cutoff)
     return f"{before}did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def in_a_line(err: BaseException) -> str:
+    """An exception with its kind, in one line."""
+    return " ".join(f"{type(err).__name__}: {err}".split())

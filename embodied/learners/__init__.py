@@ -1,8 +1,8 @@
 """The learner's worker and what it computes with.
 
 `worker` is the role, `update` an iteration of RL, `bc` and `text_imitation` imitation (of `examples`), `model` the
-policy as it is trained, `optimizer` Adam and learning rates, `rollout_buffer` and its neighbours the batches,
-`relay` a role before it, `sharding` weights split over several ranks, which agree by `embodied/runtime/collective.py`.
+policy as it is trained, with Adam, `rollout_buffer` and its neighbours the batches, `sharding` weights split over
+several ranks, which agree by `embodied/runtime/collective.py`.
 """
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "examples",
     "memory_estimate",
     "model",
-    "relay",
     "rollout_buffer",
     "text_imitation",
     "update",

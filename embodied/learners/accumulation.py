@@ -14,8 +14,7 @@ import torch
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import BatchEnd, BatchPart, GroupPart, Trajectory, join
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer, lr_factor
+from embodied.learners.model import Model, PolicyOptimizer, lr_factor
 from embodied.learners.rollout_buffer import flatten
 from embodied.learners.token_batch import Packing, build_token_batch
 from embodied.learners.train_batch import GRPOBatch, PPOBatch, logprobs_of, moments_of

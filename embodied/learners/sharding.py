@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from datetime import timedelta
 
 import torch
@@ -62,12 +62,6 @@ def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, ran
             module.set_force_sum_reduction_for_comms(True)  # gloo can only add, and FSDP would scale float32 on the way
 
 
-def sum_gradients_now(policy: nn.Module, now: bool) -> None:
-    """Sets whether the next backward pass ends with gradients summed over ranks, or only adds to this rank's own."""
-    if hasattr(policy, "set_requires_gradient_sync"):
-        policy.set_requires_gradient_sync(now)
-
-
 def leave() -> None:
     import torch.distributed as dist
 
@@ -96,12 +90,11 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_tensors(
-    policy: nn.Module, dtypes: Mapping[str, torch.dtype], names: set[str] | None = None
+    policy: nn.Module, dtypes: Mapping[str, torch.dtype], names: Set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights and buffers, one whole tensor of its dtype at a time; where they are sharded, all ranks must take
-    part."""
+    """The weights and buffers of these names, one whole tensor of its dtype at a time; all ranks must take part."""
     for name, tensor in policy.state_dict().items():
-        if names is None or name in names:
+        if name in names:
             yield name, tensor.to(dtypes[name]).full_tensor() if is_sharded(tensor) else tensor
 
 

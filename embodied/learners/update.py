@@ -13,8 +13,7 @@ from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import Diverged, WrongShape
-from embodied.learners.model import FrozenFeatures, Model
-from embodied.learners.optimizer import PolicyOptimizer, lr_factor
+from embodied.learners.model import FrozenFeatures, Model, PolicyOptimizer, lr_factor
 from embodied.learners.rollout_buffer import ItemBatch, minibatches, step_items, take
 from embodied.learners.train_batch import RankBatch
 from embodied.policies.base import Scores

@@ -8,6 +8,7 @@ weights it publishes what training changes.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Set
 from pathlib import Path
 from time import perf_counter
 
@@ -20,8 +21,7 @@ from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
 from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
 from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
 from embodied.learners.token_batch import build_token_batch, packing_of
@@ -221,7 +221,8 @@ class LearnerWorker(Worker):
             give_back_unused()
 
     def _weights(self) -> list[Tensor]:
-        return [local(tensor) for tensor in (*self.policy.parameters(), *self.policy.buffers())]
+        weights = [*self.policy.parameters(), *self.policy.buffers()]
+        return [local(tensor) for tensor in weights] if self.config.shard else weights
 
     def _reference(self) -> list[Tensor]:
         policy = self.reference.policy if self.reference else None
@@ -233,11 +234,8 @@ class LearnerWorker(Worker):
     def publish(self, version: int) -> Publication | None:
         """Make the current weights visible as this version. Rank 0 says where they are."""
         self._check_live()
-        names = None if self.store.version < 0 or self.loaded else self.moving
-        tensors = whole_tensors(self.policy, self.dtypes, names)
-        if self.rank and self.config.shard:
-            for _ in tensors:
-                pass
+        names = self.dtypes.keys() if self.store.version < 0 or self.loaded else self.moving
+        tensors = self._whole(names)
         publication = self.store.publish(version, ((name, blob_of(tensor)) for name, tensor in tensors))
         self.loaded = False
         return None if self.rank else publication
@@ -270,13 +268,18 @@ class LearnerWorker(Worker):
             ) from None
 
     def _write(self, folder: Path) -> None:
+        whole = self._whole(self.dtypes.keys())
         if self.rank == 0:
-            whole = whole_tensors(self.policy, self.dtypes)
             self.policy.save_pretrained(folder / "policy", whole, self.store.specs)
-        elif self.config.shard:
-            for _ in whole_tensors(self.policy, self.dtypes):
-                pass
         self.optimizer.save(folder / "learner", write=self.rank == 0)
+
+    def _whole(self, names: Set[str]) -> Iterable[tuple[str, Tensor]]:
+        """The weights and buffers of these names, one whole tensor at a time. Where they are sharded all ranks must
+        take part, and those other than rank 0 end up with none."""
+        if not self.config.shard:
+            return ((name, tensor) for name, tensor in self.policy.state_dict().items() if name in names)
+        tensors = whole_tensors(self.policy, self.dtypes, names)
+        return deque(tensors, maxlen=0) if self.rank else tensors
 
     def load(self, checkpoint: Path) -> None:
         with self.alive(MOVING_S):

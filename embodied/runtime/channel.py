@@ -12,7 +12,7 @@ what `Worker.send` and `Worker.broadcast` give and `Worker.recv` takes, and ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,39 +119,3 @@ def put_all(channels: Sequence[Channel], item: Any, key: Any = None, timeout_s: 
         if packed is None:
             packed = host.pack(item)
         channel.put(packed, key, timeout_s=timeout_s)
-
-
-class Peers:
-    """The channels between one worker and others."""
-
-    def __init__(self, run: str, name: str, homes: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        """`homes`: of every role, the hosts of its ranks and the GPU that each holds, or ""."""
-        self.run, self.name, self.homes = run, name, homes
-        self._channels: dict[str, Channel] = {}
-
-    def to(self, role: str, rank: int) -> Channel:
-        return self._between(self.name, f"{role}-{rank}")
-
-    def source(self, role: str, rank: int) -> Channel:
-        return self._between(f"{role}-{rank}", self.name)
-
-    def all_of(self, role: str) -> list[Channel]:
-        """The channels to all ranks of a role, but for this worker itself."""
-        self._home(f"{role}-0")
-        ranks = range(len(self.homes[role]))
-        return [self.to(role, rank) for rank in ranks if f"{role}-{rank}" != self.name]
-
-    def _between(self, source: str, receiver: str) -> Channel:
-        name = f"{source} -> {receiver}"
-        if name not in self._channels:
-            (source_host, _), (home, gpu) = self._home(source), self._home(receiver)
-            pair = Pair(source, source_host, receiver)
-            self._channels[name] = Channel(self.run, name, home, DEFAULT_CAPACITY, None, gpu, pair)
-        return self._channels[name]
-
-    def _home(self, worker: str) -> tuple[str, str]:
-        role, _, rank = worker.rpartition("-")
-        if not 0 <= int(rank or -1) < len(self.homes.get(role, ())):
-            known = ", ".join(f"{role} ({len(hosts)})" for role, hosts in self.homes.items())
-            raise ValueError(f"the plan has no worker {worker}; it has by role: {known}")
-        return self.homes[role][int(rank)]

@@ -21,13 +21,13 @@ from types import TracebackType
 from typing import Any
 
 from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed
-from embodied.runtime.channel import Channel, Peers, hosts_of_runs
+from embodied.runtime.channel import Channel, hosts_of_runs
 from embodied.runtime.channel_queue import Queue
 from embodied.runtime.heartbeat import Progress, readable, resident_bytes
 from embodied.runtime.payload import Payload
 from embodied.runtime.remote_channel import Remote
 from embodied.runtime.timers import Timers
-from embodied.runtime.worker import Worker
+from embodied.runtime.worker import Peers, Worker
 
 DRIVER = "driver"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")

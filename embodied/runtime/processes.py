@@ -1,6 +1,6 @@
 """Shared by the backends whose hosts are processes: how one is started, watched from outside, and ended.
 
-Which cores a host gets is decided in `placement/cores.py`; that this machine has them is checked here.
+Which cores a host gets is decided in `placement/placement_plan.py`; that this machine has them is checked here.
 """
 
 from __future__ import annotations

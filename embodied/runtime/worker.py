@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from embodied.runtime.channel import Peers, hosts_of_runs, put_all
+from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Pair, hosts_of_runs, put_all
 from embodied.runtime.timers import RecordedSpans, Timers, Total
 
 SIGN_S = 5.0
@@ -140,3 +140,39 @@ class Worker:
 def machine() -> str:
     """Names this boot of this machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Peers:
+    """The channels between one worker and others."""
+
+    def __init__(self, run: str, name: str, homes: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+        """`homes`: of every role, the hosts of its ranks and the GPU that each holds, or ""."""
+        self.run, self.name, self.homes = run, name, homes
+        self._channels: dict[str, Channel] = {}
+
+    def to(self, role: str, rank: int) -> Channel:
+        return self._between(self.name, f"{role}-{rank}")
+
+    def source(self, role: str, rank: int) -> Channel:
+        return self._between(f"{role}-{rank}", self.name)
+
+    def all_of(self, role: str) -> list[Channel]:
+        """The channels to all ranks of a role, but for this worker itself."""
+        self._home(f"{role}-0")
+        ranks = range(len(self.homes[role]))
+        return [self.to(role, rank) for rank in ranks if f"{role}-{rank}" != self.name]
+
+    def _between(self, source: str, receiver: str) -> Channel:
+        name = f"{source} -> {receiver}"
+        if name not in self._channels:
+            (source_host, _), (home, gpu) = self._home(source), self._home(receiver)
+            pair = Pair(source, source_host, receiver)
+            self._channels[name] = Channel(self.run, name, home, DEFAULT_CAPACITY, None, gpu, pair)
+        return self._channels[name]
+
+    def _home(self, worker: str) -> tuple[str, str]:
+        role, _, rank = worker.rpartition("-")
+        if not 0 <= int(rank or -1) < len(self.homes.get(role, ())):
+            known = ", ".join(f"{role} ({len(hosts)})" for role, hosts in self.homes.items())
+            raise ValueError(f"the plan has no worker {worker}; it has by role: {known}")
+        return self.homes[role][int(rank)]

@@ -18,8 +18,7 @@ import numpy as np
 
 from embodied.algorithms.advantages import group_advantages
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.groups import Group, GroupPool, score_of
-from embodied.algorithms.prompt_pools import POOLS, PromptPools
+from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, score_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,

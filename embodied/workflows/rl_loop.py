@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
-from embodied.core.errors import ConfigError
 from embodied.core.types import BatchPart, EpisodeList, EpisodeResult, Merging, RolloutStats, Route, env_blocks
 from embodied.envs import env_class
 from embodied.policies import WORKERS
@@ -350,29 +349,6 @@ class HorizonCollector:
 
     def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
         return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)
-
-
-class RelayedRollouts(HorizonCollector):
-    """Rollouts that pass through a role of the program, whose workers are `RelayWorker`s, on their way to learners."""
-
-    role: ClassVar[str]
-
-    def __init__(self, workers: Workers) -> None:
-        super().__init__(workers)
-        if pieces := self.config.pipeline.granularity:
-            raise ConfigError(f"pipeline.granularity={pieces}: {self.role} workers take whole rollouts; leave it out")
-        self.relays = workers.groups[self.role]
-        homes = [self.relays[rank % len(self.relays)] for rank in range(len(self.learners))]
-        channel = workers.cluster.channel
-        self.outlets = [channel(f"{self.role}-{rank}", home=home, capacity=None) for rank, home in enumerate(homes)]
-
-    def collect(self, version: int) -> RolloutParts:
-        batch = super().collect(version)
-        ways = (self.outlets, [batch.sources_of(block) for block in self.blocks], self.trajectories)
-        shares = [tuple(way[rank :: len(self.relays)] for way in ways) for rank in range(len(self.relays))]
-        self.rollouts.settle(passing := self.relays.pass_on.each(shares))
-        batch.relayed = passing.wait()[0]
-        return batch
 
 
 def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:

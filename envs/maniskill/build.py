@@ -7,10 +7,10 @@ import os
 from functools import partial
 from typing import Any
 
+from embodied.envs.maniskill.choices import check_choices, refused
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.intrinsics import of_square
 from embodied.envs.maniskill.state_numbers import numbers
-from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, check_task, is_bridge, maker, quiet
+from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, is_bridge, maker, quiet
 from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
 
 
@@ -22,13 +22,12 @@ def draws_on_gpu() -> bool:
 
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
-    from embodied.envs.maniskill.choices import check_robot, refused
-    from embodied.envs.maniskill.rewards import check_reward
-
     ensure_vulkan()
     height, width = config.image_size
     view = {"height": height, "width": width} if config.cameras else {}
     if config.image_fov is not None and config.image_region:
+        from embodied.envs.maniskill.images import of_square
+
         view |= {"fov": None, "intrinsic": of_square(height, width, config.image_region, config.image_fov)}
     elif config.image_fov is not None:
         view["fov"] = math.radians(config.image_fov)
@@ -54,9 +53,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
             except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
                 raise refused(config, err) from None
 
-        check_task(config.task)
-        check_reward(config)
-        check_robot(config)
+        check_choices(config)
         if config.backend == "cpu_batched":
             from embodied.envs.maniskill.cpu_batch import make_batched
 

@@ -1,4 +1,8 @@
-"""Control modes, cameras and robots that a ManiSkill task offers, and errors that list them. Rewards: `rewards.py`."""
+"""Control modes, rewards, cameras and robots that a ManiSkill task offers, and errors that list them.
+
+ManiSkill lists shaped rewards (`env.reward_mode`) for tasks that do not write them, and playing those fails: they are
+left out here.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,20 @@ import inspect
 from typing import Any
 
 from embodied.core.errors import ConfigError, nearest
-from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.rewards import reward_modes
+from embodied.envs.capabilities import CataloguedTask
+from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, source_of
+from embodied.envs.maniskill.config import REWARD_MODES, ManiSkillConfig
 from embodied.envs.maniskill.state_numbers import groups, widths
-from embodied.envs.maniskill.tasks import find_task
+from embodied.envs.maniskill.tasks import check_task, find_task, missing_assets
 from embodied.envs.own_modules import where
 
+SHAPED = ("dense", "normalized_dense")
 
-def check_robot(config: ManiSkillConfig) -> None:
+
+def check_choices(config: ManiSkillConfig) -> None:
+    """Refuse a task that is unknown or lacks files, and a reward mode or a robot that it does not have."""
+    check_task(config.task)
+    check_reward(config)
     from mani_skill.agents.registration import REGISTERED_AGENTS
 
     if config.robot is not None and config.robot not in REGISTERED_AGENTS:
@@ -33,6 +43,48 @@ def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
         return ConfigError(f"env.control_mode={mode}: the robot has {', '.join(names)}{nearest(mode, names)}")
     asked = ", ".join(f"env.{name}={getattr(config, name)}" for name in ("control_mode", "reward_mode"))
     return ConfigError(f"ManiSkill refuses {config.task} with {asked}: {' '.join(str(err).split())}{where(err)}")
+
+
+def reward_modes(cls: type) -> list[str]:
+    """The reward modes of a task's class, without shaped ones that it does not implement."""
+    from mani_skill.envs.sapien_env import BaseEnv
+
+    if cls.get_reward is not BaseEnv.get_reward:  # it has a way of its own to give them
+        return list(cls.SUPPORTED_REWARD_MODES)
+    methods = {mode: f"compute_{mode}_reward" for mode in SHAPED}
+    missing = [mode for mode, name in methods.items() if getattr(cls, name) is getattr(BaseEnv, name)]
+    return [mode for mode in cls.SUPPORTED_REWARD_MODES if mode not in missing]
+
+
+def check_reward(config: ManiSkillConfig) -> None:
+    """Refuses a reward mode that the task does not have."""
+    cls = class_of(config.task)
+    known = reward_modes(cls)
+    if config.reward_mode in known:
+        return
+    text = f"env.reward_mode={config.reward_mode}: {config.task} has no such reward"
+    if config.reward_mode in cls.SUPPORTED_REWARD_MODES:
+        text += f", its class does not write compute_{config.reward_mode}_reward"
+    pays = " or ".join(mode for mode in known if mode != "none")
+    raise ConfigError(f"{text}; {f'set env.reward_mode={pays}' if pays else 'it has none at all'}")
+
+
+def catalogued(task: str, spec: Any) -> CataloguedTask:
+    """What `embodied.list tasks` says of a task that ManiSkill registered so."""
+    rewards = [mode for mode in reward_modes(class_of(task)) if mode in REWARD_MODES]
+    limit = f"{spec.max_episode_steps} steps" if spec.max_episode_steps else "no step limit"
+    way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
+    missing = {asset: source_of(asset) for asset in missing_assets(task)}
+    return {"about": limit + way, "problem": "" if rewards else "it has no reward", "missing": missing}
+
+
+def class_of(task: str) -> type:
+    """The class that plays a task: of ManiSkill's bridge tasks one of ours, with rewards."""
+    if task in TWINS:
+        from embodied.envs.maniskill.bridge.twins import KINDS
+
+        return KINDS[task]
+    return find_task(task).cls
 
 
 def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:

@@ -9,9 +9,8 @@ from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import Requirement
-from embodied.envs.common_config import PRIVILEGED, CommonEnvConfig, check_privileged
+from embodied.envs.common_config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Tasks
 from embodied.envs.maniskill.bridge.bridge_tasks import asset_folder
-from embodied.envs.option_values import SIZE_HELP, ImageSize, Region, Tasks
 
 REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
 
@@ -110,11 +109,6 @@ class ManiSkillConfig(CommonEnvConfig):
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(self.cameras, self.image_size)
-
-    @model_validator(mode="after")
-    def _something_is_hidden(self) -> ManiSkillConfig:
-        check_privileged(self)
-        return self
 
     @model_validator(mode="after")
     def _reward_mode_exists(self) -> ManiSkillConfig:

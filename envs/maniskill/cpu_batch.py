@@ -32,7 +32,7 @@ from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.pose import Pose, to_sapien_pose
 
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
-from embodied.envs.maniskill.robots import action_bounds, for_robots
+from embodied.envs.maniskill.state_numbers import action_bounds, for_robots
 from embodied.envs.maniskill.tasks import DRAWING
 
 BETWEEN_STEPS = ("_before_simulation_step", "_after_simulation_step")  # what a task may do between physics steps

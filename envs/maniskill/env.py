@@ -19,19 +19,17 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import CataloguedTask, Expert
-from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationProtocol, Expert
+from embodied.envs.maniskill import choices
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.config import ManiSkillConfig
-from embodied.envs.maniskill.robots import action_bounds, for_robots
-from embodied.envs.maniskill.state_numbers import numbers
+from embodied.envs.maniskill.state_numbers import action_bounds, for_robots, numbers
 from embodied.envs.maniskill.tasks import (
     BATCHED_CONTROLS,
     BATCHED_TASKS,
     DRAWING,
     check_bridge,
-    check_task,
     control_of,
     find_task,
     is_listed,
@@ -72,10 +70,8 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def catalogued(cls) -> dict[str, CataloguedTask]:
-        from embodied.envs.maniskill.rewards import catalogued
-
         ensure_vulkan()
-        return {name: catalogued(name, spec) for name, spec in sorted(registered().items())}
+        return {name: choices.catalogued(name, spec) for name, spec in sorted(registered().items())}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:
@@ -199,22 +195,14 @@ class ManiSkillEnv(VectorEnv):
             ManiSkillExpert.check(config)
 
     def facts(self) -> dict[str, str]:
-        from embodied.envs.maniskill.choices import facts
-
-        return facts(self.envs[0], self.config)
+        return choices.facts(self.envs[0], self.config)
 
     @classmethod
     def check(cls, config: ManiSkillConfig) -> None:
         ensure_vulkan()
         for task in cls.tasks(config):
             if task not in BATCHED_TASKS or config.robot or config.modules:
-                from embodied.envs.maniskill.choices import check_robot
-                from embodied.envs.maniskill.rewards import check_reward
-
-                one = config.model_copy(update={"task": task})
-                check_task(task)
-                check_reward(one)
-                check_robot(one)
+                choices.check_choices(config.model_copy(update={"task": task}))
         check_bridge(config)
 
     # The env

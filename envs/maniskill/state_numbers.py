@@ -1,10 +1,13 @@
-"""The numbers that an env of ManiSkill's is observed by, and what each of them is."""
+"""The numbers that an env of ManiSkill's is observed by, what each of them is, and those that it is moved by."""
 
 from __future__ import annotations
 
 import math
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from gymnasium.spaces import Dict
 
 from embodied.core.errors import ConfigError
 
@@ -64,3 +67,22 @@ def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
             width = (len(part) if isinstance(part, list | tuple) else 1) if shape is None else math.prod(shape[1:])
             found += [(f"{prefix}{name}", width)] * bool(width)
     return found
+
+
+# Actions: of several robots one vector for the policy, a part for each robot in the env.
+
+
+def action_bounds(env: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest action [A]; of several robots one after the other."""
+    space = env.single_action_space
+    parts = list(space.values()) if isinstance(space, Dict) else [space]
+    return np.concatenate([part.low for part in parts]), np.concatenate([part.high for part in parts])
+
+
+def for_robots(env: Any, actions: Any) -> Any:
+    """Actions [..., A] as the env takes them: where it has several robots, a part for each by its name."""
+    space = env.single_action_space
+    if not isinstance(space, Dict):
+        return actions
+    ends = np.cumsum([part.shape[0] for part in space.values()]).tolist()
+    return {name: actions[..., begin:end] for name, begin, end in zip(space, [0, *ends], ends, strict=False)}

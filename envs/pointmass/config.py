@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from embodied.envs.common_config import PRIVILEGED, CommonEnvConfig, check_privileged
-from embodied.envs.option_values import SIZE_HELP, ImageSize
+from embodied.envs.common_config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize
 
 
 class PointMassConfig(CommonEnvConfig):
@@ -29,8 +28,3 @@ class PointMassConfig(CommonEnvConfig):
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(self.cameras, self.image_size)
-
-    @model_validator(mode="after")
-    def _something_is_hidden(self) -> PointMassConfig:
-        check_privileged(self)
-        return self

@@ -8,8 +8,7 @@ from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement
-from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, with_task
-from embodied.envs.option_values import Tasks
+from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, Tasks, with_task
 
 
 class TextConfig(CommonEnvConfig):

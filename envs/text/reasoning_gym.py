@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from embodied.core.conversations import Said
-from embodied.core.errors import ConfigError, MissingAsset, nearest
+from embodied.core.errors import ConfigError, MissingAsset, in_a_line, nearest
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.scoring_process import Scorer, dataset_of, entry_of
@@ -53,8 +53,7 @@ class ReasoningGym(TextEnv):
         try:
             dataset_of(task, options(config, 0))[0]
         except Exception as err:  # of its own checks, which assert
-            text = " ".join(f"{type(err).__name__}: {err}".split())
-            raise ConfigError(f"env.name={config.name} env.kwargs={config.kwargs}: {text}") from err
+            raise ConfigError(f"env.name={config.name} env.kwargs={config.kwargs}: {in_a_line(err)}") from err
 
     @classmethod
     def scored_example(cls) -> tuple[str, dict[str, Any]]:

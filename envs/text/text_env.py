@@ -29,8 +29,7 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
-from embodied.envs.capabilities import EnvCapabilities
-from embodied.envs.evaluation_protocols import EvaluationProtocol
+from embodied.envs.capabilities import EnvCapabilities, EvaluationProtocol
 
 REWARDS = ("own", "success")
 TRIES = 1000  # draws in a row that show nothing new: then there is hardly more
@@ -95,11 +94,6 @@ class TextEnv(EnvCapabilities):
     @classmethod
     def unload(cls, shared: Any) -> None:
         """The worker ends: let go of what `load` has opened."""
-
-    @classmethod
-    def tasks(cls, config: Any) -> tuple[str, ...]:
-        """The tasks `env.task` means, each of which an `EpisodeSpec` may name; episodes take turns among them."""
-        return (config.task,) if isinstance(config.task, str) else tuple(config.task)
 
     @classmethod
     def held_out(cls, config: Any) -> int:

@@ -398,11 +398,7 @@ def play_conversations(
 
 def hear(one: Conversation, completion: Completion) -> bool:
     """Let the env hear an answer; returns whether the conversation is over."""
-    if completion.dropped:
-        one.problem = completion.dropped
-        one.hear(completion, Turn(), 0.0)
-        return True
-    turn = one.env.step(completion.text)
+    turn = Turn(dropped=completion.dropped) if completion.dropped else one.env.step(completion.text)
     if not isinstance(turn, Turn):
         raise EmbodiedError(f"{type(one.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")
     last = completion.truncated or len(one.turns) + 1 >= one.part.turns

@@ -63,16 +63,26 @@ class Answer:
 
 
 class Engine:
-    """Continues up to `room + running` conversations at a time."""
+    """Continues up to `slots` conversations at a time."""
 
-    running = 0
-    """Conversations under way."""
-
-    room = 0
-    """The number of prompts that it can take more now."""
+    slots: int
+    """Conversations that may be under way at a time."""
 
     max_length: int
     """Tokens of a whole conversation, at most."""
+
+    totals: dict[str, int] = {}  # noqa: RUF012  never added to
+    """What it counts, since it was last asked."""
+
+    @property
+    def running(self) -> int:
+        """Conversations under way."""
+        raise NotImplementedError
+
+    @property
+    def room(self) -> int:
+        """The number of prompts that it can take more now."""
+        return self.slots - self.running
 
     def check(self, request: Request) -> None:
         """Refuse what callers must not add."""
@@ -112,7 +122,8 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         """The numbers that it counted since the last call, for the metrics."""
-        return {}
+        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
+        return {name: float(count) for name, count in totals.items()}
 
     def close(self) -> None:
         """End what it started."""

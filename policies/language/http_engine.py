@@ -44,8 +44,9 @@ from embodied.policies.language.http_messages import (
     read_answer,
     read_error,
 )
+from embodied.policies.policy_folder import WEIGHTS, write_tensors
 from embodied.policies.vla.lora import merged
-from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
+from embodied.runtime.tensor_bytes import blob_of
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -65,7 +66,7 @@ class HTTPEngine(Engine):
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         if importlib.util.find_spec("aiohttp") is None:
             raise ConfigError("policy.engine=http needs aiohttp. Run: python -m pip install 'embodied-loop[serve]'")
-        self.config, self.policy = config, policy
+        self.config, self.policy, self.slots = config, policy, config.max_running
         self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
         self.exact = config.dtype == "float64"
         self.asked: dict[int, tuple[Request, Future]] = {}
@@ -97,10 +98,6 @@ class HTTPEngine(Engine):
     @property
     def running(self) -> int:
         return len(self.asked) + len(self.ended)
-
-    @property
-    def room(self) -> int:
-        return self.config.max_running - self.running
 
     def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
@@ -149,10 +146,6 @@ class HTTPEngine(Engine):
         if self.folder and before not in ("", self.name):  # no server has to read them again
             shutil.rmtree(self.folder / before, ignore_errors=True)
 
-    def metrics(self) -> dict[str, float]:
-        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
-        return {name: float(count) for name, count in totals.items()}
-
     def close(self) -> None:
         self.abort()
         with contextlib.suppress(Exception):
@@ -182,9 +175,7 @@ class HTTPEngine(Engine):
         if not at.is_dir():
             aside = self.folder / "new"
             aside.mkdir(parents=True, exist_ok=True)
-            specs = {key: spec_of(tensor) for key, tensor in self.pairs.items()}
-            blobs = ((key, blob_of(tensor)) for key, tensor in self.pairs.items())
-            write_safetensors(aside / "model.safetensors", specs, blobs)
+            write_tensors(aside / WEIGHTS, self.pairs)
             aside.rename(at)
         await self.server.load(at, self.name, self.policy.tied)
 

@@ -26,12 +26,12 @@ from embodied.policies.base import Scores
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
 from embodied.policies.language.config import LanguageConfig
+from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.packing import Packed, into_passes, lay_out
-from embodied.policies.policy_folder import CONFIG, write_values
+from embodied.policies.policy_folder import CONFIG, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
-from embodied.policies.vla.shards import write_shards
-from embodied.runtime.tensor_bytes import Blob, blob_of
+from embodied.runtime.tensor_bytes import Blob
 
 DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
 SPREAD = 0.05  # of fresh weights: from 0.02, as in large models, one so narrow learns more slowly
@@ -184,10 +184,7 @@ class LanguagePolicy(PublishedPolicy):
     @property
     def token_bytes(self) -> int:
         """Keys and values of one token, in all layers."""
-        shape = self.model.config
-        heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-        dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        return 2 * shape.num_hidden_layers * heads * dim * self.dtype.itemsize
+        return token_bytes(self.model)
 
     # Weights
 
@@ -269,7 +266,7 @@ class LanguagePolicy(PublishedPolicy):
 
         super().save_pretrained(folder, models(), specs)
         if heads:
-            write_values(Path(folder), {name: blob_of(tensor) for name, tensor in heads.items()})
+            write_values(Path(folder), heads)
         files.write_companions(Path(folder), self.origin, self.tokenizer)
 
     def published_weights(self) -> dict[str, Tensor]:

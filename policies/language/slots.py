@@ -20,15 +20,7 @@ from torch import Tensor
 from embodied.core import rng
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.decoding import Step, fast_step
-from embodied.policies.language.engine import (
-    Answer,
-    Engine,
-    Request,
-    Sampling,
-    cache_bytes,
-    token_bytes,
-    unanswered,
-)
+from embodied.policies.language.engine import Answer, Engine, Request, Sampling, cache_bytes, token_bytes, unanswered
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -123,10 +115,6 @@ class SlotEngine(Engine):
     def running(self) -> int:
         return len(self.rows) + len(self.waiting)
 
-    @property
-    def room(self) -> int:
-        return self.slots - self.running
-
     def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
         self.round = Sampling(seed, f"act/{stream}", temperature, self.stops)
@@ -166,17 +154,12 @@ class SlotEngine(Engine):
         return unanswered(given_up) if given_up else None
 
     def abort(self) -> list[Answer]:
-        answers = [self.answer(row, truncated=True) for row in range(len(self.rows))]
-        answers += [unanswered(request) for request in self.waiting]
+        answers = [*self.so_far(), *(unanswered(request) for request in self.waiting)]
         self.rows, self.waiting = [], []
         return answers
 
     def cache_tensors(self) -> list[Tensor]:
         return [part for layer in self.cache.layers for part in layer]
-
-    def metrics(self) -> dict[str, float]:
-        totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
-        return {name: float(count) for name, count in totals.items()}
 
     # Conversations come in
 

@@ -59,7 +59,7 @@ class VLLMEngine(Engine):
             raise ConfigError("policy.engine=vllm needs vLLM, which is not installed. Run: make vllm")
         if config.dtype == "float64":
             raise ConfigError("vLLM has no float64; try policy.dtype=float32 or policy.engine=transformers")
-        self.config, self.policy = config, policy
+        self.config, self.policy, self.slots = config, policy, config.max_running
         self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
         self.writing: dict[str, Writing] = {}
         self.ended: list[Answer] = []  # of conversations that have no room for an answer
@@ -71,10 +71,6 @@ class VLLMEngine(Engine):
     @property
     def running(self) -> int:
         return len(self.writing) + len(self.ended)
-
-    @property
-    def room(self) -> int:
-        return self.config.max_running - self.running
 
     def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"

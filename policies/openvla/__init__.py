@@ -1,8 +1,7 @@
 """OpenVLA: two vision towers, a projector and a Llama that writes actions as tokens. Upstream's key names, our code.
 
 `policy` and `oft` are the entry points, built on `prismatic`. `vision` and `llama` are the networks, `tokens` the
-prompt and action tokens, `action_stats` the action ranges, `settings` the sizes, `folder` and `components` the
-published layout.
+prompt and action tokens, `settings` the sizes, `folder` and `components` the published layout.
 """
 
 __all__ = ["config", "oft", "policy", "settings"]

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError, EmbodiedError
-from embodied.policies.policy_folder import own_layer
+from embodied.policies.policy_folder import own_layer, write_tensors
 from embodied.policies.vla.lora import DOWN, LAYER, UP, is_adapter, merged, product
-from embodied.policies.vla.shards import write_tensors
 from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 
 FILE = re.compile(

@@ -13,12 +13,20 @@ from typing import Any
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError
-from embodied.policies.openvla.action_stats import RANGES
 from embodied.policies.openvla.components import component_weights, find_components
 from embodied.policies.openvla.settings import OpenVLASettings, settings_of
-from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
+from embodied.policies.policy_folder import (
+    CONFIG,
+    OURS,
+    TOKENIZER_FILES,
+    copy_files,
+    read_blobs,
+    read_json,
+    write_shards,
+    write_tensors,
+)
 from embodied.policies.vla.lora import ADAPTER_CONFIG
-from embodied.policies.vla.shards import write_shards, write_tensors
+from embodied.policies.vla.statistics import RANGES
 from embodied.runtime.tensor_bytes import Blob, blob_of
 
 OFT = "openvla_oft"

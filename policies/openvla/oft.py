@@ -22,7 +22,7 @@ from embodied.policies.openvla.llama import LlamaStack
 from embodied.policies.openvla.prismatic import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.tokens import STOP, action_scores, pick
 from embodied.policies.openvla.vision import VisionBlock
-from embodied.policies.vla.compiling import for_acting
+from embodied.policies.vla.policy import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
 from embodied.runtime.tensor_bytes import Blob
 

@@ -20,8 +20,8 @@ from embodied.policies.base import Scores
 from embodied.policies.openvla.llama import Cache, LlamaAttention, LlamaLayer, LlamaStack, RMSNorm, visible
 from embodied.policies.openvla.prismatic import PATCHES, PrismaticPolicy
 from embodied.policies.openvla.tokens import action_scores, pick
-from embodied.policies.vla.compiling import compiled
 from embodied.policies.vla.layers import GatedMLP, turns
+from embodied.policies.vla.policy import compiled
 
 Memory = list[tuple[Tensor, Tensor]]  # keys and values of every layer [N, kv_heads, width, head_dim]
 LAST = slice(-1, None)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import Array, EnvSpec, Observation
-from embodied.policies.openvla.action_stats import OWN, RANGES, Ranges, stated_ranges
 from embodied.policies.openvla.components import as_stored
 from embodied.policies.openvla.config import PrismaticConfig
 from embodied.policies.openvla.folder import COMPANIONS, read_published, read_stored, unwrapped, write_published
@@ -24,12 +23,21 @@ from embodied.policies.openvla.settings import PRESETS, settings_of
 from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaTokenizer, LlamaWords, prompt, template_of
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.policy_folder import copy_files, read_blobs
-from embodied.policies.vla.compiling import for_acting
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.layers import smooth_filters, with_adapter
 from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
-from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy
-from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, Statistics, choose_key, statistics_of
+from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting
+from embodied.policies.vla.statistics import (
+    GRIPPERS,
+    OWN,
+    RANGES,
+    STORED_GRIPPERS,
+    Ranges,
+    Statistics,
+    choose_key,
+    stated_ranges,
+    statistics_of,
+)
 from embodied.policies.vla.vla_tokenizer import align
 from embodied.runtime.tensor_bytes import Blob
 

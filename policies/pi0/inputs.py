@@ -215,12 +215,7 @@ def figures_of(found: dict[str, Figures], where: str, name: str | None) -> tuple
             )
     if not found and name:
         raise ConfigError(f"policy.statistics={name}: there is no such folder")
-    return (choose(found, name, where) if found else None), where
-
-
-def choose(found: dict[str, Figures], name: str | None, where: str) -> Figures:
-    """The figures of the data set `name`, which may be left out where there is only one."""
-    return found[choose_key(found, name, where)]
+    return (found[choose_key(found, name, where)] if found else None), where
 
 
 def width_of(figures: dict[str, list[float]]) -> int:

@@ -67,8 +67,8 @@ class Pi0Network(nn.Module):
         dim = settings.expert.dim
         condition = dim if settings.adaptive else None
         vlm = NamedParts(
-            vision_tower=VisionTower(settings.vision),
-            multi_modal_projector=MultiModalProjector(settings.vision.dim, settings.language.dim),
+            vision_tower=NamedParts(vision_model=VisionModel(settings.vision)),
+            multi_modal_projector=NamedParts(linear=nn.Linear(settings.vision.dim, settings.language.dim)),
             language_model=GemmaStack(settings.language, settings.vocab),
         )
         expert = NamedParts(model=GemmaStack(settings.expert, condition_dim=condition))
@@ -89,13 +89,18 @@ class Pi0Network(nn.Module):
         return self.paligemma_with_expert.paligemma.model
 
     @property
+    def to_words(self) -> nn.Module:
+        """Maps patches to the language model's width."""
+        return self.vlm.multi_modal_projector.linear
+
+    @property
     def expert(self) -> GemmaStack:
         return self.paligemma_with_expert.gemma_expert.model
 
     def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor) -> Prefix:
         """`pixels` [N, cameras, 3, S, S], word ids and which are there [N, L]."""
         rows = len(pixels)
-        patches = self.vlm.multi_modal_projector(self.vlm.vision_tower(pixels.flatten(0, 1)))
+        patches = self.to_words(self.vlm.vision_tower.vision_model(pixels.flatten(0, 1)))
         patches = patches.view(rows, -1, patches.shape[-1])
         words = self.vlm.language_model.embed_tokens(ids) * math.sqrt(self.settings.language.dim)
         present = torch.cat([there.new_ones(rows, patches.shape[1]), there], dim=1)
@@ -321,17 +326,11 @@ class VisionEmbeddings(nn.Module):
         return patches + self.position_embedding.weight
 
 
-class VisionEncoder(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SiglipBlock(settings) for _ in range(settings.depth))
-
-
 class VisionModel(nn.Module):
     def __init__(self, settings: VisionSettings) -> None:
         super().__init__()
         self.embeddings = VisionEmbeddings(settings)
-        self.encoder = VisionEncoder(settings)
+        self.encoder = NamedParts(layers=nn.ModuleList(SiglipBlock(settings) for _ in range(settings.depth)))
         self.post_layernorm = nn.LayerNorm(settings.dim, eps=EPS)
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -340,23 +339,3 @@ class VisionModel(nn.Module):
         for block in self.encoder.layers:
             x = block(x)
         return self.post_layernorm(x)
-
-
-class VisionTower(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.vision_model = VisionModel(settings)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.vision_model(pixels)
-
-
-class MultiModalProjector(nn.Module):
-    """Maps patches to the language model's width."""
-
-    def __init__(self, vision_dim: int, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(vision_dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)

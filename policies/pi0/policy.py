@@ -29,7 +29,6 @@ from embodied.policies.pi0.inputs import (
     GemmaWords,
     Scale,
     augmented,
-    choose,
     figures_of,
     padded,
     pixels_of,
@@ -39,11 +38,10 @@ from embodied.policies.pi0.inputs import (
 )
 from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half, start
 from embodied.policies.pi0.settings import PRESETS, check_sizes, settings_of
-from embodied.policies.vla.compiling import for_acting
+from embodied.policies.policy_folder import write_shards
 from embodied.policies.vla.lora import add_lora, is_adapter
-from embodied.policies.vla.policy import VLAPolicy
-from embodied.policies.vla.shards import write_shards
-from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS
+from embodied.policies.vla.policy import VLAPolicy, for_acting
+from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, choose_key
 from embodied.runtime.tensor_bytes import Blob
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
@@ -105,7 +103,7 @@ class Pi0Policy(VLAPolicy):
     def numbers(cls, config: Pi0Config) -> tuple[int, int | None]:
         """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
         published = read_published(config.pretrained, config.name)
-        figures = choose(published.figures, config.statistics, config.pretrained)
+        figures = published.figures[choose_key(published.figures, config.statistics, config.pretrained)]
         felt = not published.settings.adaptive or config.state_in_prompt
         return width_of(figures["actions"]), width_of(figures["state"]) if felt or config.relative_actions else None
 
@@ -212,7 +210,7 @@ class Pi0Policy(VLAPolicy):
         return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1 + more)
 
     def vision_encoder(self) -> nn.Module:
-        return self.model.vlm.multi_modal_projector
+        return self.model.to_words
 
     def unit_state(self, state: Tensor) -> Tensor:
         return self.state_scale.to_unit(state)

@@ -1,13 +1,3 @@
-"""What vision-language-action families share: camera frames, units of actions, tokenizers, sharded weights, LoRA."""
+"""What vision-language-action families share: camera frames, units of actions, tokenizers, LoRA."""
 
-__all__ = [
-    "compiling",
-    "config",
-    "image_processor",
-    "layers",
-    "lora",
-    "policy",
-    "shards",
-    "statistics",
-    "vla_tokenizer",
-]
+__all__ = ["config", "image_processor", "layers", "lora", "policy", "statistics", "vla_tokenizer"]

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError, ConfigError
-from embodied.policies.policy_folder import own_layer, read_json
+from embodied.policies.policy_folder import own_layer, read_json, write_tensors
 from embodied.policies.vla.layers import ADAPTER, with_adapter
-from embodied.policies.vla.shards import write_tensors
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of
 
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from idle_collector import idle_collector
 
-from embodied.algorithms.prompt_pools import PromptPools, pool_of
+from embodied.algorithms.groups import PromptPools, pool_of
 from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
 from embodied.workflows.group_collector import GroupedEpisodes

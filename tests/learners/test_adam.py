@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from embodied.learners.optimizer import Adam
+from embodied.learners.model import Adam
 
 RUN = """
 import sys

@@ -12,8 +12,8 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
-from embodied.learners.bc import DemoImages, Demonstrations, next_keyframes
-from embodied.learners.optimizer import PolicyOptimizer, sft_factor
+from embodied.learners.bc import DemoImages, Demonstrations, next_keyframes, sft_factor
+from embodied.learners.model import PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
 from embodied.runtime.collective import Alone

@@ -13,8 +13,7 @@ import torch
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import ConfigError
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker

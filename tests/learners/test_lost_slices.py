@@ -12,8 +12,7 @@ import torch
 from embodied.algorithms.config import PPOConfig
 from embodied.core.types import join, map_decisions
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy

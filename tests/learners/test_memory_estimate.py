@@ -9,8 +9,7 @@ from embodied.config.recipe import load
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
 from embodied.learners.memory_estimate import count, estimate, made_up
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
 from embodied.runtime.collective import Alone

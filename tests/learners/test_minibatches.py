@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from embodied.learners.optimizer import lr_factor
+from embodied.learners.model import lr_factor
 from embodied.learners.rollout_buffer import minibatches, owned, permutation
 from embodied.learners.update import skip_remaining_epochs
 

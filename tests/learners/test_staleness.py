@@ -12,8 +12,7 @@ import torch
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.types import BatchPart, env_blocks
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_rank_batch, episodes_within
 from embodied.learners.update import update_policy
 from embodied.runtime.collective import Alone, Threads

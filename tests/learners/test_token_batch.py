@@ -14,8 +14,7 @@ from embodied.algorithms.config import GRPOConfig
 from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_blocks
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker

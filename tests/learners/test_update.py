@@ -13,8 +13,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
 from embodied.core.types import env_blocks, join
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import permutation
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy

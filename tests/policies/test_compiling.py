@@ -13,7 +13,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import PolicyConfig
-from embodied.policies.vla import compiling
+from embodied.policies.vla import policy as vla_policy
 from embodied.run.policy_source import differing
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 48, 3)}, instruction=True)
@@ -70,7 +70,7 @@ def test_compiled_networks_take_new_weights():
 def test_without_a_compiler_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"install g\+\+ .*policy.compile=false"):
-        compiling.compiled(len, "cpu")
+        vla_policy.compiled(len, "cpu")
 
 
 def test_a_saved_policy_does_not_keep_it(tmp_path):

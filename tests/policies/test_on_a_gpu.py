@@ -15,8 +15,7 @@ from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.bc import Demonstrations, ImitationLearner
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model
-from embodied.learners.optimizer import PolicyOptimizer
+from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import frozen_features, update_policy
 from embodied.policies import make_policy
@@ -125,7 +124,7 @@ def learn(policy, played):
     optimizer = PolicyOptimizer(policy, config, Alone())
     share = build_rank_batch(played, BatchPart(played.ids, 0, ROWS, 0), config, Alone(), model.dtype, WHERE)
     share = share.with_replay(frozen_features(model, share.batch, ROWS))
-    with patch("embodied.learners.optimizer.adam", step_there):
+    with patch("embodied.learners.model.adam", step_there):
         return update_policy(model, optimizer, config, share, 0, 0, 10)
 
 

@@ -127,7 +127,9 @@ def plain_pi05(network, pixels, ids, x, time):
     """Pi0.5's velocity the long way: one sequence, one mask, adaptive norms by their definition; no padding."""
     with torch.no_grad():
         vlm, expert = network.vlm, network.expert
-        patches = vlm.multi_modal_projector(vlm.vision_tower(pixels.flatten(0, 1))).view(len(pixels), -1, LANGUAGE.dim)
+        patches = network.to_words(vlm.vision_tower.vision_model(pixels.flatten(0, 1))).view(
+            len(pixels), -1, LANGUAGE.dim
+        )
         words = vlm.language_model.embed_tokens.weight[ids] * LANGUAGE.dim**0.5
         streams = [torch.cat([patches, words], 1), network.action_in_proj(x)]
         split = streams[0].shape[1]

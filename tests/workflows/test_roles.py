@@ -8,7 +8,6 @@ import pytest
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs.sim_worker import SimWorker
-from embodied.learners.relay import RelayWorker
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.policies.worker import PolicyWorker
@@ -17,7 +16,8 @@ from embodied.runtime import Worker
 from embodied.workflows.contract import BatchSource, Role, check_roles
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.imitation import ImitationLoop, RecordedEpisodes
-from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop, HorizonCollector, RelayedRollouts
+from embodied.workflows.relay import RelayedRollouts, RelayWorker
+from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop, HorizonCollector
 
 ARGUMENTS = [
     "recipe=pointmass_ppo",

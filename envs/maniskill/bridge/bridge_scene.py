@@ -12,8 +12,8 @@ import sapien
 import torch
 from mani_skill.sensors.camera import CameraConfig
 
-from embodied.envs.maniskill.intrinsics import intrinsics
-from embodied.envs.option_values import Region
+from embodied.envs.common_config import Region
+from embodied.envs.maniskill.images import intrinsics
 
 FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # of the camera, in pixels
 WHOLE: Region = (0.0, 0.0, 1.0, 1.0)

@@ -7,10 +7,10 @@ from pydantic import ValidationError
 from embodied.core.errors import MissingAsset
 from embodied.core.types import EpisodeList, EpisodeSpec
 from embodied.envs import env_class, make_env
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import LiberoConfig
 from embodied.envs.env_checker import check_vector_env
-from embodied.envs.evaluation_protocols import choose_protocol
-from embodied.envs.libero.suites import tasks_of
+from embodied.envs.libero.config import tasks_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # robosuite's, numba's and bddl's own
 needs_libero = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO")

@@ -14,10 +14,10 @@ from embodied import evaluate, train
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
+from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import LiberoConfig
 from embodied.envs.env_checker import check_vector_env
-from embodied.envs.evaluation_protocols import choose_protocol
-from embodied.envs.libero.own_tasks import check_buildable, own_files, read_states
+from embodied.envs.libero.tasks import check_buildable, own_files, read_states
 from embodied.reporting.results import read_results
 
 pytestmark = [
@@ -174,8 +174,8 @@ def test_what_cannot_be_a_task_or_its_states_is_refused_before_anything_starts(m
 
 
 def test_nothing_of_the_benchmark_would_be_refused():
+    from embodied.envs.libero.config import SUITES, tasks_of
     from embodied.envs.libero.load_simulator import quiet, simulator
-    from embodied.envs.libero.suites import SUITES, tasks_of
     from embodied.envs.libero.tasks import task_files
 
     simulator()

@@ -1,15 +1,18 @@
-"""The base of a role that stands between simulators and learners: docs/workflows.md builds a reward model on it.
-
-`RelayedRollouts` of `embodied/workflows/rl_loop.py` sends the rollouts of all sims its way.
+"""A role between simulators and learners, with a part of the batch source that sends rollouts its way:
+docs/workflows.md builds a reward model on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
+from embodied.core.errors import ConfigError
 from embodied.core.types import Trajectory
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.runtime import Channel, Worker
+from embodied.workflows.rl_loop import HorizonCollector, RolloutParts
+from embodied.workflows.workers import Workers
 
 
 class RelayWorker(Worker):
@@ -36,3 +39,26 @@ class RelayWorker(Worker):
         for part, (_, learner) in zip(parts, came, strict=True):
             learner.put(part)
         return metrics
+
+
+class RelayedRollouts(HorizonCollector):
+    """Rollouts that pass through a role of the program, whose workers are `RelayWorker`s, on their way to learners."""
+
+    role: ClassVar[str]
+
+    def __init__(self, workers: Workers) -> None:
+        super().__init__(workers)
+        if pieces := self.config.pipeline.granularity:
+            raise ConfigError(f"pipeline.granularity={pieces}: {self.role} workers take whole rollouts; leave it out")
+        self.relays = workers.groups[self.role]
+        homes = [self.relays[rank % len(self.relays)] for rank in range(len(self.learners))]
+        channel = workers.cluster.channel
+        self.outlets = [channel(f"{self.role}-{rank}", home=home, capacity=None) for rank, home in enumerate(homes)]
+
+    def collect(self, version: int) -> RolloutParts:
+        batch = super().collect(version)
+        ways = (self.outlets, [batch.sources_of(block) for block in self.blocks], self.trajectories)
+        shares = [tuple(way[rank :: len(self.relays)] for way in ways) for rank in range(len(self.relays))]
+        self.rollouts.settle(passing := self.relays.pass_on.each(shares))
+        batch.relayed = passing.wait()[0]
+        return batch
