@@ -396,7 +396,7 @@ def cluster(
     """The processes of a plan; `program` is the workflow."""
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.address)
     own = modules_of(config, program)
-    with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy"]
+    with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy", "learner"]
     hosts = host_plans(plan, with_policy, slow_imports(config.policy.name))
     return Cluster(options.backend, hosts, *about, own, options.start_s, on_start)
 
