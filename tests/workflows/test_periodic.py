@@ -125,7 +125,7 @@ def test_the_sync_run_learns_from_rewards_that_differ_and_plays_more_than_it_nee
     assert not any(row["groups/carried_episodes"] or row["train/staleness"] for row in numbers)
 
 
-@pytest.mark.parametrize("order", range(5))
+@pytest.mark.parametrize("order", [0, 1, *(pytest.param(order, marks=pytest.mark.slow) for order in (2, 3, 4))])
 def test_periodic_equals_sync_whatever_the_order_in_which_groups_come(sync, tmp_path, arrivals, order):
     with Run(tmp_path, PERIODIC, order=order, most_s=0.004) as run:
         rows = run.train()
