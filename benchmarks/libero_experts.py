@@ -26,8 +26,9 @@ CODE = ("expert", "scene", "state", "env")  # what a result depends on
 def measure_task(task: str, states: int, videos: Path | None) -> list:
     """The outcomes of the stored states 0 to `states` - 1, in order."""
     from embodied.core.types import EpisodeList, Recording
+    from embodied.envs.action_sources import ExpertActions
     from embodied.envs.config import LiberoConfig
-    from embodied.envs.evaluation import ExpertActions, play_episodes
+    from embodied.envs.evaluation import play_episodes
     from embodied.envs.libero.env import LiberoEnv
     from embodied.envs.libero.expert import LiberoExpert
     from embodied.reporting.video_recorder import VideoRecorder

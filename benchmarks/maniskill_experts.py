@@ -62,7 +62,8 @@ def make(task: str, mode: str, count: int):
 
 def play(env, expert, who: str, episodes: list) -> dict:
     from embodied.core.types import Recording
-    from embodied.envs.evaluation import ExpertActions, play_episodes
+    from embodied.envs.action_sources import ExpertActions
+    from embodied.envs.evaluation import play_episodes
     from embodied.runtime import Timers
 
     started = time.process_time()

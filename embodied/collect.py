@@ -20,7 +20,8 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
-from embodied.envs.capabilities import AS_TRAINED, EnvCapabilities
+from embodied.envs.capabilities import EnvCapabilities
+from embodied.envs.evaluation_protocols import AS_TRAINED
 from embodied.envs.text.text_env import TextEnv
 from embodied.evaluate import players
 from embodied.reporting.results import describe_results, describe_tasks

@@ -21,7 +21,7 @@ from embodied.config.recipe import COMMAND_LINE, Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError, EvaluationStopped
 from embodied.core.types import EpisodeResult
 from embodied.envs import env_class
-from embodied.envs.capabilities import choose_protocol
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.own_modules import file_name
 from embodied.placement import PlacementPlan
 from embodied.reporting.partial_evaluation import PartialEvaluation, is_part_of, mark, unmark

@@ -14,10 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from embodied.core.rng import normal
 from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Note, Observation, Recording
-from embodied.envs.capabilities import Expert
-from embodied.envs.episode_player import EpisodePlayer, EpisodeTracker, PolicyClient, spread
+from embodied.envs.action_sources import ActionSource, disturbed
+from embodied.envs.episode_player import EpisodePlayer, spread
 from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers
 
@@ -44,58 +43,6 @@ class Recorder(Protocol):
     def __enter__(self) -> Recorder: ...
 
     def __exit__(self, *raised: object) -> None: ...
-
-
-class ActionSource(Protocol):
-    """Chooses the actions of the rows that play."""
-
-    source: str  # its name in notes to the driver
-
-    def begin(self, rows: np.ndarray) -> None:
-        """Episodes begin on these rows."""
-
-    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The next decisions of the rows `at` [len(at), C, A], which see `obs`, and what these are worth [len(at)],
-        empty if unknown."""
-
-
-class PolicyActions:
-    """The actions of a policy worker."""
-
-    def __init__(self, client: PolicyClient) -> None:
-        self.client = client
-        self.source = client.source
-
-    def begin(self, rows: np.ndarray) -> None:
-        """A policy remembers nothing."""
-
-    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        self.client.ask(obs=obs, episodes=rows.episode[at], decisions=rows.decision[at])
-        reply = self.client.answer()
-        return reply.output.actions, reply.values
-
-
-class ExpertActions:
-    """The actions of an expert of the task."""
-
-    def __init__(self, expert: Expert, source: str) -> None:
-        self.expert = expert
-        self.source = source
-
-    def begin(self, rows: np.ndarray) -> None:
-        self.expert.begin(rows)
-
-    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.expert.act()[at, None], np.empty(0)
-
-
-def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -> np.ndarray:
-    """The actions [N, C, A] with the noise that was asked for, which follows from episode and decision."""
-    if not recording.noise:
-        return actions
-    width = actions[0].size
-    noise = normal(recording.seed, "disturbance", rows.episode, rows.decision, width).reshape(actions.shape)
-    return (actions + recording.noise * noise).astype(actions.dtype)
 
 
 def play_episodes(

@@ -26,8 +26,9 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import make_env
+from embodied.envs.action_sources import ExpertActions, PolicyActions
 from embodied.envs.episode_player import PolicyClient, Record, Refill, Stage, step_stages
-from embodied.envs.evaluation import ExpertActions, PolicyActions, play_episodes
+from embodied.envs.evaluation import play_episodes
 from embodied.envs.whole_episodes import EpisodeKeeper, EpisodeStream
 from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import AllocatedMemory

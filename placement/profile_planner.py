@@ -24,10 +24,10 @@ import numpy as np
 
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.iteration_cost import Price, Pricer
+from embodied.placement.layer_search import MARGIN, Bounds, LayerSearch, Points, unbeaten_indices
 from embodied.placement.layout import DeviceClass, Layout, Zone, layer_sets
 from embodied.placement.profile import Profile
 from embodied.placement.schedule_overlap import overlaps
-from embodied.placement.search import MARGIN, Bounds, LayerSearch, Points, unbeaten_indices
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)

@@ -89,11 +89,11 @@ def kept_fork_servers():
     """Hosts of every cluster of this process fork from servers that stay and that have imported the workers as well:
     a server takes two seconds of processor time to start, a host that forks from none as much.
     Commands that are processes of their own and tests/runtime do without."""
-    from embodied.runtime import local
+    from embodied.runtime import fork_server, local
 
-    kept: dict[tuple, local.ForkServer] = {}
+    kept: dict[tuple, fork_server.ForkServer] = {}
 
-    class KeptServers(local.ForkServers):
+    class KeptServers(fork_server.ForkServers):
         def __init__(self):
             self._servers = kept
 
@@ -106,7 +106,7 @@ def kept_fork_servers():
 
     local.ForkServers = KeptServers
     yield
-    local.ForkServers = KeptServers.__base__
+    local.ForkServers = fork_server.ForkServers
     for server in kept.values():
         server.close()
 

@@ -22,7 +22,7 @@ from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs import env_class, import_class, speaks
-from embodied.envs.capabilities import choose_protocol
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.own_modules import own_modules
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED, is_loop

@@ -14,7 +14,7 @@ import numpy as np
 
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class, speaks
-from embodied.envs.capabilities import choose_protocol
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
 from embodied.runtime.weights import Weights, WeightSync, new_name

@@ -25,7 +25,8 @@ import numpy as np
 
 from embodied.core.errors import MissingAsset
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import AS_TRAINED, EvaluationProtocol, Expert
+from embodied.envs.capabilities import Expert
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
 from embodied.envs.libero.config import SETTLING_STEPS, LiberoConfig, is_own, max_steps, tasks_of
 from embodied.envs.libero.scene import Scene, SceneRow

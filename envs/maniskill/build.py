@@ -7,9 +7,9 @@ import os
 from functools import partial
 from typing import Any
 
-from embodied.envs.maniskill.choices import check_choices, refused
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.state_numbers import numbers
+from embodied.envs.maniskill.task_choices import check_choices, refused
 from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, is_bridge, maker, quiet
 from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
 

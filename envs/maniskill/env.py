@@ -19,8 +19,9 @@ import numpy as np
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
-from embodied.envs.capabilities import AS_TRAINED, CataloguedTask, EvaluationProtocol, Expert
-from embodied.envs.maniskill import choices
+from embodied.envs.capabilities import CataloguedTask, Expert
+from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
+from embodied.envs.maniskill import task_choices
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
 from embodied.envs.maniskill.build import build
 from embodied.envs.maniskill.config import ManiSkillConfig
@@ -71,7 +72,7 @@ class ManiSkillEnv(VectorEnv):
     @classmethod
     def catalogued(cls) -> dict[str, CataloguedTask]:
         ensure_vulkan()
-        return {name: choices.catalogued(name, spec) for name, spec in sorted(registered().items())}
+        return {name: task_choices.catalogued(name, spec) for name, spec in sorted(registered().items())}
 
     @classmethod
     def longest_episode(cls, config: ManiSkillConfig) -> int | None:
@@ -195,14 +196,14 @@ class ManiSkillEnv(VectorEnv):
             ManiSkillExpert.check(config)
 
     def facts(self) -> dict[str, str]:
-        return choices.facts(self.envs[0], self.config)
+        return task_choices.facts(self.envs[0], self.config)
 
     @classmethod
     def check(cls, config: ManiSkillConfig) -> None:
         ensure_vulkan()
         for task in cls.tasks(config):
             if task not in BATCHED_TASKS or config.robot or config.modules:
-                choices.check_choices(config.model_copy(update={"task": task}))
+                task_choices.check_choices(config.model_copy(update={"task": task}))
         check_bridge(config)
 
     # The env

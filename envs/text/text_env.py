@@ -29,7 +29,8 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
-from embodied.envs.capabilities import EnvCapabilities, EvaluationProtocol
+from embodied.envs.capabilities import EnvCapabilities
+from embodied.envs.evaluation_protocols import EvaluationProtocol
 
 REWARDS = ("own", "success")
 TRIES = 1000  # draws in a row that show nothing new: then there is hardly more

@@ -1,5 +1,5 @@
 """Tokens that go in and come out: the prompt with its tokenizers, and actions as 256 bins of [-1, 1] on the last ids of
-the vocabulary. `base.actions_of` turns [-1, 1] into the robot's units.
+the vocabulary. `actions_of` in `prismatic.py` turns [-1, 1] into the robot's units.
 
 What surprises: 256 ids share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
 """

@@ -8,8 +8,9 @@ import pytest
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, Recording
+from embodied.envs.action_sources import ExpertActions
 from embodied.envs.config import GymConfig, LiberoConfig, ManiSkillConfig, PointMassConfig
-from embodied.envs.evaluation import ExpertActions, play_episodes
+from embodied.envs.evaluation import play_episodes
 from embodied.envs.libero.expert import rims
 from embodied.envs.maniskill import panda
 from embodied.envs.pointmass.env import PointMassEnv

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodied.runtime import Cluster, HostPlan
-from embodied.runtime.local import ForkServers
+from embodied.runtime.fork_server import ForkServers
 from embodied.runtime.payload import segments
 
 TWO_HOSTS = (HostPlan("left", ("a", "mate")), HostPlan("right", ("b",)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied.runtime import Budget, Cluster, HostPlan, Worker, local
+from embodied.runtime import Budget, Cluster, HostPlan, Worker, fork_server
 
 CORES = sorted(os.sched_getaffinity(0))
 
@@ -60,13 +60,13 @@ def test_a_fork_is_a_host_like_any_other(tmp_path, monkeypatch):
 
 
 def test_hosts_of_other_threads_come_from_another_server_and_none_stays(monkeypatch):
-    servers, start = [], local.ForkServer.__init__
+    servers, start = [], fork_server.ForkServer.__init__
 
     def noted(self, *arguments):
         start(self, *arguments)
         servers.append(self)
 
-    monkeypatch.setattr(local.ForkServer, "__init__", noted)
+    monkeypatch.setattr(fork_server.ForkServer, "__init__", noted)
     torch = {"imports": ("torch",)}
     hosts = [plan("one", **torch), plan("two", threads=2, **torch), plan("three", **torch)]
     with Cluster("local", hosts, timeout_s=60) as cluster:
@@ -88,15 +88,15 @@ def test_a_killed_fork_is_reported_and_replaced(tmp_path):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
-    servers, start = [], local.ForkServer.__init__
+    servers, start = [], fork_server.ForkServer.__init__
 
     def struck(self, *arguments):
         start(self, *arguments)
         servers.append(self)
         os.kill(self.process.pid, how)
 
-    monkeypatch.setattr(local.ForkServer, "__init__", struck)
-    monkeypatch.setattr(local, "FORK_S", 0.5)
+    monkeypatch.setattr(fork_server.ForkServer, "__init__", struck)
+    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
     with Cluster("local", [plan("one")], timeout_s=60) as cluster:
         (one,) = born(cluster, "one")
     assert one["parent"] == os.getpid() and servers[0].process.poll() is not None

@@ -7,9 +7,9 @@ from pydantic import ValidationError
 from embodied.core.errors import MissingAsset
 from embodied.core.types import EpisodeList, EpisodeSpec
 from embodied.envs import env_class, make_env
-from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import LiberoConfig
 from embodied.envs.env_checker import check_vector_env
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.libero.config import tasks_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # robosuite's, numba's and bddl's own

@@ -12,9 +12,9 @@ from bridge_files import needs
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
-from embodied.envs.capabilities import choose_protocol
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.env_checker import check_vector_env
+from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.maniskill.bridge.bridge_tasks import CAMERA, CONTROL, TWINS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
@@ -34,7 +34,7 @@ def test_the_arm_gets_the_control_it_has():
 
 
 def test_the_list_of_tasks_knows_the_rewards_of_our_twins():
-    from embodied.envs.maniskill.choices import catalogued
+    from embodied.envs.maniskill.task_choices import catalogued
     from embodied.envs.maniskill.tasks import find_task
 
     assert [catalogued(task, find_task(task))["problem"] for task in TWINS] == [""] * len(TWINS)
@@ -187,7 +187,8 @@ def test_the_expert_puts_the_carrot_on_its_plate():
     from queue import SimpleQueue
 
     from embodied.core.types import Recording
-    from embodied.envs.evaluation import ExpertActions, play_episodes
+    from embodied.envs.action_sources import ExpertActions
+    from embodied.envs.evaluation import play_episodes
     from embodied.runtime import Timers
 
     env = build(2, cameras=(), max_episode_steps=40, action_units=(0.05, 0.35))

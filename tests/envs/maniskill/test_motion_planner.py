@@ -9,8 +9,9 @@ import pytest
 
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, EpisodeResult, Recording
+from embodied.envs.action_sources import ExpertActions
 from embodied.envs.config import ManiSkillConfig, PointMassConfig
-from embodied.envs.evaluation import ExpertActions, play_episodes
+from embodied.envs.evaluation import play_episodes
 from embodied.envs.maniskill import motion_planner, panda
 from embodied.envs.maniskill.env import ManiSkillEnv
 from embodied.envs.maniskill.motion_planner import CONTROLS, SOLVERS, Plan, PlannerExpert, PlanReplay

@@ -1,0 +1,68 @@
+"""Where the actions of recorded or evaluated episodes come from: a policy worker, or an expert of the task.
+
+An expert's actions may be executed with noise. A recorder is shown what the expert wanted, the env what the noise made
+of it: so demonstrations also show how one finds back.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from embodied.core.rng import normal
+from embodied.core.types import Observation, Recording
+from embodied.envs.capabilities import Expert
+from embodied.envs.episode_player import EpisodeTracker, PolicyClient
+
+
+class ActionSource(Protocol):
+    """Chooses the actions of the rows that play."""
+
+    source: str  # its name in notes to the driver
+
+    def begin(self, rows: np.ndarray) -> None:
+        """Episodes begin on these rows."""
+
+    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The next decisions of the rows `at` [len(at), C, A], which see `obs`, and what these are worth [len(at)],
+        empty if unknown."""
+
+
+class PolicyActions:
+    """The actions of a policy worker."""
+
+    def __init__(self, client: PolicyClient) -> None:
+        self.client = client
+        self.source = client.source
+
+    def begin(self, rows: np.ndarray) -> None:
+        """A policy remembers nothing."""
+
+    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.client.ask(obs=obs, episodes=rows.episode[at], decisions=rows.decision[at])
+        reply = self.client.answer()
+        return reply.output.actions, reply.values
+
+
+class ExpertActions:
+    """The actions of an expert of the task."""
+
+    def __init__(self, expert: Expert, source: str) -> None:
+        self.expert = expert
+        self.source = source
+
+    def begin(self, rows: np.ndarray) -> None:
+        self.expert.begin(rows)
+
+    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self.expert.act()[at, None], np.empty(0)
+
+
+def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -> np.ndarray:
+    """The actions [N, C, A] with the noise that was asked for, which follows from episode and decision."""
+    if not recording.noise:
+        return actions
+    width = actions[0].size
+    noise = normal(recording.seed, "disturbance", rows.episode, rows.decision, width).reshape(actions.shape)
+    return (actions + recording.noise * noise).astype(actions.dtype)

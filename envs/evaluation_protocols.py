@@ -1,0 +1,42 @@
+"""Evaluation protocols: how the episodes of an evaluation are played, under a name with a version.
+
+A plug-in declares its own in `EnvCapabilities.protocols`. When a rule changes the name gets a new version, so two
+results of one protocol were always played alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from embodied.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from embodied.envs.capabilities import EnvCapabilities
+
+
+@dataclass(frozen=True)
+class EvaluationProtocol:
+    name: str
+    rules: str  # in words, for results.json and the report
+    options: dict[str, Any] = field(default_factory=dict)  # env options it fixes
+    stored_states: int = 0  # stored initial states of a task, taken in order; 0: an episode draws its own from its seed
+
+    def apply(self, config: Any) -> Any:
+        """The env config evaluation envs are made from."""
+        return config.model_copy(update=self.options)
+
+
+AS_TRAINED = EvaluationProtocol(
+    "as-trained-v1", "episodes are played as in training: on_success, the step limit and the physics of the recipe"
+)
+
+
+def choose_protocol(kind: type[EnvCapabilities], config: Any, name: str | None) -> EvaluationProtocol:
+    """The protocol of this name, or the env's first. A resolved env config decides which there are."""
+    known = {protocol.name: protocol for protocol in kind.protocols(config)}
+    if name is None:
+        return next(iter(known.values()))
+    if name not in known:
+        raise ConfigError(f"eval.protocol={name!r}: {config.name} {config.task} has {', '.join(known)}")
+    return known[name]
