@@ -35,6 +35,7 @@ from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
+from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, nearest
 from embodied.envs import env_class, speaks
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
@@ -71,7 +72,9 @@ ROUNDS = 7
 WARM_UP = 2
 OVERLAPPING = ("periodic", "async")  # schedules that are shown beside the modes, under which rollout and update overlap
 OWN = ("modes", "schedules", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
-USAGE = __doc__.format(recipes=recipe_words(), modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP)
+USAGE = (__doc__ or "").format(
+    recipes=recipe_words(), modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP
+)
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,8 @@ def measured(config: RunConfig, options: Options, there: Topology, program: type
 def read_options(argv: list[str]) -> tuple[Options, list[str]]:
     values, problems, rest = launch.split(argv, OWN)
     for key in ("modes", "schedules", "tasks", "num_envs"):
+        if isinstance(values.get(key), str) and "," in values[key]:  # modes=collocated,hybrid
+            values[key] = read_yaml(f"[{values[key]}]")
         if key in values:
             values[key] = tuple(values[key]) if isinstance(values[key], list) else (values[key],)
     if values.get("modes") == ("all",):

@@ -59,7 +59,7 @@ MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not r
 FIRST = ("sim", "policy", "learner")  # of the same colours in every drawing
 MOST_ROWS = 24  # devices drawn; more would not be told apart
 MOST_SPANS = 2000  # bars drawn in a row; neighbours are joined beyond
-USAGE = __doc__.format(recipes=recipe_words())
+USAGE = (__doc__ or "").format(recipes=recipe_words())
 
 
 @dataclass(frozen=True)

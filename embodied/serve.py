@@ -93,7 +93,7 @@ def check_device(device: str) -> None:
 
 def usage() -> str:
     keys = [f"  {key:<16} {describe(field)}" for key, field, _ in leaves(root(ServeConfig))]
-    return "\n".join([__doc__.format(token=TOKEN), *keys])
+    return "\n".join([(__doc__ or "").format(token=TOKEN), *keys])
 
 
 def load(config: ServeConfig, protocol: list[str]) -> Policy:

@@ -32,7 +32,7 @@ from embodied.run import launch
 from embodied.run.run_group import RunGroup, read_group
 from embodied.run.seeds_and_sweeps import run_several
 
-USAGE = __doc__.format(recipes=recipe_words())
+USAGE = (__doc__ or "").format(recipes=recipe_words())
 
 
 def main(argv: list[str] | None = None) -> int:

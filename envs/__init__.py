@@ -20,7 +20,7 @@ PUBLIC = {  # what an env of one's own needs, by the module that defines it; imp
     "EnvSpec": "embodied.core.types",
     "EpisodeSpec": "embodied.core.types",
     "Observation": "embodied.core.types",
-    "EvaluationProtocol": "embodied.envs.capabilities",
+    "EvaluationProtocol": "embodied.envs.evaluation_protocols",
     "StepResult": "embodied.envs.vector_env",
     "TextEnv": "embodied.envs.text.text_env",
     "Turn": "embodied.envs.text.text_env",

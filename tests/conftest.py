@@ -95,6 +95,7 @@ def kept_fork_servers():
 
     class KeptServers(fork_server.ForkServers):
         def __init__(self):
+            super().__init__()
             self._servers = kept
 
         def fork(self, boot, env, modules, fds):

@@ -187,6 +187,8 @@ def test_wrong_arguments_are_told(arguments, answer):
 
 def test_tasks_and_numbers_of_envs_multiply():
     options, rest = benchmark.read_options(["recipe=pointmass_ppo", "num_envs=[8,16]", "modes=all"])
+    commas, _ = benchmark.read_options(["num_envs=8,16", "modes=collocated,hybrid"])
+    assert commas.num_envs == options.num_envs and commas.modes == ("collocated", "hybrid")
     assert options.modes == (*benchmark.MODES, benchmark.OTHER)
     assert [config.env.num_envs for config in benchmark.variants(options, rest)] == [8, 16]
 

@@ -8,13 +8,12 @@ begins a new one, and reading skips what is not a transcript. Where an episode w
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-from pydantic_core import to_jsonable_python
 
 from embodied.core.types import EpisodeResult, Recording
 
@@ -44,8 +43,7 @@ class TranscriptWriter:
             "error": result.error,
             "turns": list(turns),
         }
-        known = to_jsonable_python(line, inf_nan_mode="null", fallback=by_value)
-        text = json.dumps(known, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
         self.file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair stays valid JSON
         self.file.flush()
 
@@ -74,9 +72,17 @@ def ends_a_line(path: Path) -> bool:
         return file.read() == b"\n"
 
 
-def by_value(value: Any) -> Any:
-    """What JSON has no kind for: arrays as lists, anything else in words."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: arrays as lists, not a number as null, anything else in words."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def read_transcripts(folder: Path, wanted: Collection[int] | None = None) -> dict[int, dict[str, Any]]:

@@ -41,7 +41,9 @@ LONGER = 4  # times as long is what a run without success is advised to be
 UNSAVED = "; what came after the last checkpoint is lost"
 
 
-def run(body: Callable[[list[str]], int | None], argv: list[str] | None = None, usage: str = "", lost: str = "") -> int:
+def run(
+    body: Callable[[list[str]], int | None], argv: list[str] | None = None, usage: str | None = "", lost: str = ""
+) -> int:
     """Run a command with its arguments, whose body may return an exit code; mistakes of the user's side become a few
     lines and one. `usage` is the answer to --help, where the recipe's keys are not; `lost`: what a second Ctrl-C
     costs."""

@@ -134,6 +134,7 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._servers: dict[tuple, ForkServer] | None = {}
+        self._failed: set[tuple] = set()  # those that are not tried again: a host waits for each
 
     def fork(
         self, boot: dict[str, Any], env: dict[str, str], modules: Sequence[str], fds: dict[str, int]
@@ -144,10 +145,13 @@ class ForkServers:
             return None
         once = {name: value for name, value in env.items() if name.startswith(READ_ONCE)}
         key = (tuple(modules), tuple(sorted(once.items())))
+        if key in self._failed:
+            return None
         if key not in self._servers:
             self._servers[key] = ForkServer(env, modules, boot["path"])
         forked = self._servers[key].fork(boot, env, fds)
         if forked is None:
+            self._failed.add(key)
             self._servers.pop(key).close()
         return forked
 

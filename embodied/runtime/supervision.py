@@ -15,7 +15,7 @@ error comes back in every life (`Repetitions`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -118,25 +118,26 @@ SAME_LINE = 3  # times that a worker fails at one line before the run ends: not 
 class Repetitions:
     """Tells an error of the code, which comes back in every life of a worker, from one that a fresh one may not have.
 
-    Before a round was whole, nobody knows whether the code works at all, and the same error twice is enough. Later it
-    has to be as many times in a row as chance hardly makes it.
+    Before a worker has come through a round, nobody knows whether its code works at all, and the same error twice is
+    enough. Later it has to be as many times in a row as chance hardly makes it.
     """
 
     def __init__(self) -> None:
-        self._errors: dict[str, list[tuple[str, str]]] = {}  # worker -> (line, words) since it last came to an end
-        self._works = False
+        self._errors: dict[str, list[tuple[str, str]]] = {}  # worker -> (line, words) since it last came through
+        self._working: set[str] = set()
 
     def raised(self, worker: str, line: str, words: str) -> str:
         """A worker raised this at that line of its code; -> why it is not started again, empty where it is."""
         before = self._errors.setdefault(worker, [])
         before.append((line, words))
-        if not self._works and before.count((line, words)) == 2:
+        if worker not in self._working and before.count((line, words)) == 2:
             return "started again, it failed with the same error, so it is not tried a third time"
         if sum(place == line for place, _ in before) == SAME_LINE:
             return "this line has now failed three times in a row, so it is not tried again"
         return ""
 
-    def round_ended(self, failed: Collection[str]) -> None:
-        """A round is over, which all workers but these came through."""
-        self._works = self._works or not failed
-        self._errors = {worker: errors for worker, errors in self._errors.items() if worker in failed}
+    def came_through(self, workers: Iterable[str]) -> None:
+        """A round is over, at whose end these workers were well."""
+        for worker in workers:
+            self._working.add(worker)
+            self._errors.pop(worker, None)

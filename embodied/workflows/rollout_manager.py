@@ -114,7 +114,9 @@ class RolloutManager:
         while losses := self._losses(ending, [router]):
             self._replace(losses)
         self.device_sharing.leave(())
-        self.repetitions.round_ended({self.sims.workers[sim] for sim, call in calls.items() if not call.succeeded()})
+        lost = {self.sims.hosts[sim] for sim, call in calls.items() if not call.succeeded()}
+        workers = [one for group in (self.sims, self.policies) for one in zip(group.workers, group.hosts, strict=True)]
+        self.repetitions.came_through(worker for worker, host in workers if host not in lost)
         return calls, routes
 
     def _acting(self) -> list[int]:

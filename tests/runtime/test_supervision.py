@@ -99,15 +99,15 @@ def test_no_restarts_allowed_means_that_the_first_death_ends_the_run():
     assert "after 0 restarts" in machine.died("sims", 0)
 
 
-def test_the_same_error_twice_before_any_round_was_whole_is_the_codes():
+def test_the_same_error_twice_of_a_worker_that_never_came_through_a_round_is_the_codes():
     errors = Repetitions()
     assert errors.raised("sim-0", "paid.py:3", "KeyError: 'x'") == ""
     assert errors.raised("sim-1", "paid.py:3", "KeyError: 'x'") == "", "another worker has not been started again"
-    errors.round_ended({"sim-0", "sim-1"})
+    errors.came_through(["sim-2"])
     assert "not tried a third time" in errors.raised("sim-0", "paid.py:3", "KeyError: 'x'")
 
 
-def test_other_errors_before_any_round_was_whole_are_tried_three_times_at_a_line():
+def test_other_errors_of_such_a_worker_are_tried_three_times_at_a_line():
     errors = Repetitions()
     assert errors.raised("sim-0", "scene.py:7", "NotFinite: row 1") == ""
     assert errors.raised("sim-0", "paid.py:3", "NotFinite: row 1") == ""
@@ -115,9 +115,9 @@ def test_other_errors_before_any_round_was_whole_are_tried_three_times_at_a_line
     assert "three times in a row" in errors.raised("sim-0", "scene.py:7", "NotFinite: row 2")
 
 
-def test_code_that_has_worked_may_fail_with_the_same_error_twice_in_a_row():
+def test_a_worker_that_has_worked_may_fail_with_the_same_error_twice_in_a_row():
     errors = Repetitions()
-    errors.round_ended(())
+    errors.came_through(["sim-0"])
     told = [errors.raised("sim-0", "scene.py:7", "RuntimeError: contact lost") for _ in range(3)]
     assert told[:2] == ["", ""] and "three times in a row" in told[2]
 
@@ -126,4 +126,4 @@ def test_a_round_that_a_worker_came_through_forgets_its_errors():
     errors = Repetitions()
     for _ in range(4):
         assert errors.raised("sim-0", "scene.py:7", "RuntimeError: contact lost") == ""
-        errors.round_ended({"sim-1"})
+        errors.came_through(["sim-0"])

@@ -133,6 +133,15 @@ def test_an_error_that_the_first_restart_does_not_mend_ends_the_run(tmp_path):
         assert len(run.told) == 1, "the budget is five"
 
 
+def test_so_does_one_of_a_policy_beside_its_sims(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(os.path.dirname(__file__)))
+    fault = "policy.kwargs={fault: exception, place: first_step, worker: policy-0}"
+    with Run.shipped(tmp_path, "pointmass_ppo", "local", "policy.name=faulty_policy:FaultyPolicy", fault) as run:
+        with pytest.raises(WorkerFailed, match=r"the gripper fell off .* not tried a third time"):
+            run.iterate(0)
+        assert len(run.told) == 1
+
+
 @pytest.mark.chaos
 def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
     with Run(tmp_path, FOUR_SIMS, *faulty("exception", "rollout", tmp_path, worker="sim-2")) as run:
