@@ -103,7 +103,7 @@ def test_the_number_of_envs_and_where_they_run_change_no_episode(tmp_path, polic
     assert policy == "random" or b",true,true," in found[0]
 
 
-def test_seeds_and_sweeps_tasks_are_played_in_one_call_each_the_same_as_alone(tmp_path):
+def test_several_tasks_are_played_in_one_call_each_the_same_as_alone(tmp_path):
     tasks = [*SWITCH, "checkpoint=scripted:SucceedsOnEvenSeeds"]
     run(*tasks, "env.task=[left,right]", "eval.episodes=8")
     run(*tasks, "env.task=right", "eval.episodes=4")
@@ -294,7 +294,7 @@ def test_a_comparison_that_was_interrupted_goes_on_with_the_policy_that_played(t
     assert not (tmp_path / "runs/compare/partial.json").exists()
 
 
-def test_seeds_and_sweeps_tasks_go_on_with_the_one_that_was_played(tmp_path, interrupted):
+def test_several_tasks_go_on_with_the_one_that_was_played(tmp_path, interrupted):
     command = ["checkpoint=scripted:SucceedsOnEvenSeeds", *SWITCH, "env.task=[left,right]", "eval.episodes=8"]
     with interrupted(3):
         run(*command, code=130)

@@ -200,7 +200,7 @@ def test_learners_see_the_numbers_of_the_reward_workers_wherever_these_run(here,
             np.testing.assert_allclose(weights[name][key], weight, rtol=0, atol=1e-9, err_msg=key)
 
 
-def test_seeds_and_sweeps_reward_workers_learn_what_one_learns(here):
+def test_several_reward_workers_learn_what_one_learns(here):
     one = learned(here, "together", "run.iterations=2", f"placement={json.dumps(APART)}")
     two = learned(here, "shared", "run.iterations=2", f"placement={json.dumps(TWO_REWARDS)}")
     nets = [name for name in one if name.startswith("reward-0.net")]

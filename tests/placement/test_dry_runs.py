@@ -148,7 +148,7 @@ def test_a_map_that_works_is_on_what_the_networks_and_the_simulator_need(counted
         assert planned(recipe, "2xGPU", f"placement={works}")[1].hosts
 
 
-def test_seeds_and_sweeps_machines_are_for_ray():
+def test_several_machines_are_for_ray():
     for backend in ("local", "inline"):
         with pytest.raises(ConfigError, match=rf"cluster\.backend={backend} .* try cluster\.backend=auto"):
             planned("pointmass_ppo", "2x8xGPU", f"cluster.backend={backend}")

@@ -175,7 +175,7 @@ def test_settings_of_other_tasks_have_no_order(tmp_path, page_of):
     assert "different tasks" in page_of(group).text
 
 
-def test_seeds_and_sweeps_tasks_of_one_run_are_strata(tmp_path):
+def test_several_tasks_of_one_run_are_strata(tmp_path):
     group = write_group(tmp_path, {"toy": [0.5, 1.0]}, swept="", tasks=("reach", "push"))
     (found,) = sets_of(group)
     assert summary(found, "success_once")["iqm"] == 0.75  # of 0.5, 0.5, 1, 1 the middle two

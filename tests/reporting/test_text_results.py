@@ -76,7 +76,7 @@ def test_answers_that_are_all_alike_count_as_one_to_each_prompt(right):
     assert found["avg"]["interval"] == list(wilson(10 * right[0][0], 10))
 
 
-def test_seeds_and_sweeps_answers_to_a_prompt_are_less_than_as_many_prompts():
+def test_several_answers_to_a_prompt_are_less_than_as_many_prompts():
     alike = summarize(answered([[1] * 8] * 5 + [[0] * 8] * 5))["overall"]["success_once"]["interval"]
     mixed = summarize(answered([[1, 0] * 4] * 10))["overall"]["success_once"]["interval"]
     assert alike == pytest.approx(wilson(5, 10)) and mixed == pytest.approx(wilson(40, 80))
@@ -144,7 +144,7 @@ def test_single_answers_are_compared_as_pairs_whatever_the_seed_of_the_evaluatio
     assert "p_value" in told["success_once"]
 
 
-def test_seeds_and_sweeps_answers_are_compared_by_prompt():
+def test_several_answers_are_compared_by_prompt():
     # shares 1/2, 0 against 1, 1/2, 1: differences 1/2, 1/2 on the two prompts that both have
     told = compare(answered([[1, 0], [0, 0]]), answered([[1, 1], [0, 1], [1, 1]], tokens=6))
     assert (told["prompts"], told["episodes"]) == (2, 4)

@@ -52,7 +52,7 @@ def test_a_conversation_comes_back_as_it_was_written(tmp_path):
     assert told["logprobs"] == [-0.5, None]
 
 
-def test_seeds_and_sweeps_writers_write_side_by_side_and_their_lines_are_joined_in_order(tmp_path):
+def test_several_writers_write_side_by_side_and_their_lines_are_joined_in_order(tmp_path):
     write(tmp_path, "sim-0", 0, 2, 4)
     write(tmp_path, "sim-1", 3, 1)
     assert list(answers(tmp_path)) == [0, 1, 2, 3, 4]
@@ -95,6 +95,14 @@ def test_half_a_character_and_what_json_does_not_know_can_be_written(tmp_path):
     with TranscriptWriter(tmp_path / PARTS, "sim-0") as writer:
         writer.add(result(0), [turn("\udc80", facts={"path": os})])
     assert answers(tmp_path) == {0: "\udc80"}
+
+
+def test_facts_of_any_kind_are_written_in_words(tmp_path):
+    facts = {"raw": b"\xff\xfe", "kinds": {1}, ("a", 2): float("inf")}
+    with TranscriptWriter(tmp_path / PARTS, "sim-0") as writer:
+        writer.add(result(0), [turn(facts=facts)])
+    (told,) = read_transcripts(tmp_path)[0]["turns"]
+    assert told["facts"] == {"raw": "b'\\xff\\xfe'", "kinds": "{1}", "('a', 2)": None}
 
 
 def test_the_same_conversations_give_the_same_bytes_whoever_held_them(tmp_path):

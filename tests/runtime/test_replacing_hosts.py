@@ -213,7 +213,7 @@ def test_what_a_call_has_put_outlives_its_host(cluster):
     assert taken[:20] == [b"x" * 10_000] * 20 and taken[20:] in ([], ["last"])
 
 
-def test_seeds_and_sweeps_deaths_of_one_host_end_the_run_with_the_last_cause(cluster):
+def test_several_deaths_of_one_host_end_the_run_with_the_last_cause(cluster):
     a, _, c = launch(cluster, max_restarts=1)
     replace(cluster, lose(cluster, a.leave())[0])
     asleep = c.sleep(1)

@@ -70,7 +70,7 @@ def test_async_learns_from_exactly_so_old_conversations_with_values_of_its_own(l
         assert all(row["train/value_loss"] > 1e-3 for row in rows)
 
 
-def test_seeds_and_sweeps_turns_that_are_cut_off_and_punished_are_learned_from(sync, tmp_path):
+def test_several_turns_that_are_cut_off_and_punished_are_learned_from(sync, tmp_path):
     options = ("env.name=talking_env:Persistent", "policy.max_tokens=60", "algo.truncated=punish", "algo.overlong=30")
     found = []
     for name, placement in (("one", ONE_OF_EACH), ("apart", APART)):

@@ -60,7 +60,7 @@ class Numbered(Guessing):
         return ({"role": "user", "content": f"guess {self.number}"},)
 
 
-def test_seeds_and_sweeps_turns_messages_and_unknown_solutions_are_fine():
+def test_several_turns_messages_and_unknown_solutions_are_fine():
     assert check_text_env(Numbered, config()).solution is None
 
 
