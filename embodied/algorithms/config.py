@@ -28,7 +28,12 @@ class PolicyGradientConfig(Strict):
     lr_schedule: Literal["constant", "linear"] = Field(
         "constant", description="linear: learning rates fall in a straight line to 0 at the end of the run."
     )
-    adam_eps: float = Field(1e-5, gt=0, description="Adam's epsilon.")
+    adam_eps: float = Field(
+        1e-5,
+        gt=0,
+        description="Adam's epsilon. It halves the steps of gradients as small as itself, such as those of 7 billion "
+        "weights clipped to norm 1; take 1e-8 for such models.",
+    )
     adam_betas: tuple[Beta, Beta] = Field(
         (0.9, 0.999), description="How long Adam remembers gradients and their squares; openpi takes [0.9, 0.95]."
     )
@@ -116,8 +121,9 @@ class PolicyGradientConfig(Strict):
     )
     weighting: Literal["decision", "episode", "constant"] = Field(
         "decision",
-        description="What counts alike in the loss: every decision, or every episode however long; constant: every "
-        "decision, and the sum is divided by the number of episodes times policy.max_tokens (Dr. GRPO), for text envs.",
+        description="What counts alike in the loss: every decision, or every episode however long (with ppo, what a "
+        "rollout holds of it); constant: every decision, and the sum is divided by the number of episodes times "
+        "policy.max_tokens (Dr. GRPO), for text envs.",
     )
 
     def of_answers(self) -> list[str]:
@@ -261,8 +267,7 @@ class PPOConfig(PolicyGradientConfig):
     def of_answers(self) -> list[str]:
         idle = {"groups": None, "group_size": 1}
         given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
-        alike = ["algo.weighting=episode"] if self.weighting == "episode" else []
-        return [*given, *super().of_answers(), *alike]
+        return [*given, *super().of_answers()]
 
     def of_actions(self) -> list[str]:
         """Options that are set here and mean nothing for a policy that speaks."""

@@ -124,7 +124,6 @@ class TokenBatch(RankBatch):
     """
 
     batch: ConversationBatch
-    weights: Tensor  # [items]
     num_conversations: int  # of all ranks
     weight_sum: float  # of all ranks' tokens
     loss_count: float  # what the loss of the whole batch is divided by
@@ -147,10 +146,6 @@ class TokenBatch(RankBatch):
     def stats_divisor(self, units: int) -> float:
         """The divisor of the statistics of a minibatch of so many conversations."""
         return (self.weight_sum or 1.0) * units / self.num_conversations
-
-    def weights_of(self, part: Tensor) -> Tensor:
-        """The weight of each of these tokens."""
-        return take(self.weights, part)
 
     def known(self, part: Tensor, weight: float) -> dict[str, Any]:
         """The arguments of the loss for these tokens (`weight` 0: padding)."""

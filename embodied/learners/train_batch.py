@@ -41,6 +41,7 @@ class RankBatch:
     batch: ItemBatch
     num_items: int  # over all ranks
     advantages: Tensor  # [items]
+    weights: Tensor  # [items]
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
     proximal: Tensor | None = None  # [items, C, A], those of the weights that the update starts from, for ratios
     episodes: Tensor | None = None  # int [items], 0, 1, ...: which belong together, where episodes may be masked
@@ -94,7 +95,7 @@ class RankBatch:
 
     def weights_of(self, part: Tensor) -> Tensor:
         """The weight of each of these items."""
-        return self.advantages.new_ones(len(part))
+        return take(self.weights, part)
 
     def known(self, part: Tensor, weight: float) -> dict[str, Any]:
         """The arguments of all losses for these items (`weight` 0: padding)."""
@@ -134,7 +135,7 @@ class PPOBatch(RankBatch):
         return super().sums if self.reference is None else (*super().sums, "reference_kl")
 
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
-        """The loss of some items that all weigh the same (0: padding), and the parts of it that `sums` names."""
+        """The loss of some items (`weight` 0: padding), and the parts of it that `sums` names."""
         known = self.known(part, weight)
         items = PPOItems(values=take(self.values, part), returns=take(self.returns, part), **known)
         return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
@@ -145,13 +146,7 @@ class PPOBatch(RankBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOBatch(RankBatch):
-    weights: Tensor  # [items]
-
     SUMS: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
-
-    def weights_of(self, part: Tensor) -> Tensor:
-        """The weight of each of these items."""
-        return take(self.weights, part)
 
     def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: GRPOConfig) -> tuple[Tensor, Stats]:
         """The loss of some items (`weight` 0: padding), and the parts of it that `sums` names."""
@@ -183,6 +178,7 @@ def build_rank_batch(
         common["episodes"] = torch.from_numpy(episodes_within(trajectory)).to(device)
     if part.advantages is None:
         found, more = ppo_advantages(trajectory, away, config, collective)
+        found["weights"] = rollout_weights(trajectory, mine, config.weighting, collective)
         kind, common["values"] = PPOBatch, own(trajectory.values).to(device)
     else:
         found, more = spread_group_advantages(trajectory, part, lengths, away, config, collective)
@@ -210,6 +206,17 @@ def episodes_within(trajectory: Trajectory) -> np.ndarray:
     begins[1:] = np.diff(trajectory.episodes) != 0
     begins[np.cumsum(trajectory.lengths)[:-1]] = True
     return np.cumsum(begins)
+
+
+def rollout_weights(trajectory: Trajectory, counted: int, weighting: str, collective: Collective) -> np.ndarray:
+    """The weight [K] of each decision of a rollout, whose first `counted` sequences are this rank's own. With
+    `weighting` episode all parts of episodes, over all ranks, count alike, as `episode_weights` says."""
+    if weighting != "episode":
+        return np.ones(len(trajectory.episodes))
+    _, lengths = np.unique(episodes_within(trajectory), return_counts=True)
+    own = lengths[: np.searchsorted(np.cumsum(lengths), trajectory.lengths[:counted].sum(), side="right")]
+    mean = np.concatenate([rows[:, 0] for rows in collective.gather(own[:, None])]).mean()
+    return np.repeat(mean / lengths, lengths)
 
 
 def ppo_advantages(

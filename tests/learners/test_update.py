@@ -73,12 +73,35 @@ def test_five_updates_equal_the_single_file_reference(options):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0, msg=name)
 
 
+def in_episodes(data):
+    """The same rollout, of which row r is of episodes 10r, 10r + 1, ... that have 1 + r decisions each."""
+    numbers = [10 * row + np.arange(T) // (1 + row) for row in range(N)]
+    return replace(data, episodes=np.concatenate(numbers))
+
+
+def test_parts_of_episodes_weigh_alike_in_the_loss_of_a_rollout():
+    """Rows of six decisions: six episodes, three, two, and one with a part of another; 24 decisions in 13 parts."""
+    config, policy = PPOConfig(rollout_decisions=T, weighting="episode", normalize_advantages=False), make()
+    data = in_episodes(rollout(policy, seed=1))
+    share = build_rank_batch(data, toy.part_of(data), config, Alone(), torch.float64)
+    each = [1.0] * 6 + [1 / 2] * 6 + [1 / 3] * 6 + [1 / 4] * 4 + [1 / 2] * 2
+    torch.testing.assert_close(share.weights, torch.tensor(each, dtype=torch.float64) * 24 / 13)
+    half = {"weights": share.weights / 2, "advantages": share.advantages * 2}  # of gains; values' errors count half
+    scores, every = Model(policy, LearnerConfig()).score(share.batch.inputs(torch.arange(24))), torch.arange(24)
+    (_, whole), (_, part) = (b.loss_sum(scores, every, 1.0, config) for b in (share, replace(share, **half)))
+    assert part["policy_loss"] == pytest.approx(float(whole["policy_loss"]), rel=1e-12)
+    assert part["value_loss"] == pytest.approx(float(whole["value_loss"]) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("weighting", ["decision", "episode"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks):
-    config = PPOConfig(rollout_decisions=T, epochs=2, minibatch_size=5, lr=1e-2, lr_schedule="linear")
+def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks, weighting):
+    config = PPOConfig(
+        rollout_decisions=T, epochs=2, minibatch_size=5, lr=1e-2, lr_schedule="linear", weighting=weighting
+    )
     alone = make()
     optimizer = PolicyOptimizer(alone, config, Alone())
-    data = rollout(alone, seed=1)
+    data = in_episodes(rollout(alone, seed=1))
     for iteration in range(3):
         ours(alone, optimizer, data, config, iteration)
 
