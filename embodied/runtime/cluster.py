@@ -73,6 +73,7 @@ class Cluster:
         self._dead_hosts: dict[str, Failure] = {}
         self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not reported yet
         self._watchdog: Watchdog | None = None
+        self._built_s: dict[str, float] = {}  # host -> its longest call before it was supervised
         self._clock = AwakeClock()
         self._closed = False
         events = Events(self._on_report, on_start, self._on_death)
@@ -175,7 +176,7 @@ class Cluster:
         hosts = [plan.name for plan in plans if plan.name not in unique]
         stale_hosts = [plan.name for plan in plans if stale_roles.intersection(plan.roles) and plan.name in hosts]
         supervisor = Supervisor(budget, hosts, stale_hosts, unique)
-        self._watchdog = Watchdog(self._backend, supervisor, self._clock)
+        self._watchdog = Watchdog(self._backend, supervisor, self._clock, self._built_s)
 
     def settle(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> dict[str, Failure]:
         """Blocks until the handles are done or `until` holds (then {}), or hosts have died that can be replaced: host
@@ -207,7 +208,7 @@ class Cluster:
         """Ends the process of a host, which `settle` reports then; DeadlineExceeded where it cannot be replaced."""
         worker = self._workers_of(host)[0]
         with self._changed:
-            if not (self._watchdog and self._watchdog.replaceable(host)):
+            if not (self._watchdog and self._watchdog.supervisor.replaces(host)):
                 raise DeadlineExceeded(f"{worker} {cause} [{self._backend.where(host)}]")
             self._watchdog.condemn(host, Failure(worker, f"{cause}, so it was killed [{self._backend.where(host)}]"))
 
@@ -284,7 +285,9 @@ class Cluster:
         if left <= 0 and timeout_s is None:
             left = allowed - self._silence(handles)
         if left <= 0:
-            raise DeadlineExceeded(self._late(next(handle for handle in handles if handle.running()), allowed))
+            if timeout_s is not None or not self._end_silent(handles, allowed):
+                raise DeadlineExceeded(self._late(next(handle for handle in handles if handle.running()), allowed))
+            left = LOOK_S
         self._changed.wait(min(left, self._watchdog.check_s if self._watchdog else LOOK_S))
         if self._watchdog is not None:
             self._watchdog.check(self._calls.values())
@@ -294,6 +297,19 @@ class Cluster:
         waited = [worker for handle in handles for worker in handle.running()]
         signs = [self._backend.progress(self._host_of(worker), self._slot(worker)) for worker in waited]
         return min(self._clock.awake_s(), *(sign.ago_s for sign in signs))
+
+    def _end_silent(self, handles: Sequence[Handle], seconds: float) -> bool:
+        """Ends the hosts of silent workers that are waited for and can be replaced; False if there are none. A worker
+        that only waits on a channel is not to blame."""
+        watchdog, ended = self._watchdog, False
+        for worker in [worker for handle in handles for worker in handle.running()]:
+            host = self._host_of(worker)
+            waits = self._backend.progress(host, self._slot(worker)).waits
+            if watchdog is not None and watchdog.supervisor.replaces(host) and not waits:
+                cause = f"hung: no answer within {seconds:g} s (faults.timeout_s), so it was killed"
+                watchdog.condemn(host, Failure(worker, f"{cause} [{self._backend.where(host)}]"))
+                ended = True
+        return ended
 
     def _failure_for(self, handle: Handle) -> Failure | None:
         """Returns what this wait must report. Called with the lock."""
@@ -330,6 +346,9 @@ class Cluster:
             worker, handle = call.worker, call.handle
             if kind == "done":
                 handle.finish(worker, rest[0], packed)
+                if self._watchdog is None:
+                    seconds = self._clock() - call.sent_at
+                    self._built_s[call.host] = max(seconds, self._built_s.get(call.host, 0.0))
                 self._changed.notify_all()
                 return
             cause, traceback, follows, retry, code = rest

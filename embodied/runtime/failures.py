@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from embodied.runtime.awake_clock import AwakeClock
 from embodied.runtime.backend import Backend
 from embodied.runtime.supervision import Supervisor
 
+REBUILD_S = 60.0  # in which a worker's second life may be silent at least: its first was forked with imports done
+REBUILD_FACTOR = 3  # the same, in times that building its first life took
 FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
 
 
@@ -71,8 +73,13 @@ class Call:
 
 
 class Watchdog:
-    def __init__(self, backend: Backend, supervisor: Supervisor, clock: AwakeClock) -> None:
+    def __init__(
+        self, backend: Backend, supervisor: Supervisor, clock: AwakeClock, built_s: Mapping[str, float]
+    ) -> None:
+        """`built_s`: host -> the longest of its first life's calls while it was built."""
         self.supervisor = supervisor
+        hang_s = supervisor.budget.hang_s
+        self._rebuild_s = {host: max(hang_s, REBUILD_S, REBUILD_FACTOR * built_s.get(host, 0)) for host in supervisor}
         self.check_s = min(1.0, supervisor.budget.hang_s / 4)
         self._backend = backend
         self._clock = clock
@@ -81,7 +88,7 @@ class Watchdog:
         self._rebuilt_by: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}  # host -> (construction, weights)
 
     def replaceable(self, host: str) -> bool:
-        """Returns whether a new life of the host mends what fails there now."""
+        """Returns whether a new life of the host mends what it raises now."""
         self._advance()
         return self.supervisor.replaces(host) and self.supervisor.at_work(host)
 
@@ -110,7 +117,7 @@ class Watchdog:
         for call in calls:
             calls_of.setdefault(call.host, []).append(call)
         for host in self.supervisor:
-            if host in self._condemned or not self.supervisor.at_work(host):
+            if host in self._condemned or not (self.supervisor.at_work(host) or host in self._rebuilt_by):
                 continue
             silence, call = self._silence(host, calls_of.get(host, []), now)
             if self.supervisor.silent(host, silence):
@@ -143,12 +150,14 @@ class Watchdog:
                     del self._rebuilt_by[host]
 
     def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
-        """The longest silence of the process or of one of its workers that is at work, and whose it is."""
+        """The longest silence of the process or of one of its workers that is at work, and whose it is. A worker that
+        is built again has more time; a process beats all the same."""
         heard_s, pulse = self._clock.awake_s(), self._backend.pulse(host).ago_s
+        allowed_s = 0.0 if self.supervisor.at_work(host) else self._rebuild_s[host]
         longest, whose = min(pulse, heard_s) if pulse < float("inf") else 0.0, next(iter(calls), None)
         for call in calls:
             sign = self._backend.progress(host, call.slot)
             seconds = min(sign.ago_s, now - call.sent_at, heard_s)  # an idle worker is silent without being hung
-            if not sign.waits and seconds > longest:
+            if not sign.waits and seconds > longest and seconds >= allowed_s:
                 longest, whose = seconds, call
         return longest, whose

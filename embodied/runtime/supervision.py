@@ -5,7 +5,7 @@ It gets what happened and when, and answers what to do. `failures.py` asks it an
 error comes back in every life (`Repetitions`).
 
     healthy <-> suspect      silent for half of hang_s, or heard again
-    any -> restarting        it died, while it was built again too, and the budget allows another life
+    any -> restarting        it died or hung, while it was built again too, and the budget allows another life
     restarting -> stale      its workers are constructed, but one among them has no weights yet
     restarting -> healthy    constructed, and nothing is missing
     stale -> healthy         it has the current weights
@@ -76,10 +76,8 @@ class Supervisor:
         return self.state(host) in (State.HEALTHY, State.SUSPECT, State.STALE)
 
     def silent(self, host: str, seconds: float) -> bool:
-        """No sign of life for so long; -> whether it must be killed. A host under construction may take its time."""
-        if not self.at_work(host):
-            return False
-        if self.state(host) is not State.STALE:
+        """No sign of life for so long; -> whether it must be killed, also while it is built again."""
+        if self.state(host) in (State.HEALTHY, State.SUSPECT):
             self._hosts[host].state = State.SUSPECT if seconds >= self.budget.hang_s / 2 else State.HEALTHY
         return seconds >= self.budget.hang_s
 

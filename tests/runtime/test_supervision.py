@@ -1,5 +1,11 @@
 """The state machine alone: no process, no thread, and time is a number."""
 
+import pytest
+
+from embodied.runtime.awake_clock import AwakeClock
+from embodied.runtime.failures import Call, Failure, Watchdog
+from embodied.runtime.group import Handle
+from embodied.runtime.heartbeat import Pulse, Sign
 from embodied.runtime.supervision import Budget, Repetitions, State, Supervisor
 
 BUDGET = Budget(max_restarts=2, window_s=100, hang_s=10)
@@ -31,10 +37,53 @@ def test_a_death_at_work_is_a_restart():
     assert machine.state("sims") is State.HEALTHY and machine.restarts("policy") == 0
 
 
-def test_a_host_under_construction_may_be_silent():
+def test_a_host_that_is_silent_while_it_is_built_again_is_killed_too():
     machine = supervisor()
     machine.died("sims", now=0)
-    assert not machine.silent("sims", 1000) and machine.state("sims") is State.RESTARTING
+    assert not machine.silent("sims", 9.9) and machine.silent("sims", 10)
+    assert machine.state("sims") is State.RESTARTING
+
+
+class Building:
+    """A backend with one host whose first life took 40 s to build. Its second has beaten or not, its worker not."""
+
+    def __init__(self):
+        self.now, self.beat_at, self.killed_at = 0.0, None, None
+
+    def pulse(self, host):
+        return Pulse(float("inf") if self.beat_at is None else self.now - self.beat_at, 0)
+
+    def progress(self, host, slot):
+        return Sign(0, float("inf"), False)
+
+    def kill(self, host):
+        self.killed_at = self.now
+
+    def write_stacks(self, host):
+        return False
+
+    def where(self, host):
+        return "pid 7"
+
+
+@pytest.mark.parametrize(
+    ("beats_until", "killed_at"), [(None, 120), (3, 13), (1000, 120)], ids=["never starts", "stopped", "worker hangs"]
+)
+def test_a_successor_has_hang_s_to_beat_and_three_times_its_first_life_to_be_built(beats_until, killed_at):
+    backend = Building()
+    machine = Supervisor(BUDGET, ["sims"])
+    watchdog = Watchdog(backend, machine, AwakeClock(lambda: backend.now), {"sims": 40.0})
+    machine.died("sims", now=0)
+    building = Handle(None, "sim.__init__", ["sim-0"])
+    watchdog.rebuilt_by("sims", [building], [])
+    while backend.killed_at is None and backend.now < 500:
+        backend.now += 1
+        if beats_until and backend.now <= beats_until:
+            backend.beat_at = backend.now
+        watchdog.check([Call("sim-0", "sims", 0, building, sent_at=0.0)])
+    assert backend.killed_at == killed_at
+    failure, again = watchdog.died("sims", Failure("sim-0", "its process was killed"))
+    assert again and "hung: no sign of life for" in failure.cause and machine.restarts("sims") == 2
 
 
 def test_a_death_while_it_is_built_again_is_another_restart_of_the_budget():

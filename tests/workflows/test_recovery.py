@@ -231,19 +231,27 @@ def test_so_it_is_on_ray(tmp_path, recipe, moment):
         assert run.iterate(2)[1]["faults/restarts"] == 0 and run.loop.version == 3
 
 
-def test_a_successor_that_is_killed_while_it_builds_is_another_restart(tmp_path):
-    with Run.shipped(tmp_path, "pointmass_ppo", "local") as run:
+@pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_path, number, backend):
+    with Run.shipped(tmp_path, "pointmass_ppo", backend, "faults.hang_s=8") as run:
         run.iterate(0)
         replace_host, again = run.cluster.replace, []
 
-        def replace_and_kill(host):
+        def replace_and_strike(host):
             handles = replace_host(host)
             if len(again) < 2:
                 again.append(host)
-                os.kill(run.pid(f"sim-{host[-1]}"), signal.SIGKILL)
+                until = time.monotonic() + 60
+                hosts = run.cluster._backend
+                while (hosts.pulse(host).ago_s == float("inf") or "starting" in hosts.where(host)) and (
+                    time.monotonic() < until
+                ):
+                    time.sleep(0.01)
+                os.kill(run.pid(f"sim-{host[-1]}"), number)
             return handles
 
-        run.cluster.replace = replace_and_kill
+        run.cluster.replace = replace_and_strike
         strike(run, "update", "sim-0")
         run.iterate(1)
         run.iterate(2)
