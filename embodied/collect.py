@@ -18,6 +18,7 @@ from embodied.config.base_recipe import CONFIG
 from embodied.config.merge import COMMAND_LINE
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import as_path
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, Recording
 from embodied.envs import env_class
 from embodied.envs.capabilities import EnvCapabilities
@@ -153,7 +154,7 @@ def place_of(loaded: Loaded) -> Path:
     asked = loaded.own.get("out", ())
     if len(asked) != 1:
         raise ConfigError("where to? out=demos/NAME, a folder that is not there yet")
-    out = Path(asked[0]).expanduser()
+    out = as_path(asked[0])
     if out.exists():
         raise ConfigError(f"out={out} is there already; name another folder")
     return out

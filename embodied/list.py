@@ -13,6 +13,7 @@ from typing import Any
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import by_family, recipe_file, recipe_names
 from embodied.core.errors import ConfigError, nearest
+from embodied.core.files import as_path
 from embodied.envs import PLUGINS, env_class, plugin
 from embodied.envs.config import ENV_CONFIGS, EnvConfig
 from embodied.policies import FAMILIES
@@ -117,7 +118,7 @@ def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str
 
 def lacks_model(name: str | None, models: Container[str], machine: Machine) -> str:
     """The model that is not on this machine, and where it comes from; empty where it is, or none is asked for."""
-    here = name is None or name in models or machine.exists(Path(name).expanduser())
+    here = name is None or name in models or machine.exists(as_path(name))
     return "" if here else lacks({name: how_to_get(name)})
 
 

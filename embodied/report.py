@@ -18,7 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
-from embodied.core.files import replace_text
+from embodied.core.files import as_path, replace_text
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
@@ -35,10 +35,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     options = [word.removeprefix("out=") for word in argv if word.startswith("out=")]
-    runs = [Path(word).expanduser() for word in argv if not word.startswith("out=")]
+    runs = [as_path(word) for word in argv if not word.startswith("out=")]
     if not runs or len(options) > 1 or any(word.startswith("-") for word in argv):
         raise ConfigError("which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE]")
-    print(write(runs, Path(options[0]).expanduser() if options else None))
+    print(write(runs, as_path(options[0]) if options else None))
     return 0
 
 

@@ -230,6 +230,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             needed = name in ("rewards", "terminated") or (name == "success" and self.env_spec.has_success)
             if (array := getattr(step, name)) is not None or needed:
                 self._check_shape(name, array, ())
+                if name != "rewards" and not str(array.dtype).endswith("bool"):
+                    raise WrongShape(f"{self.config.name} {self.config.task}: {name} is {array.dtype}, it must be bool")
         given = self._reward.of(self, actions, step, moved)
         self._check_shape("rewards", given, ())
         np.copyto(rewards, given, where=moved, casting="same_kind")

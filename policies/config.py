@@ -24,7 +24,7 @@ class ActorCriticConfig(PolicyOptions):
     hidden: tuple[PositiveInt, ...] = Field((256, 256, 256), min_length=1, description="Width of each hidden layer.")
     activation: Literal["tanh", "relu", "silu"] = Field("tanh", description="Activation between the layers.")
     initial_log_std: float = Field(
-        -0.5, description="Start of the learned log standard deviation (continuous actions)."
+        -0.5, ge=-20, le=20, description="Start of the learned log standard deviation (continuous actions)."
     )
     normalize_observations: bool = Field(
         False, description="Track mean and variance of the state and normalise with them."

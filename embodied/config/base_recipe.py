@@ -5,11 +5,13 @@ An evaluation that names its env needs none.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.config.merge import COMMAND_LINE, Source, flatten, own_path, recipe_sources
 from embodied.config.recipe_files import EVERY_RECIPE, recipe_names
+from embodied.core.files import as_path
 from embodied.envs import env_that_knows
 from embodied.policies.language.config import ANSWERING
 from embodied.run.hub import is_hub_id
@@ -33,7 +35,7 @@ def base_recipe(
             return str(run / CONFIG)
         return named
     for stored in (values.get("resume"), *own.get("checkpoint", ())):
-        if isinstance(stored, str) and (found := stored_recipe(Path(stored).expanduser())):
+        if isinstance(stored, str) and (found := stored_recipe(as_path(stored))):
             return str(found)
     if family := published(values | own):
         task = values.get("env.task")
@@ -94,7 +96,7 @@ def own_classes(checkpoints: Any) -> list[str]:
 
 def is_class(checkpoint: str) -> bool:
     """my_pkg.my_module:MyPolicy, unless there is a folder of this name."""
-    return ":" in checkpoint and not Path(checkpoint).expanduser().exists()
+    return ":" in checkpoint and not as_path(checkpoint).exists()
 
 
 def published(values: dict[str, Any]) -> str | None:
@@ -104,8 +106,8 @@ def published(values: dict[str, Any]) -> str | None:
 
     named = values.get("checkpoint")
     (checkpoint,) = named if isinstance(named, list | tuple) and len(named) == 1 else (named,)
-    find = folder_of if {"recipe", *ENV} & values.keys() else Path
-    return published_family(find(checkpoint).expanduser()) if isinstance(checkpoint, str) else None
+    find = folder_of if {"recipe", *ENV} & values.keys() else as_path
+    return published_family(find(checkpoint)) if isinstance(checkpoint, str) else None
 
 
 def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
@@ -123,7 +125,7 @@ def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
 
 def stored_recipe(path: Path) -> Path | None:
     """config.yaml of the run this folder is, or lies in (runs/NAME/checkpoints/VERSION/policy)."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # resolve() fails where links lead in a circle
     return next((at / CONFIG for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
 
 
@@ -146,7 +148,7 @@ def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> li
     problems, others = [], []
     for checkpoint in checkpoints:
         on_hub = env_is_named and is_hub_id(checkpoint)
-        here = ":" in checkpoint or checkpoint in ("random", "zero") or Path(checkpoint).expanduser().exists()
+        here = ":" in checkpoint or checkpoint in ("random", "zero") or as_path(checkpoint).exists()
         if on_hub or here:
             others.append(checkpoint)
         else:

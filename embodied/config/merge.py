@@ -7,6 +7,7 @@ by key. Naming another variant of a section drops what earlier sources set for t
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import get_annotations
 from pathlib import Path
@@ -19,9 +20,11 @@ from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, REC
 from embodied.config.suggestions import nearest_key
 from embodied.config.yaml_values import read_yaml, yaml_problem
 from embodied.core.errors import ConfigError
+from embodied.core.files import BadPath, as_path
 
 COMMAND_LINE = "command line"
 Key = tuple[str, ...]
+DEEPEST = 16  # parts of a dotted key
 ENV_NAME, ENV_TASK = ("env", "name"), ("env", "task")
 
 
@@ -64,9 +67,10 @@ class Tree:
 
     def drop(self, key: Key) -> None:
         """Remove a key with all that is below it."""
-        path = ".".join(key)
-        if values := self.section(key[:-1]):
-            values.pop(key[-1], None)
+        path, values = ".".join(key), self.section(key[:-1])
+        if not values or key[-1] not in values:
+            return
+        del values[key[-1]]
         for known in [known for known in self.sources if known == path or known.startswith(path + ".")]:
             del self.sources[known]
 
@@ -109,7 +113,14 @@ def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Sour
 def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -> Path | None:
     """The file of a recipe: a path (relative to `folder`) if it looks like one, else one of our recipes by name."""
     if "/" in recipe or recipe.endswith((".yaml", ".yml")):
-        path = (folder / Path(recipe).expanduser()).resolve()
+        try:
+            path = (folder / as_path(recipe)).resolve()
+        except BadPath as err:
+            problems.append(f"{asked_by or 'recipe='}{err}")
+            return None
+        except RuntimeError:
+            problems.append(f"{asked_by or 'recipe='}{recipe}: this link leads back to itself")
+            return None
         if path.is_file():
             return path
         beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
@@ -158,10 +169,14 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
     """Nested sections as a list of (key, value). A dotted key in a file means the same as a nested one, a list of one
     task the same as the task."""
     found: dict[Key, Any] = {}
+    first_below: dict[Key, Key] = {}  # a key that is set or lies above -> the first one set there
 
     def visit(prefix: Key, values: dict) -> None:
         for name, value in values.items():
             key = (*prefix, *name.split("."))
+            if len(key) > DEEPEST:
+                problems.append(f"{'.'.join(key[:3])}...: a key has at most {DEEPEST} parts (from {where})")
+                continue
             below = root.at(key)
             if below and isinstance(value, dict):
                 visit(key, value)
@@ -171,13 +186,20 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
                 problems.append(f"{not_a_section_value(below, key, value)} (from {where})")
             elif has_no_finite_value(value):
                 problems.append(f"{'.'.join(key)}={value!r}: NaN and infinity are refused (from {where})")
-            elif clash := next((k for k in found if k[: len(key)] == key or key[: len(k)] == k), None):
+            elif clash := first_below.get(key) or next((k for k in prefixes(key) if k in found), None):
                 problems.append(f"{'.'.join(key)} is set twice: also as {'.'.join(clash)} (both from {where})")
             else:
                 found[key] = value[0] if key == ENV_TASK and isinstance(value, list) and len(value) == 1 else value
+                for above in prefixes(key):
+                    first_below.setdefault(above, key)
 
     visit((), values)
     return list(found.items())
+
+
+def prefixes(key: Key) -> list[Key]:
+    """The key and those above it."""
+    return [key[:depth] for depth in range(1, len(key) + 1)]
 
 
 def not_a_section_value(section: Section, key: Key, value: Any) -> str:
@@ -270,15 +292,22 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any) -> None:
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
-    """The value, where it is a path (or a task's file) relative to the folder of its source."""
+    """The value, where it is a path (or a task's file) relative to the folder of its source. What can be no path stays
+    as it is, for the model to refuse."""
+    with suppress(BadPath):
+        return _own_path(root, key, value, folder)
+    return value
+
+
+def _own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
     if key == ENV_TASK:
         named = value if isinstance(value, list) else [value]
-        files = [str(folder / Path(one).expanduser()) if str(one).endswith(".bddl") else one for one in named]
+        files = [str(folder / as_path(one)) if str(one).endswith(".bddl") else one for one in named]
         return files if isinstance(value, list) else files[0]
     section = root.at(key[:-1])
     found = section.field(key[-1]) if section else None
     mark = path_mark(found) if found else None
     if mark is None or not isinstance(value, str) or value in choices(found.annotation):
         return value
-    path = folder / Path(value).expanduser()
+    path = folder / as_path(value)
     return value if mark.or_recipe and value in recipe_names() and not path.exists() else str(path)

@@ -19,25 +19,32 @@ from embodied.core.errors import ConfigError
 if TYPE_CHECKING:
     from embodied.config.commands import Command
 
+MOST = 20  # mistakes that are shown
+
 
 def config_error(problems: Iterable[str]) -> ConfigError:
     """The error that lists these problems."""
     lines = list(dict.fromkeys(line for problem in problems for line in problem.split("\n")))
     if len(lines) == 1:
         return ConfigError(lines[0])
-    return ConfigError(f"{len(lines)} mistakes:\n" + "\n".join(f"  {line}" for line in lines))
+    shown = [*lines[:MOST], f"and {len(lines) - MOST} more"] if len(lines) > MOST else lines
+    return ConfigError(f"{len(lines)} mistakes:\n" + "\n".join(f"  {line}" for line in shown))
 
 
 def explain(
     errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False, command: Command | None = None
 ) -> list[str]:
-    """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out."""
-    lines, places = [], [error["loc"] for error in errors]
+    """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out. Looking
+    for what was meant takes a while, so only the first get more than a plain line."""
+    lines: list[str] = []
+    above = {error["loc"][:depth] for error in errors for depth in range(len(error["loc"]))}
     for error in errors:
-        loc = error["loc"]
-        follows = any(len(place) > len(loc) and place[: len(loc)] == loc for place in places)
-        if not follows and not (incomplete and error["type"] == "missing"):
+        if error["loc"] in above or (incomplete and error["type"] == "missing"):  # what lies below says more
+            continue
+        if len(lines) < MOST:
             lines += _explain(error, root, tree, command)
+        else:
+            lines.append(f"{'.'.join(map(str, error['loc']))}: {error['msg']}")
     return lines
 
 

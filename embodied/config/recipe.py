@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
@@ -26,7 +26,7 @@ from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
 from embodied.config.sections import CollectSection, EvalSection, PipelineSection, PlacementConfig, RunSection
 from embodied.core.errors import ConfigError
-from embodied.core.options import LocalPath, Strict
+from embodied.core.options import BelongsToFile, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig
 from embodied.envs.text.config import TextConfig
 from embodied.learners.config import LearnerConfig
@@ -51,7 +51,7 @@ class RunConfig(Strict):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the processes run on.")
     eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation, during training and after.")
     faults: FaultsConfig = Field(default_factory=FaultsConfig, description="What is done when something fails.")
-    resume: Literal["auto"] | LocalPath | None = Field(
+    resume: Literal["auto"] | Annotated[Path, BelongsToFile()] | None = Field(
         None, description="auto: the newest run of this recipe in run.dir that has a checkpoint; or a run's folder."
     )
 

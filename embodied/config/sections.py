@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from embodied.core.files import as_path
 from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
 from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
 from embodied.placement.placement_errors import PlacementError
@@ -54,7 +55,9 @@ class RunSection(Strict):
     @field_validator("name")
     @classmethod
     def _one_part_of_a_path(cls, name: str | None) -> str | None:
-        if name is not None and (not name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100):
+        if name is None:
+            return name
+        if not as_path(name).name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100:
             raise ValueError("should be a short name without /; the folder around it is run.dir")
         return name
 

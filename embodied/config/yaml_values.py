@@ -14,9 +14,14 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML without aliases and duplicate keys."""
+    """Safe YAML of words, numbers, lists and mappings, without aliases and duplicate keys."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_constructors: ClassVar[dict] = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
 
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from embodied.core.errors import ConfigError, EmbodiedError
 
-from embodied.core.errors import EmbodiedError
+if TYPE_CHECKING:
+    import numpy as np
 
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # ends a line, or cannot be written as UTF-8
 DAMAGE = (
     ArithmeticError,
     AttributeError,
@@ -27,6 +30,21 @@ DAMAGE = (
     TypeError,
     ValueError,
 )
+
+
+class BadPath(ConfigError, ValueError):
+    """A text that can be no path."""
+
+
+def as_path(text: str | Path) -> Path:
+    """The path that a user wrote, `~` resolved."""
+    path = Path(text)
+    if odd := CONTROL.search(str(path)):
+        raise BadPath(f"{str(path)!r} cannot be a path: it holds the character {odd[0]!r}; leave it out")
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise BadPath(f"{path}: there is no user {path.parts[0][1:]}; write the path without ~") from None
 
 
 @contextmanager
@@ -59,6 +77,8 @@ def read_arrays(path: Path, kind: type[EmbodiedError] = EmbodiedError) -> dict[s
     """The arrays of an npz file."""
     from zipfile import BadZipFile
     from zlib import error as BadBytes
+
+    import numpy as np
 
     with reading(path, kind):
         try:

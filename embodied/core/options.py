@@ -1,4 +1,6 @@
-"""The base of every options model: frozen, no unknown keys, no NaN or infinity. Free of torch: `--help` stays fast."""
+"""The base of every options model: frozen, no unknown keys, no number or text that breaks whatever reads it. Free of
+torch: `--help` stays fast.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from embodied.core.files import as_path
+
+LARGEST_FLOAT = 1e30  # float32 ends at 3e38
+LARGEST_INT = 2**63 - 1
+LONGEST_S = 2e6  # 23 days; the operating system's waits end at 2**31 milliseconds
 
 
 class Strict(BaseModel):
@@ -23,12 +31,29 @@ class Strict(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool):
-            kinds = set(types_of(cls.model_fields[str(info.field_name)].annotation))
-            if kinds & {int, float} and bool not in kinds:
-                raise ValueError("should be a number")
+    def _can_be_used(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true for 1, numbers that overflow, and NUL in texts."""
+        name = str(info.field_name)
+        kinds = set(types_of(cls.model_fields[name].annotation))
+        numbers_only = bool(kinds & {int, float}) and bool not in kinds
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, bool) and numbers_only:
+                raise ValueError("should be a number" if one is value else f"{str(one).lower()} is not a number")
+            if isinstance(one, int | float) and kinds & {int, float}:
+                check_size(name, one)
+            if isinstance(one, str) and "\0" in one:
+                raise ValueError("holds a NUL character, which no name or path may have; leave it out")
         return value
+
+
+def check_size(name: str, value: float) -> None:
+    """Raise ValueError for a number that overflows where it is used."""
+    if name.endswith("_s") and LONGEST_S < value < float("inf"):
+        raise ValueError(f"should be at most {LONGEST_S:.0f} seconds (23 days)")
+    if isinstance(value, float) and LARGEST_FLOAT < abs(value) < float("inf"):
+        raise ValueError(f"should be between -{LARGEST_FLOAT:g} and {LARGEST_FLOAT:g}")
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        raise ValueError("should be a number of at most 64 bits")
 
 
 def types_of(annotation: Any) -> list[Any]:
@@ -72,5 +97,5 @@ class BelongsToFile:
     or_recipe: bool = False
 
 
-LocalPath = Annotated[Path, BelongsToFile()]
-PathOrRecipe = Annotated[Path, BelongsToFile(or_recipe=True)]
+LocalPath = Annotated[Path, AfterValidator(as_path), BelongsToFile()]
+PathOrRecipe = Annotated[Path, AfterValidator(as_path), BelongsToFile(or_recipe=True)]

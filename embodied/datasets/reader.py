@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.files import read_object, reading
+from embodied.core.files import as_path, read_object, reading
 from embodied.core.types import Observation
 from embodied.datasets import lerobot_layout
 from embodied.datasets.episode_buffer import as_arrays
@@ -184,7 +184,7 @@ class Dataset:
 def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str] | None = None) -> Dataset:
     """Open the dataset in this folder; `names` are its own names of "action", "state" or a camera, if not LeRobot's."""
     lerobot_layout.check_pyarrow()
-    path = Path(path).expanduser()
+    path = as_path(path)
     if not (path / lerobot_layout.INFO).is_file():
         raise ConfigError(f"{path} is no LeRobot dataset: there is no {lerobot_layout.INFO} in it")
     info = read_object(inside(path, lerobot_layout.INFO), ConfigError, AGAIN)

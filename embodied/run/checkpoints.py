@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from embodied.core.errors import CheckpointError
-from embodied.core.files import flush, read_object, replace_text
+from embodied.core.files import as_path, flush, read_object, replace_text
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -190,7 +190,7 @@ def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:
 
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:
     """A run folder, a version folder or a policy folder -> (policy folder, checkpoint or None, run folder or None)."""
-    path = Path(text).expanduser()
+    path = as_path(text)
     if (path / "run.json").is_file():
         checkpoint = newest(path)
         return checkpoint / "policy", checkpoint, path

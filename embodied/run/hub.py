@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import CheckpointError
+from embodied.core.files import as_path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # No code; the last is read as tensors only.
@@ -23,7 +24,7 @@ def is_hub_id(checkpoint: str) -> bool:
 
 def folder_of(checkpoint: str) -> Path:
     """Its folder on this machine; what only the hub has is fetched."""
-    return fetch(checkpoint) if is_hub_id(checkpoint) else Path(checkpoint).expanduser()
+    return fetch(checkpoint) if is_hub_id(checkpoint) else as_path(checkpoint)
 
 
 def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES) -> Path:
@@ -61,7 +62,7 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
     name = policy.pretrained if policy.published else None
     if name is None:
         return policy
-    if (folder := Path(name).expanduser()).exists():
+    if (folder := as_path(name)).exists():
         if dry and not elsewhere:
             check_model(folder)
         return policy

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
+from embodied.core.files import as_path
 from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, Topology
 from embodied.placement.topology import read_topology
@@ -95,7 +95,7 @@ def is_large(config: RunConfig) -> bool:
     policy = config.policy
     if not policy.published:
         return False
-    folder = Path(policy.pretrained).expanduser() if policy.pretrained else None
+    folder = as_path(policy.pretrained) if policy.pretrained else None
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
     planned = policy.speaks and policy.pretrained is not None and not stored
     return policy.preset == "full" or stored > LARGE_BYTES or planned

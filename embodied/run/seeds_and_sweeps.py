@@ -19,6 +19,7 @@ from embodied.config.recipe import Loaded, load
 from embodied.config.recipe_files import recipe_names
 from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
 from embodied.core.errors import ConfigError
+from embodied.core.files import as_path
 from embodied.placement import PlacementPlan, Topology
 from embodied.placement.placement_errors import number
 from embodied.run import launch
@@ -101,7 +102,7 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
     said = parse([word for word in words if "=" in word], recipe_names())
     if problems:
         raise ConfigError("\n".join(problems))
-    group = Path(str(own["group"])).expanduser() if "group" in own else None
+    group = as_path(str(own["group"])) if "group" in own else None
     return Order(tuple(words), flags, dict(said.values), grid, seeds, at_once, group)
 
 

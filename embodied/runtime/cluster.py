@@ -8,6 +8,7 @@ The exception are hosts that are supervised: what happens there is a loss that `
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import sys
 import threading
@@ -25,7 +26,7 @@ from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
 from embodied.runtime.failures import Call, Failure, Watchdog
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.heartbeat import MAX_WORKERS, Sign, readable
-from embodied.runtime.host import DRIVER, HostPlan, WorkerSpec
+from embodied.runtime.host import DRIVER, GIVEN, HostPlan, WorkerSpec
 from embodied.runtime.processes import START_S
 from embodied.runtime.rendezvous import InProcessRendezvous, RendezvousFile, rendezvous_point
 from embodied.runtime.supervision import Budget, Supervisor
@@ -57,6 +58,8 @@ class Cluster:
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")
         self.timeout_s = timeout_s
+        for name in GIVEN:  # the driver holds no device, whatever its user's shell says
+            os.environ.pop(name, None)
         self.hosts = list(hosts)
         self._run = secrets.token_hex(8)
         self._changed = threading.Condition()

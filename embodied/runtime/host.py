@@ -30,6 +30,7 @@ from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Peers, Worker
 
 DRIVER = "driver"
+GIVEN = ("EMBODIED_DEVICE", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")  # by the plan alone, to the hosts that have such
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")
 _MAX_CAUSE_CHARS = 2000
 _import_lock = threading.RLock()
@@ -55,7 +56,7 @@ class HostPlan:
         return next((name for name in self.devices if name.startswith("gpu:")), "")
 
     def environment(self) -> dict[str, str]:
-        return {**dict.fromkeys(THREAD_VARIABLES, str(self.threads)), **self.env}
+        return {**dict.fromkeys(GIVEN, ""), **dict.fromkeys(THREAD_VARIABLES, str(self.threads)), **self.env}
 
     def describe(self) -> str:
         cores = f"cores {ranges(self.cores)}" if self.cores else "any core"

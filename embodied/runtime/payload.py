@@ -164,7 +164,7 @@ def own_gpu() -> str:
 
 def own_device() -> str:
     """The device on which tensors from other GPUs arrive: the plan's, else the GPU if one is in use here."""
-    if "EMBODIED_DEVICE" in os.environ:
+    if os.environ.get("EMBODIED_DEVICE"):
         return "cuda" if own_gpu() else "cpu"
     return "cuda" if sys.modules["torch"].cuda.is_initialized() else "cpu"
 

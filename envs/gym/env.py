@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodied.core.errors import ConfigError, EmbodiedError, nearest
+from embodied.core.errors import ConfigError, EmbodiedError, WrongShape, in_a_line, nearest
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import import_class
 from embodied.envs.config import ExternalEnvConfig
@@ -73,7 +73,8 @@ class GymEnv(VectorEnv):
         rewards = np.zeros(self.num_envs)
         terminated, truncated, success = np.zeros((3, self.num_envs), bool)
         for row in np.flatnonzero(active):
-            seen, rewards[row], terminated[row], truncated[row], info = self._envs[row].step(self._native(actions[row]))
+            seen, rewards[row], ended, cut, info = self._envs[row].step(self._native(actions[row]))
+            terminated[row], truncated[row] = self._flag("terminated", ended), self._flag("truncated", cut)
             self._seen[row] = self._flat(seen)
             success[row] = self._succeeded(info)
         return StepResult(rewards, terminated, success if self.env_spec.has_success else None, truncated)
@@ -117,7 +118,13 @@ class GymEnv(VectorEnv):
         return np.clip(low + unit * (high - low), low, high).astype(self._actions.dtype)
 
     def _succeeded(self, info: dict[str, Any]) -> bool:
-        return bool(info.get(self._success_key, False)) if self._success_key else False
+        return self._flag(self._success_key, info.get(self._success_key, False)) if self._success_key else False
+
+    def _flag(self, name: str, value: Any) -> bool:
+        """A flag of one env. NaN would be true."""
+        if np.size(value) != 1 or value not in (0, 1):
+            raise WrongShape(f"{self.config.name}: {name} is {value!r}, it must be true or false")
+        return bool(value)
 
 
 def make_single(config: GymConfig | ExternalEnvConfig) -> gymnasium.Env:
@@ -140,8 +147,9 @@ def make_single(config: GymConfig | ExternalEnvConfig) -> gymnasium.Env:
         raise ConfigError(f"env.name={config.name!r} cannot be made: {err}") from err
     except gymnasium.error.DependencyNotInstalled as err:
         raise ConfigError(f"env.name={config.name!r} needs a package that is not installed: {err}") from err
-    except TypeError as err:
-        raise ConfigError(f"env.name={config.name!r} does not take env.kwargs={config.kwargs}: {err}") from err
+    except Exception as err:  # of its constructor, which may be anybody's
+        fails = f"does not take env.kwargs={config.kwargs}" if config.kwargs else "cannot be made"
+        raise ConfigError(f"env.name={config.name!r} {fails}: {in_a_line(err)}") from err
 
 
 def creator(spec: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
+from embodied.core.files import as_path
 from embodied.envs.libero.config import is_own, tasks_of
 from embodied.envs.own_modules import import_class, simulator_of
 
@@ -92,7 +93,7 @@ def declared(bddl: str, section: str) -> list[str]:
 
 def own_files(task: str) -> TaskFiles:
     """The files of `path/to/task.bddl`, or of `my_tasks:MyTask`, whose `bddl_file` is a path seen from its module."""
-    bddl = Path(task).expanduser().absolute() if task.endswith(".bddl") else bddl_of(task)
+    bddl = as_path(task).absolute() if task.endswith(".bddl") else bddl_of(task)
     text = read_bddl(bddl, task)
     words = re.search(r"\(:language([^()]*)", text)[1].split()
     return TaskFiles(task, " ".join(words), bddl, None)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import as_path
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
 from embodied.policies.language.http_messages import (
@@ -323,7 +324,7 @@ def token_of(config: LanguageConfig) -> str | None:
     if "/" not in config.token_from:
         return os.environ.get(config.token_from) or None
     try:
-        return Path(config.token_from).expanduser().read_text(encoding="utf-8").strip() or None
+        return as_path(config.token_from).read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
 

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, GPT2Config, PreTrainedConfig, Qwen3
 
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
+from embodied.core.files import as_path
 from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
 from embodied.policies.language import folder as files
@@ -57,7 +58,7 @@ class LanguagePolicy(PublishedPolicy):
 
     def __init__(self, config: LanguageConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
-        self.origin = Path(config.pretrained).expanduser() if config.pretrained else None
+        self.origin = as_path(config.pretrained) if config.pretrained else None
         where = f"policy.pretrained={self.origin}" if self.origin else f"policy.preset={config.preset}"
         shape = files.read_config(self.origin) if self.origin else None
         self.tokenizer = self.choose_tokenizer(shape)
@@ -288,7 +289,7 @@ class LanguagePolicy(PublishedPolicy):
 
     @classmethod
     def for_memory_estimate(cls, config: LanguageConfig, spec: EnvSpec) -> LanguagePolicy | None:
-        if config.pretrained is None or not (Path(config.pretrained).expanduser() / CONFIG).is_file():
+        if config.pretrained is None or not (as_path(config.pretrained) / CONFIG).is_file():
             return None
         return CountedLanguage(config, spec)
 

@@ -73,4 +73,6 @@ class OpenVLAOFTConfig(PrismaticConfig):
     stop_token: bool = Field(
         True, description="The stop token follows the actions, as upstream; RLinf's models were trained without it."
     )
-    initial_log_scale: float = Field(-2.0, description="Start of the learned log scale of the l1 head's noise.")
+    initial_log_scale: float = Field(
+        -2.0, ge=-20, le=20, description="Start of the learned log scale of the l1 head's noise."
+    )

@@ -6,7 +6,7 @@ import pytest
 from gymnasium import spaces
 from pydantic import TypeAdapter
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, WrongShape
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.config import EnvConfig
@@ -176,12 +176,23 @@ def test_images_stay_images_and_lose_their_fourth_colour(colours):
         ("gym:CartPole-v9", {}, "did you mean 'CartPole-v1'"),
         ("gym:nosuchmodule:Env-v0", {}, "nosuchmodule"),
         ("gym:Blackjack-v1", {}, "no step limit of its own; set env.max_episode_steps"),
+        ("gym:../../x", {}, "cannot be made: .*Malformed environment ID"),
+        ("gym:CartPole-v1", {"kwargs": {"render_mode": 3}}, "does not take env.kwargs={'render_mode': 3}"),
         ("gym:CartPole-v1", {"kwargs": {"colour": 1}}, "does not take env.kwargs={'colour': 1}"),
     ],
 )
 def test_mistakes_are_explained(name, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         make(name, **kwargs)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), "yes", None, 2, [0, 1]])
+def test_a_flag_that_is_no_flag_is_an_error(monkeypatch, odd):
+    env = make(HERE, max_episode_steps=5)
+    env.reset(seed=0)
+    monkeypatch.setattr(Corridor, "step", lambda self, action: (self._seen(), 0.0, odd, False, {}))
+    with pytest.raises(WrongShape, match=r"terminated is .*, it must be true or false"):
+        env.step(env.action_space.sample())
 
 
 @pytest.mark.parametrize(

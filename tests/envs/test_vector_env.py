@@ -258,10 +258,22 @@ def test_a_nan_state_is_an_error():
         chunk(env, 1)
 
 
-def test_a_promised_success_that_does_not_come_is_an_error_and_no_failure():
+NO, NAN = np.zeros(2, bool), np.array([0, np.nan])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([NO], "success is missing"),
+        ([NAN, NO], "terminated is float64, it must be bool"),
+        ([NO, NAN], "success is float64"),
+        ([NO, NO, np.zeros(2, int)], "truncated is int64"),
+    ],
+)
+def test_a_flag_that_is_missing_or_no_bool_is_an_error(flags, message):
     env = begin(99, 99)
-    env._step = lambda actions, active: StepResult(np.ones(2), np.zeros(2, bool))
-    with pytest.raises(WrongShape, match="success is missing"):
+    env._step = lambda actions, active: StepResult(np.ones(2), *flags)
+    with pytest.raises(WrongShape, match=message):
         chunk(env, 1)
 
 

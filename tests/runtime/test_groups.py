@@ -8,6 +8,7 @@ import pytest
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker, served_while_busy
+from embodied.runtime.payload import own_gpu
 
 
 class Counter(Worker):
@@ -23,7 +24,8 @@ class Counter(Worker):
 
     def environment(self):
         cores = {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))}
-        return os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(cores)  # of every thread
+        names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "EMBODIED_DEVICE")
+        return *map(os.environ.get, names), sorted(cores)  # of every thread
 
     def sleep(self, seconds):
         with self.timers.measure("nap"):
@@ -311,11 +313,13 @@ def test_an_idle_host_that_dies_is_noticed(processes):
             counters[0].sleep(1).wait()
 
 
-def test_a_host_gets_its_environment_before_it_imports_anything(processes):
+def test_a_host_gets_its_environment_before_it_imports_anything(processes, monkeypatch):
+    monkeypatch.setenv("EMBODIED_DEVICE", "gpu:0")  # says the user's shell, and it is not for it to say
     core = max(os.sched_getaffinity(0))
     plan = HostPlan("one", ("count",), cores=(core,), threads=3, env={"CUDA_VISIBLE_DEVICES": "7"})
     with Cluster(processes, [plan], timeout_s=60) as cluster:
-        assert cluster.launch(Counter, "count").environment().wait() == [("3", "7", [core])]
+        assert cluster.launch(Counter, "count").environment().wait() == [("3", "7", "", [core])]
+        assert own_gpu() == "", "nor is the driver told"
         assert cluster.describe()[1] == f"one: count on cores {core}, 3 threads"
 
 
