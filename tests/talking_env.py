@@ -52,6 +52,16 @@ class Persistent(Digits):
         return Turn(said=" again: ", done=False)
 
 
+class LongReplies(Digits):
+    """Replies to the first answer with more text than a conversation has room for."""
+
+    max_turns = 3
+
+    def step(self, answer):
+        even = any(digit in answer for digit in "02468")
+        return Turn(reward=float(even), said="x" * 3000, success=even)
+
+
 class EvenDigits(Scorer):
     """Scores as `Digits` does, in a process of its own."""
 

@@ -50,7 +50,8 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that follow a prompt's `tokens`: what the env said, encoded, and the answer. P + A tokens."""
+    """The tokens that follow a prompt's `tokens`: what the env said, encoded, and the answer. P + A tokens; none where
+    what the env said left no room for an answer in a conversation that had begun."""
 
     number: int  # of the request
     tokens: np.ndarray  # int32 [P + A]

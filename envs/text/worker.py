@@ -256,6 +256,9 @@ class Conversation:
         logprobs[count - sampled :] = completion.logprobs
         if count:
             rewards[-1], cut_off[-1] = reward, completion.truncated
+        elif self.tokens:  # the conversation had no room for another turn
+            self.rewards[-1][-1] += reward
+            self.cut_off[-1][-1] |= completion.truncated
         self.tokens.append(np.asarray(completion.tokens, np.int32))
         self.sampled.append(chosen)
         self.logprobs.append(logprobs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class LanguageWorker(PolicyWorker):
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.engine = make_engine(self.config, self.policy)
         self.policy.cache_tensors = self.engine.cache_tensors
-        self.tokens, self.busy_s, self.steps, self.running = 0, 0.0, 0, 0  # since the last `numbers`
+        self._reset_numbers()
 
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
         version = super().load_weights(publication, route, channel, whole)
@@ -122,11 +122,19 @@ class LanguageWorker(PolicyWorker):
                     f"a prompt of {len(tokens)} tokens leaves no room for an answer within {self.policy.max_length}, "
                     "the most that policy.max_length or the model allows"
                 )
-                refused.append((source, self._completion(asked, NOTHING, version, "" if len(prompt.tokens) else why)))
+                refused.append((source, self._no_room(asked, version, why)))
                 continue
             most = min(prompt.max_tokens or self.config.max_tokens, room)
             self.engine.add(Request(asked, tokens, most, prompt.episode, self._sampling(prompt.override)))
         return refused
+
+    def _no_room(self, asked: OpenPrompt, version: int, why: str) -> Completion:
+        """An opening prompt that is too long counts for nothing. A later message that is too long ends its conversation
+        as truncated and adds no tokens to it: nothing that the policy said follows them."""
+        if not len(asked.prompt.tokens):
+            return self._completion(asked, NOTHING, version, why)
+        self.no_room += 1
+        return self._completion(replace(asked, said=()), NOTHING, version)
 
     def _sampling(self, override: SamplingOverride | None) -> Sampling | None:
         """None: that of the round."""
@@ -171,8 +179,12 @@ class LanguageWorker(PolicyWorker):
         """The engine's numbers since the last call, for the log."""
         rate = self.tokens / self.busy_s if self.busy_s else 0.0
         found = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
-        self.tokens, self.busy_s, self.steps, self.running = 0, 0.0, 0, 0
+        found["no_room"] = self.no_room  # conversations that the env's message ended: policy.max_length was reached
+        self._reset_numbers()
         return {f"engine/{name}": float(value) for name, value in (found | self.engine.metrics()).items()}
+
+    def _reset_numbers(self) -> None:
+        self.tokens, self.busy_s, self.steps, self.running, self.no_room = 0, 0.0, 0, 0, 0
 
     def close(self) -> None:
         if hasattr(self, "engine"):

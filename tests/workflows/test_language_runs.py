@@ -15,6 +15,8 @@ from stepped import ITERATIONS, strike
 from talking_runs import APART, ONE_OF_EACH, Talk, far, program, told
 
 from embodied import evaluate, train
+from embodied.core.types import join
+from embodied.learners import token_batch
 from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.workflows import prompt_routing
@@ -359,6 +361,26 @@ def test_prompts_that_are_too_long_are_counted_and_reported_once(tmp_path):
     assert any(row["faults/unusable_answers"] and len(episodes) for episodes, row in rows)
     (line,) = run.lines
     assert line.startswith("warning: ") and "leaves no room for an answer within 6" in line
+
+
+def test_a_reply_without_room_ends_its_conversation_and_its_answers_are_learned_from(tmp_path, monkeypatch):
+    learned, conversations = [], token_batch.conversations
+
+    def noting(trajectory, *about):
+        learned.append(trajectory)
+        return conversations(trajectory, *about)
+
+    monkeypatch.setattr(token_batch, "conversations", noting)
+    own = ("env.name=talking_env:LongReplies", "policy.max_tokens=60", "policy.max_length=200")
+    with Talk(tmp_path, *own, placement=ONE_OF_EACH) as run:
+        ((episodes, row),) = run.some(1)
+    assert all(episode.truncated for episode in episodes) and row["train/grad_norm"] > 1e-3
+    replied_to = [episode for episode in episodes if episode.length == 2]
+    assert len(replied_to) == row["engine/no_room"] > 0 < np.mean([episode.success_once for episode in replied_to]) < 1
+    played = join(learned)
+    assert max(played.lengths) <= 6 + 60  # a question and an answer
+    assert played.rewards.sum() == played.rewards[played.mask].sum() > 0
+    assert played.truncated.sum() == len(played.lengths)
 
 
 @pytest.mark.parametrize("backend", ["inline", pytest.param("local", marks=pytest.mark.slow)])
