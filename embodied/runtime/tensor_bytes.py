@@ -48,6 +48,41 @@ class Blob:
     data: np.ndarray
 
 
+class StoredFile:
+    """A file that is open for as long as somebody may read its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """A copy of these bytes. The file is not mapped: a map of a file that another program cuts short ends the
+        process (SIGBUS)."""
+        data = np.empty(end - begin, np.uint8)
+        done = 0
+        while done < len(data):  # the kernel reads at most 2 GiB at a time
+            if not (count := os.preadv(self.descriptor, [data[done:]], begin + done)):
+                raise CheckpointError(f"{self.path} is damaged: it ends at byte {begin + done} of {end}")
+            done += count
+        return data
+
+
+class StoredBlob(Blob):
+    """A tensor in a file; its bytes are read each time `data` is asked for."""
+
+    def __init__(self, spec: Spec, file: StoredFile, begin: int) -> None:
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "_place", (file, begin, begin + spec.size_bytes))
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        file, begin, end = self._place  # type: ignore[attr-defined]
+        return file.read(begin, end)
+
+
 def blob_of(tensor: Any) -> Blob:
     """The bytes of a torch tensor, without a copy where it is contiguous and on the CPU."""
     import torch
@@ -66,10 +101,10 @@ def tensor_of(blob: Blob) -> Any:
     """A torch tensor on the same memory."""
     import torch
 
-    dtype = getattr(torch, blob.spec.dtype)
-    if not len(blob.data):
+    dtype, data = getattr(torch, blob.spec.dtype), blob.data
+    if not len(data):
         return torch.empty(blob.spec.shape, dtype=dtype)
-    return torch.frombuffer(blob.data, dtype=dtype).view(blob.spec.shape)
+    return torch.frombuffer(data, dtype=dtype).view(blob.spec.shape)
 
 
 def array_of(blob: Blob) -> np.ndarray:
@@ -102,17 +137,19 @@ def place(specs: Mapping[str, Spec], start: int = 0) -> tuple[dict[str, int], in
 def read_safetensors(path: Path) -> dict[str, Blob]:
     """The tensors of a file; their bytes are read when they are used."""
     try:
-        raw = np.memmap(path, np.uint8, "c")
-        head = int.from_bytes(raw[:8].tobytes(), "little")
-        entries = json.loads(raw[8 : 8 + head].tobytes())
+        file, size = StoredFile(path), path.stat().st_size
+        head = int.from_bytes(file.read(0, min(8, size)).tobytes(), "little")
+        if not 0 < head <= size - 8:
+            raise ValueError(f"its head of {head} bytes is longer than the file")
+        entries = json.loads(file.read(8, 8 + head).tobytes())
         entries.pop("__metadata__", None)
-        blobs = {}
+        blobs: dict[str, Blob] = {}
         for name, entry in entries.items():
             spec, (begin, end) = Spec(SAFETENSORS[entry["dtype"]], tuple(entry["shape"])), entry["data_offsets"]
-            data = raw[8 + head + begin : 8 + head + end]
-            if len(data) != spec.size_bytes:
-                raise ValueError(f"{name} has {len(data)} bytes instead of {spec.size_bytes}")
-            blobs[name] = Blob(spec, data)
+            there = max(min(end, size - 8 - head) - begin, 0)
+            if min(begin, end) < 0 or end - begin != spec.size_bytes or there != spec.size_bytes:
+                raise ValueError(f"{name} has {there} bytes instead of {spec.size_bytes}")
+            blobs[name] = StoredBlob(spec, file, 8 + head + begin)
         return blobs
     except (ValueError, KeyError, TypeError, AttributeError) as err:
         raise CheckpointError(f"{path} is damaged: {err}") from None
@@ -138,8 +175,8 @@ def write_safetensors(path: Path, specs: Mapping[str, Spec], blobs: Iterable[tup
         for name, blob in blobs:
             assert blob.spec == specs[name], (name, blob.spec, specs[name])
             at = start + entries[name]["data_offsets"][0]
-            done = 0
-            while done < len(blob.data):  # the kernel writes at most 2 GiB at a time
-                done += os.pwrite(file.fileno(), blob.data[done:], at + done)
+            data, done = blob.data, 0
+            while done < len(data):  # the kernel writes at most 2 GiB at a time
+                done += os.pwrite(file.fileno(), data[done:], at + done)
             missing.remove(name)
         assert not missing, missing

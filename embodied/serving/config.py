@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from embodied.core.options import Strict
 
 TOKEN = "EMBODIED_SERVE_TOKEN"
+FOREIGN_HOST = "the Host header does not name this machine"
 SHORTEST = 16
 
 
@@ -62,6 +65,18 @@ class ServeConfig(Strict):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    def names_this_server(self, hosts: Sequence[str]) -> bool:
+        """True if a request's Host headers name this machine, where only its programs may ask. A browser page whose
+        domain was pointed at loopback (DNS rebinding) names its own domain."""
+        return not self.loopback or all(map(self._is_local, hosts))
+
+    def _is_local(self, host: str) -> bool:
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+            return name in ("localhost", self.host.lower()) or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
 
     @model_validator(mode="after")
     def _others_need_a_token(self) -> ServeConfig:

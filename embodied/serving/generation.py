@@ -7,6 +7,7 @@ nothing is being written, so that every answer is of one version.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import traceback
 from collections import deque
@@ -53,13 +54,15 @@ class ServedConversation:
     stop: tuple[str, ...] = ()  # texts at which it ends
     on_progress: Callable[[Answer], object] | None = None  # is called with what is written so far, token by token
     written: Future[Written] = field(default_factory=Future)
+    alone: bool = False  # the engine failed while it was written: it is written again with no other beside it
 
 
 class Generation:
     """Answers conversations. Every method may be called by any thread, and returns at once."""
 
-    def __init__(self, policy: LanguagePolicy, version: int) -> None:
-        self.policy, self.version = policy, version
+    def __init__(self, policy: LanguagePolicy, version: int, on_failure: Callable[[], object] = lambda: None) -> None:
+        """`on_failure` is called where the engine can write nothing more."""
+        self.policy, self.version, self.on_failure = policy, version, on_failure
         self.fingerprint = fingerprint(version, ((name, blob_of(w)) for name, w in policy.state_dict().items()))
         self.engine = SlotEngine(policy.config, policy)
         self.begin()
@@ -139,7 +142,8 @@ class Generation:
             self.failed = err
             for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
                 settle(future, error=EmbodiedError("the engine has failed; the server's log says why"))
-        finally:
+            self.on_failure()
+        else:
             self.engine.abort()
 
     def obey(self) -> bool:
@@ -166,14 +170,40 @@ class Generation:
             except Exception as err:  # goes to the client that asked
                 settle(done, error=err)
             return
-        while self.waiting and self.engine.room > 0 and not (self.paused or self.changes):
+        while self.waiting and self.engine.room > 0 and not (self.paused or self.changes or self.must_wait()):
             one = self.waiting.popleft()
             self.writing.add(one)
             self.engine.add(Request(one, one.tokens, one.max_tokens, one.episode, one.sampling))
         if self.writing and not self.kept:
-            for answer in self.engine.step():
-                self.finish(answer.key, answer, "length" if answer.truncated else "stop")
-            self.look()
+            try:
+                for answer in self.engine.step():
+                    self.finish(answer.key, answer, "length" if answer.truncated else "stop")
+                self.look()
+            except Exception:
+                self.find_culprit(traceback.format_exc())
+
+    def must_wait(self) -> bool:
+        """True while a conversation is written alone, or is to be and others are not over."""
+        return bool(self.writing) and (self.waiting[0].alone or any(one.alone for one in self.writing))
+
+    def find_culprit(self, why: str) -> None:
+        """The engine failed: a conversation that was written alone is to blame, and its client hears so, unless the
+        engine fails at one of its own too. Several are written again, each alone."""
+        print(why, file=sys.stderr, flush=True)
+        self.engine.abort()
+        conversations = [*self.writing]
+        self.writing.clear()
+        if len(conversations) > 1:
+            for one in conversations:
+                one.alone = True
+            self.waiting.extendleft(conversations)
+            return
+        for one in conversations:
+            settle(one.written, error=EmbodiedError("the engine fails at this request; the server's log says why"))
+        own = Sampling(0, ROUND, 1.0, frozenset())
+        self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, own))
+        while self.engine.running:
+            self.engine.step()
 
     def look(self) -> None:
         """Report progress to those that stream, and end answers in which a text to stop at has appeared."""
@@ -218,13 +248,16 @@ class Generation:
         names = {name: self.policy.stored_name(stored, name) for name in own}
         if odd := sorted({*names.values()} ^ stored.keys()):
             raise CheckpointError(f"{folder}: its weights are not those of this model: {', '.join(odd[:4])} differ")
-        found = {name: tensor_of(stored[there]) for name, there in names.items()}
+        found = {name: tensor_of(stored[there]) for name, there in names.items()}  # read once: they may be gone soon
+        blobs = [(names[name], blob_of(tensor)) for name, tensor in found.items()]
         for name, new in found.items():
             check_like(name, new, own[name])
+            if new.is_floating_point() and not torch.isfinite(new.float() if new.itemsize == 1 else new).all():
+                raise CheckpointError(f"{folder}: {name} has numbers that are not finite")
         with torch.no_grad():
             for name, new in found.items():
                 own[name].copy_(new)
-        self.version, self.fingerprint = version, fingerprint(version, stored.items())
+        self.version, self.fingerprint = version, fingerprint(version, blobs)
         self.begin()
         return self.fingerprint
 

@@ -11,9 +11,11 @@ import hmac
 import itertools
 import json
 import math
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,12 +26,16 @@ from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import NOT_FINITE
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.serving import openai_protocol as openai
-from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
 from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served
 
 CHANGE_S = 3600.0  # at most until what is being written has ended and new weights are loaded
 REQUESTS = 1024  # at a time, unless max_clients says otherwise
+SPARE = 64  # connections beyond these, for health checks and for requests that are told to come again
+IDLE_S = 75.0  # that a connection is kept after an answer
+HEAD_S, BODY_S, SEND_S = 15.0, 60.0, 30.0  # for a first request's head, a request's body, and a part of an answer
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character, or one of two halves
 TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt, and for all else
 
 
@@ -55,7 +61,9 @@ class LanguageServer:
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
         """Serve until `stop` is set; calls `ready` with the port."""
-        self.generation = await asyncio.to_thread(Generation, self.policy, self.origin.version)
+        loop = asyncio.get_running_loop()
+        on_failure = partial(loop.call_soon_threadsafe, stop.set)
+        self.generation = await asyncio.to_thread(Generation, self.policy, self.origin.version, on_failure)
         app = web.Application(client_max_size=self.longest, middlewares=[self.guard])
         app.router.add_get("/healthz", self.health)
         app.router.add_get("/health", self.health)
@@ -65,22 +73,31 @@ class LanguageServer:
         app.router.add_get("/weight_info", self.weight_info)
         for path in CONTROL:
             app.router.add_post(path, getattr(self, path.removeprefix("/")))
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=IDLE_S
+        )
+        server = None
         try:
             await runner.setup()
-            site = web.TCPSite(runner, self.config.host, self.config.port)
-            await site.start()
-            ready(runner.addresses[0][1])
+            assert runner.server is not None, "setup makes it"
+            self.connections = Connections(runner.server, (self.config.max_clients or REQUESTS) + SPARE)
+            server = await loop.create_server(self.connections.accept, self.config.host, self.config.port, backlog=128)
+            ready(server.sockets[0].getsockname()[1])
             await stop.wait()
         finally:
+            if server is not None:
+                server.close()
             await runner.cleanup()
             await asyncio.to_thread(self.generation.close)
+        if failed := self.generation.failed:
+            raise EmbodiedError(f"the engine failed ({type(failed).__name__}: {failed}), so the server ends")
 
     # Who may ask
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Refuse requests without the token, and report errors as OpenAI does."""
+        self.connections.asked(request)
         try:
             if refused := self.refuse(request):
                 return refused
@@ -98,6 +115,8 @@ class LanguageServer:
             return refusal(500, "the server failed; its log says why", "server_error")
 
     def refuse(self, request: web.Request) -> web.Response | None:
+        if not self.config.names_this_server(request.headers.getall("Host", [])):
+            return refusal(403, FOREIGN_HOST)
         if request.path in ("/healthz", "/health"):
             return None
         if "Origin" in request.headers:  # no page in a browser may use this server behind its user's back
@@ -223,7 +242,8 @@ class LanguageServer:
         tokens, letters = 0, 0
 
         async def send(event: Any) -> None:
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            async with asyncio.timeout(SEND_S):
+                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
         try:
             await response.prepare(request)
@@ -244,6 +264,10 @@ class LanguageServer:
                 await send(openai.last_chunk(ask, str(number), whole, served))
         except EmbodiedError as err:  # after the head was sent an event alone can say it
             await send(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
+        except TimeoutError:  # the client reads nothing
+            if request.transport is not None:
+                request.transport.abort()
+            return response
         finally:
             done.cancel()
         await response.write(b"data: [DONE]\n\n")
@@ -313,6 +337,41 @@ class LanguageServer:
 CONTROL = ("/update_weights", "/reload_weights", "/pause", "/resume")
 
 
+class Connections:
+    """Bounds how many connections are open, and closes those that send no request: aiohttp keeps them for ever."""
+
+    def __init__(self, server: web.Server, most: int) -> None:
+        self.server, self.most = server, most
+        self.silent: set[Any] = set()  # have not asked anything yet
+        self.new: set[Any] = set()  # of the last second: the server may not know them yet
+
+    def accept(self) -> asyncio.BaseProtocol:
+        """The protocol of a new connection."""
+        if len({*self.server.connections, *self.new}) >= self.most:
+            return TurnedAway()
+        connection, loop = self.server(), asyncio.get_running_loop()
+        self.silent.add(connection)
+        self.new.add(connection)
+        loop.call_later(1.0, self.new.discard, connection)
+        loop.call_later(HEAD_S, self.close_silent, connection)
+        return connection
+
+    def asked(self, request: web.Request) -> None:
+        self.silent.discard(request.protocol)
+
+    def close_silent(self, connection: Any) -> None:
+        if connection in self.silent:
+            self.silent.remove(connection)
+            connection.force_close()
+
+
+class TurnedAway(asyncio.Protocol):
+    """A connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
+
+
 class UnusableAnswer(EmbodiedError):
     """The weights make no numbers for this prompt."""
 
@@ -327,9 +386,19 @@ def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
 
 async def body_of(request: web.Request) -> Any:
     try:
-        return json.loads(await request.read(), parse_constant=lambda _: math.nan)
+        async with asyncio.timeout(BODY_S):
+            text = (await request.read()).decode()
+        body = json.loads(text, parse_constant=lambda _: math.nan)
+    except TimeoutError:
+        raise BadRequest(f"the request's body did not arrive within {BODY_S:g} s", status=408) from None
     except (ValueError, RecursionError):
         raise BadRequest("the request is no JSON") from None
+    if SURROGATE.search(text):
+        try:
+            json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BadRequest("the request's text has half of a character (a lone surrogate)") from None
+    return body
 
 
 def refusal(status: int, text: str, kind: str = "invalid_request_error", **more: Any) -> web.Response:

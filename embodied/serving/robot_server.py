@@ -22,7 +22,7 @@ from embodied.core import rng
 from embodied.core.arrays import finite_rows, host, join_rows, text_arrays, text_lists
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
-from embodied.serving.config import ServeConfig
+from embodied.serving.config import FOREIGN_HOST, ServeConfig
 from embodied.serving.robot_protocol import (
     OTHERS,
     BadMessage,
@@ -209,6 +209,8 @@ class PolicyServer:
 
     def admit(self, connection: Any, request: Any) -> Any:
         """The HTTP response that refuses a connection, or None to admit it."""
+        if not self.config.names_this_server(request.headers.get_all("Host")):
+            return connection.respond(http.HTTPStatus.FORBIDDEN, f"{FOREIGN_HOST}\n")
         if request.path == "/healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
         if self.config.token is not None:

@@ -1,5 +1,7 @@
 """Tensors as bytes, and the checksum that guards them."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -69,6 +71,16 @@ def test_a_damaged_file_is_refused(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="damaged"):
         read_safetensors(path)
+
+
+def test_a_file_that_is_cut_short_while_it_is_used_is_an_error_and_not_the_end(tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(9), "b": torch.ones(100_000)}, path)
+    blobs = read_safetensors(path)
+    os.truncate(path, 4096)
+    assert torch.equal(tensor_of(blobs["a"]), torch.ones(9))
+    with pytest.raises(CheckpointError, match="damaged: it ends at byte 4096 of"):
+        tensor_of(blobs["b"])
 
 
 def test_every_dtype_has_the_size_torch_gives_it():

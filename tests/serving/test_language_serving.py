@@ -4,11 +4,14 @@ import asyncio
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +20,15 @@ from served_language import SECRET, served
 from tiny_language import PLAIN, build, publish
 
 from embodied import serve
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import read_answer
+from embodied.policies.language.slots import SlotEngine
 from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
 from embodied.serve import find_language, load_language, with_options
+from embodied.serving import language_server
 from embodied.serving.config import TOKEN, ServeConfig
+from embodied.serving.language_server import LanguageServer, Origin
 
 ALLOWED = {"Authorization": f"Bearer {SECRET}"}
 
@@ -167,6 +173,10 @@ def test_a_stream_is_the_answer_in_parts(open_server):
         ({"prompt": [100]}, 400, "token 100 is none of this model's 100"),
         ({"prompt": [5] * 256}, 400, "a prompt of 256 tokens leaves no room for an answer within 256"),
         ({"prompt": "a" * 300}, 400, "leaves no room"),
+        ({"prompt": "a\ud800"}, 400, "lone surrogate"),
+        (b'{"prompt": "\xed\xa0\x80"}', 400, "no JSON"),
+        ({"prompt": "a", "noise": {"seed": 1, "stream": "\ud800", "episode": 0}}, 400, "lone surrogate"),
+        ({"prompt": "a", "stop": ["\udfff"]}, 400, "lone surrogate"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens should be a whole number from 1"),
         ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens should be a whole number"),
         ({"prompt": "a", "n": 2000}, 400, "n should be a whole number from 1 to 1024"),
@@ -306,6 +316,7 @@ def test_weights_of_another_model_or_none_change_nothing(server, folder, tmp_pat
         (other, "are not those of this model"),
         (wider, "differ"),
         (str(tmp_path / "empty"), "no weights"),
+        (write(tmp_path / "nan", model_of(folder), float("nan")), "numbers that are not finite"),
         (str(tmp_path / "nowhere"), "not a folder that this server sees"),
         ("nowhere", "not a folder that this server sees"),
     ):
@@ -378,9 +389,9 @@ def test_a_pause_keeps_ends_or_waits_for_what_is_being_written(server, folder, t
     assert ask(server, "/pause?mode=later")[0] == 400
 
 
-def test_weights_that_make_no_numbers_are_no_answer(server, folder, tmp_path):
-    path = write(tmp_path / "nan", model_of(folder), float("nan"))
-    assert ask(server, "/update_weights", {"path": path, "version": 5})[0] == 200
+def test_weights_that_make_no_numbers_are_no_answer(server):
+    with torch.no_grad():
+        server.policy.model.lm_head.weight.fill_(float("nan"))
     status, found = ask(server, "/v1/completions", {"prompt": "a"})
     assert status == 500 and found["error"]["code"] == "not_finite"
     assert ask(server, "/reload_weights")[0] == 200
@@ -398,14 +409,82 @@ def test_a_client_that_leaves_gives_its_row_back(server):
     assert server.generation.engine.running == 0
 
 
-def test_an_engine_that_fails_is_told_and_healthz_says_so(folder, monkeypatch):
-    monkeypatch.setenv(TOKEN, SECRET)
-    with served(model_of(folder), folder) as server:
-        server.generation.engine.step = lambda: {}["at /home/me"]
-        for _ in range(2):
-            status, found = ask(server, "/v1/completions", {"prompt": "a"})
-            assert status == 500 and "/home/me" not in found["error"]["message"]
-        assert ask(server, "/healthz", method="GET")[0] == 503
+def test_a_request_at_which_the_engine_fails_harms_no_other(server, capsys):
+    body = {"prompt": [5, 6], "max_tokens": 8, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+    want = completed(server, **body)["choices"]
+    step = server.generation.engine.step
+
+    def failing():
+        if any(9 in conversation.tokens for conversation in server.generation.writing):
+            raise KeyError("/home/me")
+        time.sleep(0.005)
+        return step()
+
+    server.generation.engine.step = failing
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(completed, server, **body) for _ in range(3)]
+        until(lambda: server.generation.writing)
+        status, found = ask(server, "/v1/completions", body | {"prompt": [9]})
+        assert status == 500 and "fails at this request" in found["error"]["message"]
+        assert "/home/me" not in found["error"]["message"] and "/home/me" in capsys.readouterr().err
+        assert all(other.result(60)["choices"] == want for other in others)
+    assert ask(server, "/healthz", method="GET")[0] == 200 and completed(server, **body)["choices"] == want
+
+
+def test_an_engine_that_fails_at_everything_ends_the_server_with_an_error(folder, monkeypatch, capsys):
+    monkeypatch.setattr(SlotEngine, "step", lambda engine: {}["broken"])
+    ended, ports = [], []
+
+    async def run():
+        server = LanguageServer(model_of(folder), ServeConfig(checkpoint="x", port=0), Origin("m", folder, 0))
+        await server.run(ports.append, asyncio.Event())
+
+    thread = threading.Thread(target=lambda: ended.append(asyncio.run(caught(run()))))
+    thread.start()
+    until(lambda: ports)
+    server = SimpleNamespace(url=f"http://127.0.0.1:{ports[0]}")
+    assert ask(server, "/v1/completions", {"prompt": "a"})[0] == 500
+    thread.join(60)
+    assert "the engine failed (KeyError: 'broken'), so the server ends" in str(ended[0])
+    assert isinstance(ended[0], EmbodiedError) and "broken" in capsys.readouterr().err
+
+
+async def caught(work):
+    try:
+        await work
+    except Exception as err:
+        return err
+
+
+def test_connections_that_say_nothing_are_bounded_and_closed(folder, monkeypatch):
+    monkeypatch.setattr(language_server, "HEAD_S", 5.0)
+    monkeypatch.setattr(language_server, "BODY_S", 1.0)
+    monkeypatch.setattr(language_server, "SPARE", 7)
+    with served(model_of(folder), folder, max_clients=1) as server, ExitStack() as stack:
+        address = "127.0.0.1", int(server.url.rpartition(":")[2])
+        silent = [stack.enter_context(socket.create_connection(address, 60)) for _ in range(20)]
+        silent[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: local")
+        silent[1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+        until(lambda: len(server.connections.server.connections) == 8)
+        assert b"408" in silent[1].recv(100)
+        assert all(ended(each) for each in silent if each is not silent[1])
+        assert completed(server, prompt="a", max_tokens=1)
+
+
+def ended(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "169.254.1.1", "localhost.evil.example", "[::", ""]
+)
+def test_a_foreign_host_is_refused(open_server, host):
+    assert ask(open_server, "/healthz", headers={"Host": host}, method="GET")[0] == 403
+    for own in ("localhost:9", "LOCALHOST", "127.0.0.1:80", "[::1]:9", "[::1]"):
+        assert ask(open_server, "/healthz", headers={"Host": own}, method="GET")[0] == 200
 
 
 def until(true):

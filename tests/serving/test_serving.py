@@ -249,6 +249,8 @@ def test_long_requests_strangers_and_pages_of_browsers_are_turned_away(policy, m
             connection.recv(timeout=30)
             with pytest.raises(InvalidStatus, match="503"):
                 connect(address, additional_headers=right)
+            with pytest.raises(InvalidStatus, match="403"):  # a page's own domain, pointed at this machine
+                connect(address, additional_headers=right | {"Host": "evil.example"})
             connection.send(b"0" * 1_000_001)
             with pytest.raises(ConnectionClosed, match="1009"):
                 connection.recv(timeout=30)
