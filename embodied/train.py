@@ -22,12 +22,12 @@ from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, No
 from embodied.core.files import read_arrays, reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.reporting.partial_evaluation import partial_in
-from embodied.reporting.progress import Console
+from embodied.reporting.progress import RECENT_EPISODES, Console
 from embodied.reporting.results import RESULTS, read_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, seeds_and_sweeps
-from embodied.run.checkpoints import SIMS, SaveClock, name_of, newest, prune, read_counters, run_to_resume
+from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters, run_to_resume
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
@@ -247,6 +247,8 @@ def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console
     state = read_counters(checkpoint)
     folder.log.keep_rows(state["iteration"])
     sims = read_arrays(checkpoint / SIMS, CheckpointError)
+    with reading(checkpoint / STATE, CheckpointError):
+        console.restore(state.pop(RECENT_EPISODES, []))
     try:
         with reading(checkpoint / SIMS, CheckpointError):
             abandoned = loop.restore(checkpoint, sims, state["version"])
@@ -284,7 +286,7 @@ def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console:
 def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
     """A checkpoint of the version that acts, and fewer of the old ones."""
     started, version = time.perf_counter(), state["version"]
-    console.saved(loop.save(folder.checkpoints, state))
+    console.saved(loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)}))
     saves.saved(version, state["train_s"], time.perf_counter() - started)
     try:
         if keep := loop.config.run.keep:

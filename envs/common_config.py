@@ -90,8 +90,8 @@ class CommonEnvConfig(Strict):
     stagger: bool = Field(
         False,
         description="Cut the first training episode of each env short, each at another step, so that a rollout "
-        "holds early and late parts of episodes from the start; this lowers the return that the first iterations show, "
-        "evaluation is not affected.",
+        "holds early and late parts of episodes from the start, and after a restart; this lowers the return that these "
+        "iterations show, evaluation is not affected.",
     )
 
     @model_validator(mode="after")

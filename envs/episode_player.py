@@ -220,17 +220,19 @@ class Stage(EpisodePlayer):
 
     # Where rollouts are of a fixed number of decisions, every row goes on to its own next episode
 
-    def reset(self, rows: np.ndarray, episodes: EpisodeList) -> None:
+    def reset(self, rows: np.ndarray, episodes: EpisodeList, elapsed: np.ndarray | None = None) -> None:
         """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ..."""
         next_index = (self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total).tolist()
         if self.journal is not None:
             self.journal.put(Note(self.name, begun=tuple(next_index)))
-        self.begin(rows, [episodes[index] for index in next_index], self._head_start())
+        self.begin(rows, [episodes[index] for index in next_index], elapsed)
 
-    def _head_start(self) -> np.ndarray:
-        """The part of the step limit that counts as used: with `env.stagger` a part of every env's first episode."""
-        first = (self.rows.started == 0) & self.env.config.stagger
-        return first * head_start(self.env_ids, self.env.env_spec.max_episode_steps)
+    def reset_all(self, episodes: EpisodeList) -> None:
+        """Begin the next episode of every row: when a run begins, when it is resumed without the simulator's state, and
+        after a restart. With `env.stagger` a part of each row's step limit counts as used, so that the episodes do not
+        end together."""
+        elapsed = head_start(self.env_ids, self.env.env_spec.max_episode_steps) if self.env.config.stagger else None
+        self.reset(np.arange(self.env.num_envs), episodes, elapsed)
 
     def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
         """Keep what truncated episodes showed last, whose value is asked for next, and begin the next ones."""

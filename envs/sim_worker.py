@@ -107,7 +107,7 @@ class SimWorker(EpisodeKeeper):
         """Open episodes go on; every row has its own next one."""
         for stage in self.stages:
             if stage.obs is None:
-                stage.reset(np.arange(stage.env.num_envs), episodes)
+                stage.reset_all(episodes)
         return [partial(stage.go_on, episodes=episodes) for stage in self.stages]
 
     def _begin_whole(self, episodes: list[EpisodeSpec]) -> list[Refill]:
@@ -122,7 +122,7 @@ class SimWorker(EpisodeKeeper):
         """Take over from a worker that died, whose env rows had begun so many episodes: begin their next ones."""
         for stage, begun in zip(self.stages, np.split(started, len(self.stages)), strict=True):
             stage.rows.started[:] = begun
-            stage.reset(np.arange(stage.env.num_envs), episodes)
+            stage.reset_all(episodes)
 
     def evaluate(
         self,
@@ -187,5 +187,5 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
         return 0
     open_episodes = int((stage.rows.length > 0).sum())
     stage.rows.started -= stage.rows.length == 0  # not yet begun: played again; begun: abandoned, the next one follows
-    stage.reset(np.arange(stage.env.num_envs), episodes)
+    stage.reset_all(episodes)
     return open_episodes

@@ -68,7 +68,12 @@ STATES = ["[]", "null", "{}", "", "[" * 100_000, '{"iteration": "x"}', '{"iterat
 
 
 @pytest.mark.parametrize(
-    "text", [*STATES, *[f'{{"{key}": {value}}}' for key in COUNTERS for value in ("null", "-1", "[]")]]
+    "text",
+    [
+        *STATES,
+        *[f'{{"{key}": {value}}}' for key in COUNTERS for value in ("null", "-1", "[]")],
+        *[f'{{"recent_episodes": {value}}}' for value in ("3", "[{}]", '["a"]')],
+    ],
 )
 def test_a_run_with_an_odd_state_is_not_resumed(copy, capfd, text):
     checkpoint = copy / "checkpoints" / "v000001"

@@ -65,7 +65,7 @@ def episode_seed(seed: int, stream: str, turn: int) -> int:
 
 
 def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:
-    """The part of its step limit that an env has used up when a staggered run begins: int [N].
+    """The part of its step limit that counts as used when all envs of a staggered run begin together: int [N].
 
     Multiples of the golden ratio spread evenly over the envs of each sim worker, however many there are.
     """

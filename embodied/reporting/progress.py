@@ -26,7 +26,14 @@ from embodied.reporting.results import describe_results, evaluation_numbers, war
 from embodied.reporting.transcripts import TRANSCRIPTS
 from embodied.reporting.wandb_logger import WandbLogger
 
+RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
 RECENT = 100  # episodes over which the success rate and return of training are taken
+MEANS = {
+    "success_once": "success_once",
+    "success_at_end": "success_at_end",
+    "return": "total_reward",
+    "length": "length",
+}
 LARGEST_GAP = 1.0  # nats of one action's log-prob; rounding in bfloat16 stays well below
 
 
@@ -48,7 +55,7 @@ class Console:
         self.note = note or (lambda _: None)
         self.stream = stream or sys.stdout or StringIO()  # stdout may be closed from the start
         self.live = self.stream.isatty()
-        self.recent: deque[EpisodeResult] = deque(maxlen=RECENT)
+        self.recent: deque[dict[str, float | None]] = deque(maxlen=RECENT)  # of each episode what `MEANS` names
         self.last_checkpoint: Path | None = None
         self.warned = False
         self.advice = advice
@@ -69,10 +76,11 @@ class Console:
         self, state: dict, finished: list[EpisodeResult], numbers: dict[str, float], elapsed_s: float, total: int
     ) -> dict:
         """Show one iteration and return its row for metrics.jsonl."""
+        measured = [{name: getattr(episode, field) for name, field in MEANS.items()} for episode in finished]
         if any(episode.truncated is not None for episode in finished):  # conversations are many: this iteration's alone
-            self.recent = deque(finished)
+            self.recent = deque(measured)
         else:
-            self.recent.extend(finished)
+            self.recent.extend(measured)
         self._advise(state["iteration"], finished, total)
         steps = numbers["env_steps"]
         row = {
@@ -114,7 +122,7 @@ class Console:
         """Say once what may help, where nothing has succeeded for long."""
         if any(episode.success_once for episode in finished):
             self.advice = ""
-        known = any(episode.success_once is not None for episode in self.recent)
+        known = any(episode["success_once"] is not None for episode in self.recent)
         if self.advice and known and iteration * 3 >= total and len(self.recent) >= RECENT:
             self.say(self.advice)
             self.advice = ""
@@ -150,6 +158,11 @@ class Console:
         lost += f"; {dropped} {batch} that {was} collected ahead {was} dropped" if dropped else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
+    def restore(self, episodes: Sequence[dict[str, float | None]]) -> None:
+        """Go on with the running means of these episodes, which a checkpoint kept of `recent`."""
+        for episode in episodes:
+            self.recent.append({name: None if (value := episode[name]) is None else float(value) for name in MEANS})
+
     def nothing_left(self, done: int, total: int, otherwise: list[str]) -> None:
         """`otherwise`: options of the evaluation that differ from those of the last one, which has been."""
         more = f"run.iterations={done + 10} would add 10"
@@ -183,10 +196,9 @@ class Console:
 
     def _recent_means(self) -> dict[str, float | None]:
         means: dict[str, float | None] = {}
-        for name in ("success_once", "success_at_end", "total_reward", "length"):
-            known = [float(value) for one in self.recent if (value := getattr(one, name)) is not None]
-            key = "return" if name == "total_reward" else name
-            means[key] = round(sum(known) / len(known), 4) if known else None
+        for name in MEANS:
+            known = [float(value) for episode in self.recent if (value := episode[name]) is not None]
+            means[name] = round(sum(known) / len(known), 4) if known else None
         return means
 
 

@@ -6,15 +6,24 @@ from embodied.core.types import EpisodeList, head_start
 from embodied.envs import make_env
 from embodied.envs.config import PointMassConfig
 from embodied.envs.episode_player import Stage
+from embodied.envs.sim_worker import restore_stage, stage_state
 from embodied.runtime.timers import Timers
 
+SPECS = EpisodeList(0, "train", ("reach",))
 
-def lengths_of_episodes(stagger, episodes=2):
+
+def staged(config):
+    return Stage(make_env(config, 2), "sim-1/0", np.array([2, 3]), num_envs_total=4, timers=Timers())
+
+
+def lengths_of_episodes(stagger, episodes=2, state=None):
     """[episode of the env, env]: how long the episodes of envs 2 and 3 of 4 are when the limit is 8 env steps."""
     config = PointMassConfig(name="pointmass", max_episode_steps=8, on_success="continue", stagger=stagger)
-    stage = Stage(make_env(config, 2), "sim-1/0", np.array([2, 3]), num_envs_total=4, timers=Timers())
-    specs = EpisodeList(0, "train", ("reach",))
-    stage.reset(np.arange(2), specs)
+    stage = staged(config)
+    if state is None:
+        stage.reset_all(SPECS)
+    else:
+        restore_stage(stage, state, SPECS)
     lengths = [[], []]
     steps = np.zeros(2, int)
     while min(map(len, lengths)) < episodes:
@@ -25,7 +34,7 @@ def lengths_of_episodes(stagger, episodes=2):
             lengths[row].append(int(steps[row]))
         steps[done] = 0
         if len(done):
-            stage.reset(done, specs)
+            stage.reset(done, SPECS)
     return [list(row[:episodes]) for row in lengths]
 
 
@@ -33,6 +42,15 @@ def test_staggered_envs_cut_their_first_episode_at_different_steps_and_play_the_
     # 2 * 0.618 = 1.236: env 2 begins 0.236 * 8 = 1.9 steps on, so 1; 3 * 0.618 = 1.854: env 3 begins 6.8, so 6 steps on
     assert lengths_of_episodes(stagger=True) == [[7, 8], [2, 8]]
     assert lengths_of_episodes(stagger=False) == [[8, 8], [8, 8]]
+
+
+def test_a_resumed_run_whose_simulator_is_not_saved_spreads_its_episodes_as_it_did_when_it_began():
+    config = PointMassConfig(name="pointmass", max_episode_steps=8, on_success="continue", stagger=True)
+    stage = staged(config)
+    stage.reset_all(SPECS)
+    stage.play(np.zeros((2, 1, 2)))
+    rows = {name: array for name, array in stage_state(stage).items() if not name.startswith("env.")}
+    assert lengths_of_episodes(stagger=True, state=rows) == lengths_of_episodes(stagger=True) == [[7, 8], [2, 8]]
 
 
 def test_head_starts_spread_evenly_over_any_block_of_envs():
