@@ -249,9 +249,9 @@ class SceneCache(threading.local):
             for other in list(self.scenes):
                 if len(self.scenes) >= most:
                     self._drop_if_idle(other)
-            self.scenes[key] = Scene(files_of(task), shown)
+            self.scenes[key] = Scene(files_of(task), shown, keep_files=most > 1)
             if most == 1:
-                forget_files()
+                free_unused_memory()
         return self.scenes[key]
 
     def painter(self, scene: Scene, largest: int, fast: bool) -> images.Painter:
@@ -280,11 +280,7 @@ class SceneCache(threading.local):
 SCENES = SceneCache()
 
 
-def forget_files() -> None:
-    """Drop the meshes and textures that MuJoCo keeps for models to come (a quarter of a gigabyte)."""
-    import mujoco
-
-    mujoco.mj_clearCache(mujoco.mj_getCache())
+def free_unused_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):  # not glibc: the memory stays with this process
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

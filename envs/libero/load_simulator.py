@@ -8,6 +8,7 @@ on, is in `scene.py`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import logging
@@ -18,8 +19,10 @@ import types
 import warnings
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+FILE_CACHE_BYTES = 500 << 20  # MuJoCo's own choice
 RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # what resets and visual states change in MuJoCo's model
 
 _loading = threading.RLock()
@@ -38,6 +41,7 @@ def load_simulator() -> tuple[Any, Any]:
     robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
     whole process; rendering is ours (images.py), so none of these happens.
     """
+    is_first = "mujoco" not in sys.modules
     before = os.environ.get("MUJOCO_GL")
     os.environ["MUJOCO_GL"] = "disabled"
     try:
@@ -51,6 +55,7 @@ def load_simulator() -> tuple[Any, Any]:
         if before is not None:
             os.environ["MUJOCO_GL"] = before
     mujoco.set_mju_user_warning(warn)
+    files = FileCache(is_empty=is_first)
 
     from robosuite.environments import base
 
@@ -60,13 +65,45 @@ def load_simulator() -> tuple[Any, Any]:
         def __init__(self, model: Any) -> None:
             super().__init__(model)
             self.pristine = {name: getattr(model, name).copy() for name in RESET_DEPENDENT}
+            files.is_empty &= not files.is_on
 
     base.MjSim = Sim
 
-    def new_env(bddl: str) -> Any:
-        return ControlEnv(bddl_file_name=bddl, has_offscreen_renderer=False, use_camera_obs=False).env
+    def new_env(bddl: str, keep_files: bool) -> Any:
+        with contextlib.nullcontext() if keep_files else files.switched_off():
+            return ControlEnv(bddl_file_name=bddl, has_offscreen_renderer=False, use_camera_obs=False).env
 
     return mujoco, new_env
+
+
+class FileCache:
+    """MuJoCo's cache of meshes and textures for models to come, which takes up to half a gigabyte.
+
+    MuJoCo 3.3 can crash when a filled cache shrinks, so only an empty one is switched off.
+    """
+
+    def __init__(self, is_empty: bool) -> None:
+        import mujoco
+
+        library = ctypes.CDLL(str(next(Path(mujoco.__file__).parent.glob("libmujoco.*"))))
+        library.mj_globalCache.restype = ctypes.c_void_p
+        library.mj_setCacheSize.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._resize = lambda size: library.mj_setCacheSize(library.mj_globalCache(), size)
+        self.is_empty, self.is_on = is_empty, True
+
+    @contextlib.contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Models built in this block leave no files in the cache."""
+        if not self.is_empty:
+            yield
+            return
+        self._resize(0)
+        self.is_on = False
+        try:
+            yield
+        finally:
+            self._resize(FILE_CACHE_BYTES)
+            self.is_on = True
 
 
 def calm_robosuite() -> None:

@@ -14,6 +14,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,13 @@ class SceneRow:
 
 
 class Scene:
-    def __init__(self, files: TaskFiles, shown: tuple[str, ...]) -> None:
-        """`shown` names the arrays of MuJoCo's data (or model) to keep for observations."""
+    def __init__(self, files: TaskFiles, shown: tuple[str, ...], keep_files: bool = True) -> None:
+        """`shown` names the arrays of MuJoCo's data (or model) to keep for observations. `keep_files`: MuJoCo may cache
+        meshes and textures for the next model."""
         self.files = files
         self.shown = shown
         self._mujoco, new_env = simulator()
-        self.env = build(files, new_env)
+        self.env = build(files, partial(new_env, keep_files=keep_files))
         self.env.hard_reset = False
         self.sim, self.robot = self.env.sim, self.env.robots[0]
         self.model = self.sim.model._model

