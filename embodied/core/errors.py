@@ -7,13 +7,25 @@ with `exit_code`. A broken invariant of our own is an `assert` instead.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+# Control characters but tab and newline, and half surrogate pairs, which stand for bytes that are no UTF-8.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text of foreign origin as any file, terminal and page takes it: what cannot be printed is shown as an escape."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class EmbodiedError(Exception):
     """Something the user can act on: the text says what happened, where, and what to try."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(EmbodiedError):
@@ -91,4 +103,4 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = 
 
 def in_a_line(err: BaseException) -> str:
     """An exception with its kind, in one line."""
-    return " ".join(f"{type(err).__name__}: {err}".split())
+    return printable(" ".join(f"{type(err).__name__}: {err}".split()))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ def in_words(err: Exception) -> str:
     """An exception in a line."""
     if isinstance(err, OSError) and err.strerror:
         return err.strerror
-    text = " ".join(str(err).split())[:300]
+    text = printable(" ".join(str(err).split()))[:300]
     return f"it has no {text}" if isinstance(err, KeyError) else text or type(err).__name__
 
 
@@ -92,12 +92,17 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a small file in one step, so that a reader sees the old or the new text."""
     draft = path.with_name(f".{path.name}.writing")
     try:
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(encode(text))
         flush(draft)
         os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def encode(text: str) -> bytes:
+    """UTF-8, with escapes for half surrogate pairs, which stand for bytes that are none; they stay valid in JSON."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def flush(path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import EmbodiedError, printable
+from embodied.core.files import encode
 from embodied.datasets import lerobot_layout
 from embodied.datasets.episode_buffer import ABOUT, NUMBERS, EpisodeBuffer, as_arrays, as_lists
 from embodied.datasets.episode_videos import JoinedVideo
@@ -69,8 +70,9 @@ class DatasetWriter:
         length, episode = about["length"], self.num_episodes
         with np.load(folder / NUMBERS) as numbers:
             columns = {name: numbers[name] for name in numbers.files}
-        indices = self._indices(length, self._tasks.setdefault(about["task"], len(self._tasks)))
-        row: dict[str, Any] = {"episode_index": episode, "tasks": [about["task"]], "length": length}
+        task = printable(about["task"])
+        indices = self._indices(length, self._tasks.setdefault(task, len(self._tasks)))
+        row: dict[str, Any] = {"episode_index": episode, "tasks": [task], "length": length}
         row["dataset_from_index"], row["dataset_to_index"] = self.num_frames, self.num_frames + length
         row |= located("data", self._data.add({**columns, **indices}))
         for name, video in self._videos.items():
@@ -173,7 +175,7 @@ def located(what: str, file: int) -> dict[str, int]:
 
 def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_bytes(encode(json.dumps(value, indent=4, ensure_ascii=False) + "\n"))
 
 
 # Parquet files: the frames, an entry per episode, the tasks

@@ -20,7 +20,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from embodied.core.files import replace_text
+from embodied.core.errors import printable
+from embodied.core.files import encode, replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
 from embodied.reporting.transcripts import TRANSCRIPTS
@@ -62,6 +63,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
+        text = printable(text)
         self._show(f"\r\033[K{text}\n" if self.live else f"{text}\n")
         self.note(text)
 
@@ -69,6 +71,8 @@ class Console:
         try:
             self.stream.write(text)
             self.stream.flush()
+        except UnicodeEncodeError:  # a terminal of another encoding
+            self._show(text.encode("ascii", "backslashreplace").decode())
         except OSError:  # the terminal or pipe is gone; the log has everything, and the run goes on
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
@@ -129,6 +133,7 @@ class Console:
 
     def now(self, text: str) -> None:
         """Print what is being done; on a terminal the next line takes its place."""
+        text = printable(text)
         if self.live:
             self._show("\r\033[K" + text)
             self.note(text)
@@ -257,7 +262,7 @@ class RunLog:
     def note(self, text: str) -> None:
         """Write a line of the console into logs/driver.log."""
         with (self.path / "logs" / "driver.log").open("ab", buffering=0) as file:
-            file.write(f"{now()} {text}\n".encode())
+            file.write(encode(f"{now()} {printable(text)}\n"))
 
     def row(self, row: dict) -> None:
         """Write one iteration's numbers."""

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from embodied.core.files import encode
 from embodied.core.types import EpisodeResult, Recording
 
 TRANSCRIPTS = "transcripts.jsonl"  # of all conversations, beside results.json
@@ -44,7 +45,7 @@ class TranscriptWriter:
             "turns": list(turns),
         }
         text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
-        self.file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair stays valid JSON
+        self.file.write(encode(text) + b"\n")
         self.file.flush()
 
     def close(self) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 from shlex import join, quote
 
 from embodied.config.yaml_values import write_yaml
-from embodied.core.errors import CheckpointError
+from embodied.core.errors import CheckpointError, printable
+from embodied.core.files import encode
 from embodied.placement.placement_errors import number
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.seed_sets_page import in_words, sets_of
@@ -184,9 +185,10 @@ class Children:
         report_or_say_why(self.group.folder)
 
     def say(self, text: str) -> None:
+        text = printable(text)
         launch.say(f"\r\033[K{text}" if self.live else text)
-        with (self.group.folder / "logs" / "group.log").open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
+        with (self.group.folder / "logs" / "group.log").open("ab") as file:
+            file.write(encode(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n"))
 
     def signal(self, sign: int) -> None:
         for one in self.going:

@@ -76,8 +76,11 @@ def run(
 
 
 def say(line: str) -> None:
-    """Print at once."""
-    print(line, flush=True)
+    """Print at once, with escapes for what the terminal cannot show."""
+    try:
+        print(line, flush=True)
+    except UnicodeEncodeError:
+        print(line.encode("ascii", "backslashreplace").decode(), flush=True)
 
 
 def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed
+from embodied.core.errors import ChannelClosed, EmbodiedError, Unusable, WorkerFailed, printable
 from embodied.runtime.channel import Channel, hosts_of_runs
 from embodied.runtime.channel_queue import Queue
 from embodied.runtime.heartbeat import Progress, readable, resident_bytes
@@ -347,12 +347,12 @@ class _WorkerThread(threading.Thread):
 
     def _failure(self, call_id: int, error: BaseException) -> tuple:
         error.__traceback__ = _below_us(error.__traceback__)
-        text = "".join(traceback.format_exception(error))
+        text = printable("".join(traceback.format_exception(error)))
         name = "" if isinstance(error, EmbodiedError) else f"{type(error).__name__}: "
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
         held = f" (this process held {readable(resident_bytes())})" if isinstance(error, MemoryError) else ""
-        cause = " ".join(f"{name}{error}".split())[:_MAX_CAUSE_CHARS] + held + where
+        cause = printable(" ".join(f"{name}{error}".split()))[:_MAX_CAUSE_CHARS] + held + where
         follows = (error.peer, error.cause) if isinstance(error, ChannelClosed) else None
         retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
         code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code

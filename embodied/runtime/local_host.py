@@ -34,7 +34,7 @@ def main(boot: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when a run ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
     faulthandler.enable()
     faulthandler.register(WRITE_STACKS)
     find_main_lazily(boot["main_module"], boot["main_file"])
