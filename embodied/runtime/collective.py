@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
 from embodied.runtime.rendezvous import InProcessRendezvous, Rendezvous, RendezvousAddress, RendezvousFile
+from embodied.runtime.shared_memory import map_shared
 from embodied.runtime.worker import Worker
 
 SPINS = 20_000  # times that a waiting rank reads the counters before it begins to sleep in between
@@ -92,8 +92,8 @@ class Gloo:
 
 
 class SharedMemory(Gloo):
-    """Sums of processes on one machine, and gathers of what fits, go through a mapped file, several times faster than
-    by gloo.
+    """Sums of processes on one machine, and gathers of what fits, go through shared memory, several times faster than
+    by gloo. The memory has no name and no place on a disk: one that is full would end the ranks by SIGBUS.
 
     Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter,
     waits until all counters have come as far, and reads the parts in rank order. A slot is written again two rounds
@@ -104,7 +104,6 @@ class SharedMemory(Gloo):
     def __init__(self, file: RendezvousFile, rank: int, world_size: int, *, role: str) -> None:
         super().__init__(file, rank, world_size)
         self.rank, self.role, self.timeout_s = rank, role, file.timeout_s
-        self.path = file.path + "-sums"
         self.round = 0
         self.slots: np.ndarray | None = None
 
@@ -155,18 +154,19 @@ class SharedMemory(Gloo):
                     raise DeadlineExceeded(f"{self.role} ranks {late} did not join a sum within {self.timeout_s:g} s")
 
     def _map(self, size: int) -> None:
-        """Rank 0 makes the file, all map it, and its name is gone again before anybody uses it."""
+        """Rank 0 makes the memory, and all map it through that process."""
         size = -(-size // 64) * 64
         total = self.world_size * (64 + 2 * size)
-        path = f"{self.path}-{size}"
+        mine = os.memfd_create("embodied-sums", os.MFD_CLOEXEC) if self.rank == 0 else -1
         if self.rank == 0:
-            Path(path).write_bytes(b"")
-            os.truncate(path, total)
-        super().gather(np.zeros(1))
-        memory = np.memmap(path, np.uint8, "r+", shape=(total,))
+            os.ftruncate(mine, total)
+        (pid, fd), *_ = super().gather(np.array([os.getpid(), mine]))
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        memory = np.frombuffer(map_shared(opened, total), np.uint8)
+        os.close(opened)
         super().gather(np.zeros(1))
         if self.rank == 0:
-            os.unlink(path)
+            os.close(mine)
         head = self.world_size * 64
         self.counters = memory[:head].view(np.uint64).reshape(self.world_size, 8)
         self.slots = memory[head:].reshape(self.world_size, 2, size)
