@@ -6,6 +6,7 @@ envs keep, and finds out what only this machine can tell: for ManiSkill, whether
 
 from __future__ import annotations
 
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -38,7 +39,7 @@ def check(config: RunConfig) -> None:
     kind.check(config.env)
     show("task", f"{config.env.name} {config.env.task}")
     if speaks(kind):
-        return converse(kind, config.env)
+        return converse(kind, config.env, launch.proofs(config))
     from embodied.envs.env_checker import check_vector_env
 
     with kind.explained(config.env):
@@ -57,7 +58,7 @@ def check(config: RunConfig) -> None:
         show("" if number else "physics", line)
 
 
-def converse(kind: Any, env: Any) -> None:
+def converse(kind: Any, env: Any, folder: Path) -> None:
     """Print what a text env says, and whether it keeps the contract of those."""
     from embodied.envs.text.text_env_checker import check_text_env
 
@@ -69,6 +70,8 @@ def converse(kind: Any, env: Any) -> None:
     show("held out", f"{held_out} prompt{'s' * (held_out > 1)} for evaluations")
     kept = "prompts, odd answers, rewards and ends are as they have to be"
     show("contract", f"kept, with {seen.conversations} conversations: {kept}")
+    for remark in kind.remarks(env, folder):
+        show("note", remark)
 
 
 def seen(env: Any) -> dict[str, str]:

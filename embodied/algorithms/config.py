@@ -119,6 +119,11 @@ class PolicyGradientConfig(Strict):
         "solved rarely (at most 25%), at times, or often (above 75%) when last tried, with odds of these weights "
         "against 1 for a new one; null: always new ones.",
     )
+    prompts: Literal["drawn", "epochs"] = Field(
+        "drawn",
+        description="How prompts of a text env come: drawn one by one, so that some come twice before others come at "
+        "all, or epochs: every question once, then all again in another order.",
+    )
     weighting: Literal["decision", "episode", "constant"] = Field(
         "decision",
         description="What counts alike in the loss: every decision, or every episode however long (with ppo, what a "
@@ -128,7 +133,7 @@ class PolicyGradientConfig(Strict):
 
     def of_answers(self) -> list[str]:
         """Options that are set here and mean something for a policy that speaks alone."""
-        idle = {"truncated": "as_is", "overlong": None, "pools": None}
+        idle = {"truncated": "as_is", "overlong": None, "pools": None, "prompts": "drawn"}
         given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
         level = ["algo.logprob_level=episode"] if self.logprob_level == "episode" else []
         return [*level, *given, *(["algo.weighting=constant"] if self.weighting == "constant" else [])]
@@ -166,6 +171,15 @@ class PolicyGradientConfig(Strict):
             raise ValueError(
                 f"algo.target_kl={self.target_kl:g} skips the epochs after the first, but algo.epochs=1; "
                 "try algo.target_kl=null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_come_one_way(self) -> PolicyGradientConfig:
+        if self.prompts == "epochs" and self.pools:
+            raise ValueError(
+                f"algo.pools={list(self.pools)} asks some prompts again and algo.prompts=epochs every one once; leave "
+                "one of them out"
             )
         return self
 

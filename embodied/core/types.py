@@ -31,6 +31,7 @@ class EpisodeSpec:
     init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
     seed: int  # drives the random initial state
     index: int
+    question: int = -1  # of a text env's training questions, with algo.prompts=epochs; -1: `seed` draws it
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,20 @@ class EpisodeList:
     tasks: tuple[str, ...]
     stored_states: int = 0  # stored initial states of every task, taken in order; 0: none are used
     group_size: int = 1  # episodes in a row that begin alike
+    questions: tuple[int, ...] = ()  # of each task, asked once in an epoch, in an order shuffled anew; empty: drawn
 
     def __getitem__(self, index: int) -> EpisodeSpec:
         turn, task = divmod(index // self.group_size, len(self.tasks))
         seed = episode_seed(self.seed, self.stream, turn)
-        return EpisodeSpec(self.tasks[task], turn % self.stored_states if self.stored_states else -1, seed, index)
+        state = turn % self.stored_states if self.stored_states else -1
+        return EpisodeSpec(self.tasks[task], state, seed, index, self._question(turn, task))
+
+    def _question(self, turn: int, task: int) -> int:
+        """Of three questions, turns 0 to 2 are epoch 0 and may ask 2 0 1; turns 3 to 5 are epoch 1."""
+        if not self.questions:
+            return -1
+        epoch, place = divmod(turn, self.questions[task])
+        return int(shuffled(self.seed, self.tasks[task], epoch, self.questions[task])[place])
 
     def first(self, count: int) -> list[EpisodeSpec]:
         return [self[index] for index in range(count)]
@@ -62,6 +72,12 @@ class EpisodeList:
 def episode_seed(seed: int, stream: str, turn: int) -> int:
     """The seed of the episodes that begin alike; those of a group ask for it one after the other."""
     return int(generator(seed, "episode", stream, turn).integers(2**31 - 1))
+
+
+@lru_cache(maxsize=16)
+def shuffled(seed: int, task: str, epoch: int, count: int) -> np.ndarray:
+    """The order of a task's questions in an epoch."""
+    return generator(seed, "epoch", task, epoch).permutation(count)
 
 
 def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:

@@ -120,6 +120,8 @@ def planned(
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     check_speech(config, kind)
+    if learn and config.algo.prompts == "epochs":
+        kind.training_questions(config.env)
     if learn and config.policy.speaks and config.policy.engine == "http" and config.policy.weights is None:
         raise ConfigError(
             "policy.engine=http: the server would answer with the weights that it has, whatever is learned; set "

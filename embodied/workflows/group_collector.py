@@ -31,6 +31,7 @@ from embodied.core.types import (
     Route,
     env_blocks,
 )
+from embodied.envs import env_class
 from embodied.runtime import Handle
 from embodied.workflows.contract import WARNING
 
@@ -75,7 +76,11 @@ class GroupCollector:
         """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
         config = workers.config
         self.config, self.algo = config, config.algo
-        self.episodes = EpisodeList(config.seed, "train", workers.tasks, group_size=config.algo.group_size)
+        in_epochs = self.algo.prompts == "epochs"
+        self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
+        self.episodes = EpisodeList(
+            config.seed, "train", workers.tasks, group_size=self.algo.group_size, questions=self.questions
+        )
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
@@ -168,6 +173,8 @@ class GroupCollector:
         counts, sims = batch.counts, len(self.rollouts.sims)
         pools = (*POOLS, "unseen") if self.prompts is not None else ()
         drawn = {f"groups/{name}_prompts": batch.drawn[name] for name in pools}
+        if self.questions:
+            drawn["groups/epochs"] = self.pool.dealt / (self.algo.group_size * sum(self.questions))
         return drawn | {
             "env_steps": sum(part.env_steps for part in batch.stats),
             "time/rollout_s": batch.seconds,

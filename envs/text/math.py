@@ -16,13 +16,13 @@ from typing import Any
 
 from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, MissingAsset
-from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.scoring_process import Scorer
 from embodied.envs.text.text_env import TextEnv, Turn
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
 SHARE, MOST = 0.05, 500  # held out of a file that has no other beside it
+FEW = 20  # held-out questions with which an evaluation tells little
 BOX = "\\boxed{"
 ASKED, SOLVED = ("question", "prompt", "messages"), ("answer", "solutions")
 
@@ -62,6 +62,23 @@ class Math(TextEnv):
         return len(questions(config)[1])
 
     @classmethod
+    def remarks(cls, config: Any, proofs: Path) -> list[str]:
+        """A note where the file is so short that few of its questions are held out."""
+        train, held_out = questions(config)
+        if config.held_out is not None or len(held_out) >= FEW:
+            return []
+        count, every = len(held_out), len(train) + len(held_out)
+        return [
+            f"{SHARE:.0%} of the {every} questions in {config.file} are held out for evaluations: {count} "
+            f"prompt{'s' * (count > 1)}, fewer than {FEW}, so their success rate says little; name others with "
+            "env.held_out=FILE.jsonl"
+        ]
+
+    @classmethod
+    def num_questions(cls, config: Any, task: str) -> int:
+        return len(questions(config)[0])
+
+    @classmethod
     def load(cls, config: Any) -> MathQuestions:
         """The questions, and the process that compares answers."""
         return MathQuestions(*questions(config), Scorer("math"))
@@ -74,8 +91,7 @@ class Math(TextEnv):
         if spec.init_state_id >= 0:
             self.question = self.shared.held_out[spec.init_state_id % len(self.shared.held_out)]
         else:
-            train = self.shared.train
-            self.question = train[int(generator(spec.seed, "prompt", spec.task).integers(len(train)))]
+            self.question = self.shared.train[self.choose(spec, len(self.shared.train))]
         return self.question.said
 
     def step(self, answer: str) -> Turn:

@@ -74,6 +74,10 @@ class ReasoningGym(TextEnv):
     def unload(cls, shared: HeldOutQuestions) -> None:
         shared.scorer.close()
 
+    @classmethod
+    def num_questions(cls, config: Any, task: str) -> int:
+        return POOL
+
     def reset(self, spec: EpisodeSpec) -> Said:
         self.options, self.index, self.entry = self.chosen(spec)
         return (
@@ -88,7 +92,8 @@ class ReasoningGym(TextEnv):
             index, of = spec.init_state_id % self.num_held_out, options(self.config, HELD_OUT_SEED)
             return of, index, entry_of(task, of, index)
         rng, of = generator(spec.seed, "prompt", spec.task), options(self.config, 0)
-        for index in rng.integers(POOL, size=TRIES).tolist():
+        tries = rng.integers(POOL, size=TRIES).tolist()
+        for index in [spec.question, *tries] if spec.question >= 0 else tries:  # a held-out one is drawn anew
             if (entry := entry_of(task, of, index))["question"] not in self.shared.questions:
                 return of, index, entry
         raise ConfigError(f"env.name={self.config.name}: it has hardly more questions than the held-out ones")

@@ -17,7 +17,6 @@ import numpy as np
 from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError
 from embodied.core.files import reading
-from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
 
@@ -52,6 +51,10 @@ class ReverseText(TextEnv):
         if config.file and len(texts_of(config.file)) <= cls.num_held_out:
             raise ConfigError(f"env.file={config.file} needs more than {cls.num_held_out} texts, which are held out")
 
+    @classmethod
+    def num_questions(cls, config: Any, task: str) -> int | None:
+        return len(texts_of(config.file)) - cls.num_held_out if config.file else None
+
     def reset(self, spec: EpisodeSpec) -> Said:
         self.tagged = spec.task == "sentences"
         text = self.given(spec) if self.shared else self.draw(spec, some_words if self.tagged else some_letters)
@@ -64,8 +67,7 @@ class ReverseText(TextEnv):
         """A text of the file, whose first ones are held out."""
         if spec.init_state_id >= 0:
             return self.shared[spec.init_state_id % self.num_held_out]
-        rest = len(self.shared) - self.num_held_out
-        return self.shared[self.num_held_out + int(generator(spec.seed, "prompt", spec.task).integers(rest))]
+        return self.shared[self.num_held_out + self.choose(spec, len(self.shared) - self.num_held_out)]
 
     def step(self, answer: str) -> Turn:
         found = BETWEEN.findall(answer) if self.tagged else [answer]

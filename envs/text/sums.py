@@ -14,6 +14,8 @@ import operator
 import re
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -55,9 +57,14 @@ class Sums(Calculator, TextEnv):
     def longest_episode(cls, config: Any) -> int:
         return config.max_episode_steps or (2 if "calc2" in cls.tasks(config) else 1)
 
+    @classmethod
+    def num_questions(cls, config: Any, task: str) -> int:
+        return len(every_pair(*RANGES[task])) - cls.held_out(config)
+
     def reset(self, spec: EpisodeSpec) -> str:
         self.task, self.result = spec.task, None
-        self.numbers = a, b = self.draw(spec, lambda rng: two_numbers(rng, *RANGES[spec.task]))
+        low, high = RANGES[spec.task]
+        self.numbers = a, b = self.draw(spec, lambda rng: two_numbers(rng, low, high), every_pair(low, high))
         self.right = str(a * b if spec.task == "calc2" else a + b)
         if spec.task == "fewshot_sums":
             return f"{SHOTS}{a} + {b} ="
@@ -83,6 +90,12 @@ class Sums(Calculator, TextEnv):
 def two_numbers(rng: np.random.Generator, low: int, high: int) -> tuple[int, int]:
     a, b = rng.integers(low, high, 2)
     return int(a), int(b)
+
+
+@lru_cache
+def every_pair(low: int, high: int) -> tuple[tuple[int, int], ...]:
+    """All that `two_numbers` may draw."""
+    return tuple(product(range(low, high), repeat=2))
 
 
 def calculate(expression: str) -> str:

@@ -19,7 +19,7 @@ that scores) is loaded once by `load`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -62,7 +62,9 @@ class TextEnv(EnvCapabilities):
     """Answers in a conversation, at most, where `env.max_episode_steps` does not say it."""
     num_held_out: ClassVar[int] = 200
     """Prompts for evaluations, which training never shows."""
-    _held_out: ClassVar[dict[Any, tuple[list, set]]] = {}  # drawn once in a process
+    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process, and what is left of `every`
+    drawn: Any = None
+    """The question of this conversation, where `draw` chose it: the prompt may hide it, as tools and games do."""
 
     def __init__(self, config: Any, shared: Any = None) -> None:
         self.config, self.shared = config, shared
@@ -102,22 +104,49 @@ class TextEnv(EnvCapabilities):
         return cls.num_held_out
 
     @classmethod
+    def num_questions(cls, config: Any, task: str) -> int | None:
+        """The number of questions to train on, which `algo.prompts=epochs` asks in turn; None: without end. An env that
+        has a number reads `spec.question`, as `choose` does."""
+        return None
+
+    @classmethod
     def scored_example(cls) -> tuple[str, dict[str, Any]]:
         """A right answer, and what else a `Scorer` takes with it, for `embodied.doctor`; of envs that need packages."""
         raise NotImplementedError
 
     # What a plug-in uses
 
-    def draw(self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question]) -> Question:
+    def choose(self, spec: EpisodeSpec, count: int) -> int:
+        """The number of the question to train on, out of so many: `spec.question`, or drawn by `spec.seed`."""
+        if spec.question >= 0:
+            return spec.question % count
+        return int(generator(spec.seed, "prompt", spec.task).integers(count))
+
+    def draw(
+        self,
+        spec: EpisodeSpec,
+        question: Callable[[np.random.Generator], Question],
+        every: Sequence[Question] = (),
+    ) -> Question:
         """The held-out question number `spec.init_state_id`, or one to train on, never one of these. `question`
-        makes one of a generator's numbers; the held-out ones are the first that differ from each other."""
+        makes one of a generator's numbers; the held-out ones are the first that differ from each other. `every`
+        question there is, if they can be listed: `num_questions` of them are to train on."""
+        self.drawn = self._drawn(spec, question, every)
+        return self.drawn
+
+    def _drawn(
+        self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question], every: Sequence[Question]
+    ) -> Question:
         key = type(self), spec.task, repr(self.config)
         if key not in self._held_out:
             first = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
-            self._held_out[key] = first, set(first)
-        in_order, known = self._held_out[key]
+            known = set(first)
+            self._held_out[key] = first, known, [each for each in every if each not in known]
+        in_order, known, rest = self._held_out[key]
         if spec.init_state_id >= 0:
             return in_order[spec.init_state_id % len(in_order)]
+        if spec.question >= 0 and rest:
+            return rest[spec.question % len(rest)]
         rng = generator(spec.seed, "prompt", spec.task)
         for _ in range(TRIES):
             if (drawn := question(rng)) not in known:
@@ -140,6 +169,17 @@ class TextEnv(EnvCapabilities):
     def longest_episode(cls, config: Any) -> int:
         """Turns of a conversation, at most."""
         return config.max_episode_steps or cls.max_turns
+
+    @classmethod
+    def training_questions(cls, config: Any) -> tuple[int, ...]:
+        """The number of questions of each task, for `algo.prompts=epochs`."""
+        counts = [cls.num_questions(config, task) for task in cls.tasks(config)]
+        if None in counts:
+            raise ConfigError(
+                f"algo.prompts=epochs asks every question once before any again, and env.name={config.name} makes them "
+                f"without end; leave it out, or give {cls.__name__} a method num_questions"
+            )
+        return tuple(count for count in counts if count is not None)
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:

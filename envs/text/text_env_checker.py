@@ -9,7 +9,7 @@ import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from embodied.core.conversations import Said
@@ -22,6 +22,7 @@ from embodied.envs.text.text_env import TextEnv, Turn
 SEED = 20_001
 DRAWN = 400  # training prompts that are compared with the held-out ones
 PLAYED = 4  # prompts of each kind that are answered
+HIDDEN = "reset reads {}; where the prompt hides the question, choose it with self.draw(spec, question)"
 ODD = (
     "",
     " ",
@@ -66,6 +67,7 @@ class TextEnvChecker:
         for task in self.tasks:
             held_out = self.prompts_follow_from_the_spec(task)
             self.held_out_prompts_are_not_trained_on(task, held_out)
+            self.epochs_ask_every_question(task)
         specs = [spec for task in self.tasks for spec in self.few(task)]
         self.odd_answers_are_scored_twice_alike(specs)
         self.solutions_are_successes(specs)
@@ -79,35 +81,47 @@ class TextEnvChecker:
 
     # Rules
 
-    def prompts_follow_from_the_spec(self, task: str) -> list[Said]:
+    def prompts_follow_from_the_spec(self, task: str) -> list[str]:
         count = self.kind.held_out(self.config)
         if count < 1:
             fail("held-out", "there is no held-out prompt, so nothing can be evaluated")
         for spec in self.few(task):
-            said = self.begin(spec)
+            said, question = self.begin(spec), self.question(spec)
             self.answer(spec, "garbage")
-            if said != self.begin(spec):
+            if said != self.begin(spec) or question != self.question(spec):
                 fail("reset", f"{spec} asked twice: {said!r:.100}, then {self.begin(spec)!r:.100}")
             if said != self.checked(self.kind(self.config, self.shared).reset(spec), "reset"):
                 fail("reset", f"another {self.kind.__name__} asks something else for {spec}")
-        prompts = [self.begin(held_out_spec(task, at)) for at in range(count)]
-        if self.begin(EpisodeSpec(task, count - 1, SEED + 1, 1)) != prompts[-1]:
+        prompts = [self.question(held_out_spec(task, at)) for at in range(count)]
+        if self.question(EpisodeSpec(task, count - 1, SEED + 1, 1)) != prompts[-1]:
             fail("held-out", "a held-out prompt follows from its number alone, and another seed changes it")
         if count > 1 and all(prompt == prompts[0] for prompt in prompts):
-            fail("held-out", f"all {count} held-out prompts are alike: reset reads spec.init_state_id")
+            fail("held-out", f"all {count} held-out prompts are alike: {HIDDEN.format('spec.init_state_id')}")
         return prompts
 
-    def held_out_prompts_are_not_trained_on(self, task: str, held_out: list[Said]) -> None:
-        known = {repr(prompt) for prompt in held_out}
-        drawn = [self.begin(training_spec(task, at)) for at in range(DRAWN)]
-        if shown := [prompt for prompt in drawn if repr(prompt) in known]:
+    def held_out_prompts_are_not_trained_on(self, task: str, held_out: list[str]) -> None:
+        known = {*held_out}
+        drawn = [self.question(training_spec(task, at)) for at in range(DRAWN)]
+        if shown := [prompt for prompt in drawn if prompt in known]:
             fail(
                 "held-out",
-                f"training draws held-out prompts too, {len(shown)} of {DRAWN}, such as {shown[0]!r:.100}; "
+                f"training draws held-out prompts too, {len(shown)} of {DRAWN}, such as {shown[0]:.100}; "
                 "self.draw(spec, question) keeps them apart",
             )
         if all(prompt == drawn[0] for prompt in drawn):
-            fail("reset", f"{DRAWN} training prompts are alike: reset draws from spec.seed")
+            fail("reset", f"{DRAWN} training prompts are alike: {HIDDEN.format('spec.seed')}")
+
+    def epochs_ask_every_question(self, task: str) -> None:
+        count = self.kind.num_questions(self.config, task)
+        if count is None:
+            return
+        asked = [replace(training_spec(task, at), question=at) for at in range(min(count, DRAWN))]
+        repeated = len(asked) - len({self.question(spec) for spec in asked})
+        if repeated > len(asked) // 2:
+            fail(
+                "questions",
+                f"num_questions is {count}, but {repeated} of {len(asked)} repeat another: reset reads spec.question",
+            )
 
     def odd_answers_are_scored_twice_alike(self, specs: list[EpisodeSpec]) -> None:
         solved = ["", "garbage"]  # on every prompt so far
@@ -147,6 +161,13 @@ class TextEnvChecker:
         self.conversations += 1
         with calling("reset", f"reset raised for {spec}"):
             return self.checked(self.env.reset(spec), "reset")
+
+    def question(self, spec: EpisodeSpec) -> str:
+        """The question of a conversation: what `draw` chose, which the prompt may hide, or else the prompt and its
+        solution."""
+        self.env.drawn = None
+        said = self.begin(spec)
+        return repr((said, self.solution_now()) if self.env.drawn is None else self.env.drawn)
 
     def solution(self, spec: EpisodeSpec) -> str | None:
         """A solution to the first prompt."""

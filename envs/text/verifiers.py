@@ -13,7 +13,6 @@ from typing import Any
 
 from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.verifiers_bridge import Bridge, Child, Example, Lost, how_to_install
@@ -48,6 +47,10 @@ class Verifiers(TextEnv):
         return facts_of(config)["held_out"]
 
     @classmethod
+    def num_questions(cls, config: Any, task: str) -> int:
+        return facts_of(config)["train"]
+
+    @classmethod
     def longest_episode(cls, config: Any) -> int:
         return config.max_episode_steps or facts_of(config)["turns"] or MOST_TURNS
 
@@ -58,7 +61,7 @@ class Verifiers(TextEnv):
         if held_out:
             number = spec.init_state_id % facts["held_out"]
         else:
-            number = int(generator(spec.seed, "prompt", spec.task).integers(facts["train"]))
+            number = self.choose(spec, facts["train"])
         self.example = Example(self.shared, held_out, number)
         try:
             said = self.example.begin()

@@ -54,7 +54,8 @@ def test_answers_are_masked_by_their_tokens():
 
 
 @pytest.mark.parametrize(
-    "option", ["logprob_level=episode", "truncated=mask", "overlong=4", "weighting=constant", "pools=[1,1,1]"]
+    "option",
+    ["logprob_level=episode", "truncated=mask", "overlong=4", "weighting=constant", "pools=[1,1,1]", "prompts=epochs"],
 )
 def test_options_of_answers_are_refused_for_policies_that_act(option):
     with pytest.raises(ConfigError, match=r"only a language model gives answers.*policy\.name=language"):

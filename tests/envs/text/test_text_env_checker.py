@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from pydantic import TypeAdapter
 
 from embodied import check
 from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
 from embodied.envs.env_checker import ContractViolation
@@ -60,8 +62,31 @@ class Numbered(Guessing):
         return ({"role": "user", "content": f"guess {self.number}"},)
 
 
-def test_several_turns_messages_and_unknown_solutions_are_fine():
-    assert check_text_env(Numbered, config()).solution is None
+class Hidden(Guessing):
+    def reset(self, spec):
+        super().reset(spec)
+        return ({"role": "user", "content": "guess my number"},)
+
+
+class HiddenBehindASolution(Doubling):
+    """It draws by itself, and only the solution tells its questions apart."""
+
+    def reset(self, spec):
+        self.number = spec.seed if spec.init_state_id < 0 else 10**6 + spec.init_state_id
+        return "twice my number is "
+
+
+@pytest.mark.parametrize("kind", [Numbered, Hidden, HiddenBehindASolution])
+def test_several_turns_messages_unknown_solutions_and_hidden_questions_are_fine(kind):
+    assert (check_text_env(kind, config()).solution is None) == issubclass(kind, Guessing)
+
+
+class HidesHeldOut(Hidden):
+    """What it trains on is held out, though no prompt shows it."""
+
+    def reset(self, spec):
+        said = super().reset(EpisodeSpec(spec.task, max(spec.init_state_id, 0), spec.seed, spec.index))
+        return said
 
 
 class IgnoresTheSpec(Doubling):
@@ -258,9 +283,20 @@ class NothingHeldOut(Doubling):
         return str(spec.seed)
 
 
+class CountsWithoutAsking(Doubling):
+    @classmethod
+    def num_questions(cls, config, task):
+        return 9_800
+
+    def reset(self, spec):
+        return super().reset(replace(spec, seed=spec.seed % 100))
+
+
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
+        (HidesHeldOut, "held-out"),
+        (CountsWithoutAsking, "questions"),
         (LoadRaises, "load"),
         (IgnoresTheSpec, "reset"),
         (RemembersTheLast, "reset"),

@@ -49,7 +49,7 @@ def test_without_the_held_out_questions_some_training_prompts_would_be_among_the
     env = env_of("sums", "add2")
     held_out = {asked(env, "add2", number) for number in range(200)}
     key = type(env), "add2", repr(env.config)
-    monkeypatch.setitem(TextEnv._held_out, key, (TextEnv._held_out[key][0], set()))
+    monkeypatch.setitem(TextEnv._held_out, key, (TextEnv._held_out[key][0], set(), []))
     assert held_out & {asked(env, "add2", seed=seed) for seed in range(10_000)}
 
 
