@@ -36,3 +36,17 @@ for (const svg of document.querySelectorAll("svg[data-x]")) {
     box.remove();
   });
 }
+
+// Conversations of training: only those of some iterations and rewards.
+for (const box of document.querySelectorAll(".samples")) {
+  const inputs = [...box.querySelectorAll("input[type=number]")];
+  const fits = (shown, input) => {
+    const { least, most } = input.dataset;
+    const number = parseFloat(shown.dataset[least || most]);
+    return input.value === "" || (least ? number >= parseFloat(input.value) : number <= parseFloat(input.value));
+  };
+  const filter = () => {
+    for (const shown of box.querySelectorAll("details")) shown.hidden = !inputs.every((input) => fits(shown, input));
+  };
+  inputs.forEach((input) => input.addEventListener("input", filter));
+}

@@ -281,6 +281,7 @@ def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console:
     state["abandoned_episodes"] += loop.take_abandoned()
     state["train_s"] += elapsed
     folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
+    folder.log.samples(state["iteration"], loop.take_samples())
 
 
 def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:

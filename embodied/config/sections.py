@@ -42,6 +42,12 @@ class RunSection(Strict):
         "or a policy folder; or a recipe, whose newest finished run in run.dir is taken, or which is trained first. "
         "The policy's options must be the same.",
     )
+    samples: int = Field(
+        3,
+        ge=0,
+        description="Conversations of a language policy that each iteration adds to samples.jsonl and the report, long "
+        "texts shortened; 0: none.",
+    )
     trace: int = Field(
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
     )

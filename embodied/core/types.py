@@ -359,6 +359,7 @@ class RolloutStats:
     reset_s: float
     wait_s: float  # for the policy's answers
     problems: tuple[str, ...] = ()  # of other episodes that ended: why each counts for nothing
+    samples: tuple[dict[str, Any], ...] = ()  # conversations to be written down, as in samples.jsonl
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from embodied.core.arrays import gather
 from embodied.core.types import EpisodeResult
 from embodied.reporting.html import Html, join, relative, table, tag
 from embodied.reporting.results import sampling
-from embodied.reporting.runs import Evaluation, Run
+from embodied.reporting.runs import Evaluation, Run, start_of
 from embodied.reporting.svg import histogram, percent, short
 from embodied.reporting.transcripts import PARTS, TRANSCRIPTS, read_transcripts
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, filters, legend
@@ -46,13 +46,17 @@ def per_task_table(evaluation: Evaluation) -> Html:
 
 
 def evaluations_table(run: Run) -> Html:
-    """A row per evaluation of a run."""
+    """A row per evaluation of a run, after one of the policy that it started from."""
+    start = start_of(run)
+    before = f"start: {start.folder.parents[1].name} {start.name}" if start else ""
     if run.last and run.last.of_text:
-        return named_table("evaluation", {one.name: answers_of(run, one) for one in run.evaluations})
+        rows = {before: answers_of(run, start) | {"version": "-", "env steps": "-"}} if start else {}
+        return named_table("evaluation", rows | {one.name: answers_of(run, one) for one in run.evaluations})
     steps = [run.env_steps(one.version) for one in run.evaluations]
     trained = ["-" if known is None else f"{known:,}" for known in steps]
-    rows = [[e.name, after, *figure_cells(e.results["overall"])] for e, after in zip(run.evaluations, trained)]
-    return table(["evaluation", "env steps", *FIGURES], rows)
+    lines = [[e.name, after, *figure_cells(e.results["overall"])] for e, after in zip(run.evaluations, trained)]
+    lines = [[before, "-", *figure_cells(start.results["overall"])], *lines] if start else lines
+    return table(["evaluation", "env steps", *FIGURES], lines)
 
 
 def figure_cells(figures: dict[str, Any], names: Sequence[str] = FIGURES) -> list[object]:

@@ -24,7 +24,7 @@ from embodied.core.errors import printable
 from embodied.core.files import encode, replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
-from embodied.reporting.transcripts import TRANSCRIPTS
+from embodied.reporting.transcripts import SAMPLES, TRANSCRIPTS, as_line, read_samples
 from embodied.reporting.wandb_logger import WandbLogger
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
@@ -246,6 +246,7 @@ class RunLog:
     def __init__(self, run: Path) -> None:
         self.path = run
         self.metrics = run / "metrics.jsonl"
+        self.conversations = run / SAMPLES
         self._file: FileIO | None = None
         self._loggers: list[TensorBoardLogger | WandbLogger] = []
         self._tensorboard = True  # to be opened with the first row
@@ -271,6 +272,12 @@ class RunLog:
         self._file.write((json.dumps(row) + "\n").encode())
         self._point(row["env_steps"], row)
 
+    def samples(self, iteration: int, samples: Sequence[dict]) -> None:
+        """Add conversations of an iteration to samples.jsonl."""
+        if samples:
+            with self.conversations.open("ab", buffering=0) as file:
+                file.write(b"".join(as_line({"iteration": iteration, **sample}) for sample in samples))
+
     def evaluated(self, version: int, results: dict) -> None:
         """Add an evaluation's figures to the row of the iteration that made this version, and to the curves."""
         rows = self._rows()
@@ -283,9 +290,12 @@ class RunLog:
         self._point(row["env_steps"], figures)
 
     def keep_rows(self, iteration: int) -> None:
-        """Drop the rows of iterations after `iteration`: a resumed run makes them again."""
+        """Drop the rows and samples of iterations after `iteration`: a resumed run makes them again."""
         if self.metrics.is_file():
             self._rewrite([row for row in self._rows() if row["iteration"] <= iteration])
+        if self.conversations.is_file():
+            kept = [sample for sample in read_samples(self.path) if sample["iteration"] <= iteration]
+            replace_text(self.conversations, b"".join(map(as_line, kept)).decode())
 
     def close(self, failed: bool = False) -> None:
         if self._file is not None:

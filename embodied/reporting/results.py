@@ -199,6 +199,7 @@ class RunInfo(TypedDict, total=False):
     provenance: dict[str, Any]
     placement: PlacementEntry
     resumed: list[dict[str, Any]]
+    started_from: dict[str, Any] | None
 
 
 class MetricsRow(TypedDict):

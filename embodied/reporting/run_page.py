@@ -22,12 +22,14 @@ from embodied.reporting.evaluation_page import (
     per_task_table,
     video_gallery,
 )
-from embodied.reporting.html import Html, page, problem, section, tag, tile_list
+from embodied.reporting.html import Html, page, problem, relative, section, tag, tile_list
 from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
 from embodied.reporting.results import sampling
-from embodied.reporting.runs import Evaluation, Run, read_run
+from embodied.reporting.runs import Evaluation, Run, read_run, start_of
 from embodied.reporting.svg import percent, short
 from embodied.reporting.training_page import learning_charts, result_charts
+from embodied.reporting.transcripts import SAMPLES, read_samples
+from embodied.reporting.transcripts_page import samples_shown
 from embodied.run.run_group import is_group, read_group
 
 REPORT = "report.html"
@@ -70,6 +72,7 @@ def report(run: Run, beside: Path) -> str:
         parts += evaluation_parts(run, run.last, beside)
     if run.metrics:
         parts.append(section("Learning", *learning_charts(run)))
+        parts += sampled_conversations(run, beside)
         parts.append(section("Where the time went", *time_spent(run), *timeline_charts(run)))
     if run.info.get("placement"):
         parts.append(section("Placement", *placement_chart(run.info["placement"])))
@@ -77,6 +80,16 @@ def report(run: Run, beside: Path) -> str:
     parts.append(section("Recipe and provenance", provenance_table(run), recipe or None))
     written = tag("footer", f"Written by Embodied Loop, {datetime.now(UTC):{WHEN}}.")
     return page(f"{run.name} - report", *parts, written)
+
+
+def sampled_conversations(run: Run, beside: Path) -> list[Html]:
+    """Some conversations of training; none where no language policy plays."""
+    shown = samples_shown(read_samples(run.folder))
+    if not shown:
+        return []
+    file = tag("a", SAMPLES, href=relative(run.folder / SAMPLES, beside))
+    note = tag("p", "Some of every iteration (run.samples), long texts shortened: ", file, ".", class_="note")
+    return [section("Conversations in training", note, *shown)]
 
 
 PARTLY = (
@@ -142,6 +155,7 @@ def tiles(run: Run) -> Html:
         overall = run.last.results["overall"]
         if "text" in overall:
             found += text_tiles(overall["text"], run.last.temperature)
+        found += start_tiles(run)
         for name in () if "text" in overall else MEASURES:
             if overall[name]:
                 rate, *rest = describe_rate(overall[name])
@@ -160,6 +174,23 @@ def tiles(run: Run) -> Html:
         if restarts or lost:
             found.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
     return tile_list(found)
+
+
+def start_tiles(run: Run) -> list[tuple[str, str, str]]:
+    """The success of the policy that the run started from: on the same episodes if it was evaluated on them, else
+    of a language policy in the first iteration, before any update."""
+    if start := start_of(run):
+        figures = start.results["overall"]
+        measured = figures["text"]["avg"] if "text" in figures else figures["success_once"]
+        if not measured:
+            return []
+        rate, interval, *_ = describe_rate(measured)
+        return [("success of the start", rate, f"{interval} same episodes")]
+    first = run.metrics[0] if run.metrics else {}
+    if first.get("iteration") != 1 or "text/tokens" not in first or first.get("success_once") is None:
+        return []
+    about = f"{first.get('episodes', 'the')} answers of iteration 1, before any update"
+    return [("success at the start", percent(first["success_once"]), about)]
 
 
 def text_tiles(text: dict[str, Any], temperature: float | None) -> list[tuple[str, str, str]]:
@@ -194,7 +225,7 @@ def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
         parts.append(section("Conversations", *talks))
     if gallery := video_gallery(shown, beside):
         parts.append(section("Episodes", gallery))
-    if len(run.evaluations) > 1:
+    if len(run.evaluations) > 1 or start_of(run):
         parts.append(section("All evaluations", evaluations_table(run)))
     return parts
 

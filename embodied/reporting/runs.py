@@ -21,6 +21,7 @@ from embodied.reporting.results import RESULTS, check_info, check_row, read_resu
 from embodied.run.run_folder import lost
 
 IN_TRAINING = re.compile(r"v\d{6,}")  # folders of evaluations during training; others were started by hand
+CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")
 LOST = (
     "It ended before it could say why: it was killed, or its machine went down. "
     "python -m embodied.{command} resume={run} goes on {where}."
@@ -131,6 +132,28 @@ def read_partial(run: Path) -> dict[str, str]:
 
 def how_far(partial: dict[str, Any]) -> str:
     return f"{partial.get('over', 0)} of {partial.get('episodes', 'several')} episodes"
+
+
+def start_of(run: Run) -> Evaluation | None:
+    """The evaluation of the policy that a run started from, if its own run played it on the same episodes."""
+    folder = (run.info.get("started_from") or {}).get("folder")
+    if not folder or not run.last:
+        return None
+    checkpoint = Path(folder).parent
+    evaluation = checkpoint.parent.parent / "eval" / checkpoint.name
+    try:
+        start = Evaluation(evaluation, *read_results(evaluation))
+    except EmbodiedError:  # it was not evaluated, or is gone
+        return None
+    return start if episodes_of(start) == episodes_of(run.last) else None
+
+
+def episodes_of(one: Evaluation) -> dict[str, Any]:
+    """What says which episodes an evaluation played, and how answers were sampled."""
+    protocol = one.results.get("protocol", {})
+    env = {key: value for key, value in (protocol.get("env") or {}).items() if key != "num_envs"}
+    how = protocol.get("eval") or {}
+    return {"name": protocol.get("name"), "env": env} | {key: how.get(key) for key in CHOOSES_EPISODES}
 
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from embodied.core.files import encode
 from embodied.core.types import EpisodeResult, Recording
 
 TRANSCRIPTS = "transcripts.jsonl"  # of all conversations, beside results.json
+SAMPLES = "samples.jsonl"  # some conversations of every iteration of training, beside metrics.jsonl
 PARTS = "transcripts"  # the folder of what each sim worker has written so far
 
 
@@ -44,8 +45,7 @@ class TranscriptWriter:
             "error": result.error,
             "turns": list(turns),
         }
-        text = json.dumps(plain(line), ensure_ascii=False, allow_nan=False)
-        self.file.write(encode(text) + b"\n")
+        self.file.write(as_line(line))
         self.file.flush()
 
     def close(self) -> None:
@@ -71,6 +71,20 @@ def ends_a_line(path: Path) -> bool:
             return True
         file.seek(-1, os.SEEK_END)
         return file.read() == b"\n"
+
+
+def as_line(entry: dict[str, Any]) -> bytes:
+    """A line of JSON."""
+    text = json.dumps(plain(entry), ensure_ascii=False, allow_nan=False)
+    return encode(text) + b"\n"
+
+
+def read_samples(run: Path) -> list[dict[str, Any]]:
+    """The conversations of training in a run's samples.jsonl, without lines that a crash has left in part."""
+    path = run / SAMPLES
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    samples = [json.loads(line) for line in lines if episode_of(line) is not None]
+    return [sample for sample in samples if type(sample.get("iteration")) is int]
 
 
 def plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from embodied.reporting.svg import short
 
 LEVELS = (0.9, 0.5, 0.1, 0.01, 0.0)  # least probabilities of a token, from those not marked to the strongest mark
 IN_WORDS = ("90% or more", "50% to 90%", "10% to 50%", "1% to 10%", "below 1%")
+MOST_SAMPLES = 150  # of training, about
 PAGE_TOKENS = 60_000  # of the page that are marked; later answers are plain
 MOST_CHARACTERS = 20_000  # of an answer or a prompt; the rest is in the file
 SNIPPET = 60  # characters of the last answer, and of what is known of it, in a line that is folded
@@ -62,8 +63,11 @@ class Conversations:
     def __init__(self) -> None:
         self.left = PAGE_TOKENS
 
-    def show(self, episode: EpisodeResult, transcript: dict[str, Any], kind: str, name: str, unfolded: bool) -> Html:
-        """A conversation that can be folded into a line; `kind` is its outcome, `name` says which it is."""
+    def show(
+        self, episode: EpisodeResult, transcript: dict[str, Any], kind: str, name: str, unfolded: bool, **more: object
+    ) -> Html:
+        """A conversation that can be folded into a line; `kind` is its outcome, `name` says which it is, and `more` are
+        attributes of the element."""
         turns = transcript["turns"]
         last = turns[-1]
         words = [f"reward {short(episode.total_reward)}", f"{episode.tokens:,} tokens"]
@@ -84,6 +88,7 @@ class Conversations:
             tag("p", episode.error, class_="note") if episode.error else None,
             class_=f"conversation {kind}{' cut-off' if episode.truncated else ''}",
             open=unfolded,
+            **more,
         )
 
     def turn(self, turn: dict[str, Any]) -> Html:
@@ -92,7 +97,7 @@ class Conversations:
         messages = [{"role": "prompt", "content": said}] if isinstance(said, str) else said
         known = [one for one in turn["logprobs"] if one is not None]
         words = [f"reward {short(turn['reward'])}"] if turn["reward"] is not None else []
-        words += [f"{len(turn['logprobs']):,} tokens"]
+        words += [f"{len(turn['logprobs']):,} tokens"] if turn["logprobs"] else []
         words += [f"mean log-prob {sum(known) / len(known):.2f}"] if known else []
         return tag(
             "dl",
@@ -109,6 +114,69 @@ class Conversations:
             return clipped(turn["answer"])
         self.left -= len(tokens)
         return join(*[marked(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)])
+
+
+class SampleShown(TranscriptShown):
+    iteration: int
+    version: int
+    index: int
+    task: str
+    success: bool | None
+    reward: Number | None
+    truncated: bool | None
+    tokens: int
+
+
+def samples_shown(samples: Sequence[dict[str, Any]]) -> list[Html]:
+    """Conversations of training by iteration, the latest first, with a form that leaves those of some iterations and
+    rewards. Of many iterations some are shown, spread evenly."""
+    whole = [sample for sample in samples if is_sample(sample)]
+    iterations = sorted({sample["iteration"] for sample in whole}, reverse=True)
+    step = max(1, -(-len(whole) // MOST_SAMPLES))
+    wanted = {*iterations[::step], *iterations[-1:]}
+    room, shown = Conversations(), []
+    for sample in sorted(whole, key=lambda each: (-each["iteration"], each["index"])):
+        if sample["iteration"] not in wanted:
+            continue
+        success, reward = sample["success"], sample["reward"] or 0.0
+        kind = "played" if success is None else "success" if success else "failure"
+        episode = EpisodeResult(
+            index=sample["index"],
+            task=sample["task"],
+            init_state_id=-1,
+            seed=0,
+            length=len(sample["turns"]),
+            total_reward=reward,
+            success_once=success,
+            success_at_end=success,
+            truncated=sample["truncated"],
+            tokens=sample["tokens"],
+        )
+        name = f"iteration {sample['iteration']}, version {sample['version']}, episode {sample['index']}"
+        more = {"data_iteration": sample["iteration"], "data_reward": reward}
+        shown.append(room.show(episode, sample, kind, name, False, **more))
+    if not shown:
+        return []
+    fields = [("iteration", "Iterations", 1), ("reward", "rewards", "any")]
+    inputs = [
+        join(
+            tag("label", f"{words} from ", tag("input", type="number", step=step, data_least=name)),
+            tag("label", " to ", tag("input", type="number", step=step, data_most=name), " "),
+        )
+        for name, words, step in fields
+    ]
+    part = f"{len(shown)} of {len(whole)} are shown. " if len(shown) < len(whole) else ""
+    form = tag("p", *inputs, class_="note")
+    return [tag("p", part, class_="note") if part else Html(), tag("div", form, *shown, class_="conversations samples")]
+
+
+def is_sample(sample: dict[str, Any]) -> bool:
+    """True if a line of samples.jsonl has what a page shows of it."""
+    try:
+        check(sample, SampleShown)
+    except ValueError:
+        return False
+    return True
 
 
 def row(name: str, *content: object, **how: object) -> Html:

@@ -172,6 +172,9 @@ class Workflow(Protocol):
     def take_abandoned(self) -> int:
         """Episodes that were abandoned since the last call."""
 
+    def take_samples(self) -> list[dict[str, Any]]:
+        """Conversations of the last iteration, as lines of samples.jsonl."""
+
     def take_dropped(self) -> int:
         """Batches collected ahead of a checkpoint that a run resumed from it recollects, since the last call."""
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -62,6 +62,11 @@ class GroupedEpisodes:
         return sorted((result for part in self.stats for result in part.finished), key=lambda result: result.index)
 
     @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Conversations to be written down."""
+        return sorted((sample for part in self.stats for sample in part.samples), key=lambda sample: sample["index"])
+
+    @property
     def problems(self) -> list[str]:
         """Why episodes that ended count for nothing."""
         return [problem for part in self.stats for problem in part.problems]
@@ -90,6 +95,7 @@ class GroupCollector:
         self.handed = 0  # times that episodes were handed over
         self.rollouts, self.learners = workers.rollouts, workers.learners
         self.text = workers.spec.text  # episodes are conversations
+        self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
         self.trajectories = self.outlets = workers.trajectory_channels()
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
@@ -149,6 +155,7 @@ class GroupCollector:
         return replace(self.episodes[prompt * self.algo.group_size], index=index)
 
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
+        self.samples = batch.samples
         self._count_empty(batch)
         if self.stream is not None:
             return self.stream.end(iteration, total)
@@ -225,8 +232,12 @@ class GroupCollector:
         beside, rollouts.beside = rollouts.beside, {}
         shares = {sim: [] for sim in beside} | shares
 
+        shown = sampled([spec.index for spec in specs], self.config.run.samples) if not batch.rounds else frozenset()
+
         def begin(sim: int, route: Route) -> Handle:
-            more = {"beside": beside[sim]} if sim in beside else {}
+            more: dict[str, Any] = {"beside": beside[sim]} if sim in beside else {}
+            if self.text:
+                more["shown"] = shown
             return rollouts.sims[sim].collect(shares[sim], route, noted=self.stream is not None, **more)
 
         if self.stream is not None:
@@ -429,6 +440,12 @@ class GroupStream:
         scores, episodes = np.array([sent.group.scores]), np.array(sent.group.episodes)
         advantages = self.collector.advantages(scores)
         self.channels[sent.rank].put(GroupPart(tuple(sent.calls), episodes, advantages, scores[0]))
+
+
+def sampled(episodes: list[int], count: int) -> frozenset[int]:
+    """So many of an iteration's episodes, spread over its groups."""
+    count = min(count, len(episodes))
+    return frozenset(episodes[number * len(episodes) // count] for number in range(count))
 
 
 def discards_surplus(algo: PPOConfig | GRPOConfig, schedule: str) -> bool:

@@ -199,6 +199,10 @@ class EmbodiedLoop:
         """Episodes that were abandoned since the last call."""
         return self.rollouts.take_abandoned()
 
+    def take_samples(self) -> list[dict[str, Any]]:
+        """Conversations of the last iteration for samples.jsonl; none where no language policy plays."""
+        return self.source.samples if isinstance(self.source, GroupCollector) else []
+
     def take_dropped(self) -> int:
         """Batches collected ahead of a checkpoint that a run resumed from it recollects, since the last call."""
         count, self.dropped = self.dropped, 0

@@ -45,6 +45,9 @@ from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.whole_episodes import EpisodeKeeper
 from embodied.runtime import Channel, Needs, Timers
 
+SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
+SAMPLE_TURNS = 20  # of a sampled conversation
+
 
 class TextWorker(EpisodeKeeper):
     def __init__(self, *options, **more) -> None:
@@ -78,14 +81,17 @@ class TextWorker(EpisodeKeeper):
         granularity: int = 0,
         noted: bool = False,
         beside: EvaluationShare | None = None,
+        shown: frozenset[int] = frozenset(),
     ) -> RolloutStats:
         """Hold these conversations to their ends and keep them; where their ends are `noted`, `hand_on` may be asked
         for each from then on. One whose answer was unusable counts for nothing. Those of an evaluation `beside` are
-        held at the same time, and written down."""
+        held at the same time, and written down. `shown` are the episodes whose conversations are returned as
+        samples."""
         if horizon:
             raise ConfigError(f"a text env holds whole conversations, not {horizon} decisions; set algo.groups")
         before, results, kept, steps = self.timers.totals(), [], [], 0
         problems: list[str] = []
+        samples: list[dict[str, Any]] = []
         rows = max(1, self.config.num_envs // self.world_size)
         mine = self._part(self.config, episodes, rows)
         parts, noting = [mine], nullcontext()
@@ -100,6 +106,8 @@ class TextWorker(EpisodeKeeper):
                     note([one for one in over if one.part is not mine])
                 for one in ended:
                     steps += len(one.turns)
+                    if one.spec.index in shown:
+                        samples.append(one.sample())
                     if one.problem:
                         problems.append(one.problem)
                         continue
@@ -113,7 +121,7 @@ class TextWorker(EpisodeKeeper):
         if kept:
             self.whole = join([self.whole, *kept] if self.whole else kept)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
-        return RolloutStats(steps, tuple(results), *spent, tuple(problems))
+        return RolloutStats(steps, tuple(results), *spent, tuple(problems), tuple(samples))
 
     def evaluate(
         self,
@@ -301,6 +309,22 @@ class Conversation:
             tokens=int(sum(chosen.sum() for chosen in self.sampled)),
         )
 
+    def sample(self) -> dict[str, Any]:
+        """The conversation as a line of samples.jsonl: without log-probs, and with the middle of long texts left
+        out."""
+        ended = self.result()
+        return {
+            "version": max((int(each[-1]) for each in self.versions if len(each)), default=-1),
+            "index": ended.index,
+            "task": ended.task,
+            "success": ended.success_once,
+            "reward": ended.total_reward,
+            "truncated": ended.truncated,
+            "tokens": ended.tokens,
+            "error": ended.error,
+            "turns": [{**turn, **shortened(turn), "tokens": [], "logprobs": []} for turn in self.turns[:SAMPLE_TURNS]],
+        }
+
     def trajectory(self) -> Trajectory:
         """All its tokens as decisions, of which those that the env said are masked."""
         tokens = np.concatenate(self.tokens)
@@ -324,6 +348,24 @@ class Conversation:
             versions=np.concatenate(self.versions),
             episodes=np.full(count, self.spec.index, np.int64),
         )
+
+
+def shortened(turn: dict[str, Any]) -> dict[str, Any]:
+    """What was said and answered in a turn, at most SAMPLE_CHARACTERS of each."""
+    said = turn["said"]
+    if not isinstance(said, str):
+        said = [{"role": one["role"], "content": middle_left_out(one["content"])} for one in said]
+    facts = {name: middle_left_out(str(fact)) for name, fact in turn["facts"].items()}
+    words = middle_left_out(said) if isinstance(said, str) else said
+    return {"said": words, "answer": middle_left_out(turn["answer"]), "facts": facts}
+
+
+def middle_left_out(text: str) -> str:
+    """The text, or its beginning and end."""
+    half = SAMPLE_CHARACTERS // 2
+    if len(text) <= SAMPLE_CHARACTERS:
+        return text
+    return f"{text[:half]} [... {len(text) - 2 * half:,} characters left out ...] {text[-half:]}"
 
 
 # Playing them with the policy workers' answers

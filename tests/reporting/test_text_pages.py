@@ -18,7 +18,7 @@ from embodied.reporting.results import write_results
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run
 from embodied.reporting.success_stats import summarize
-from embodied.reporting.transcripts import PARTS, TRANSCRIPTS, TranscriptWriter, join_transcripts
+from embodied.reporting.transcripts import PARTS, SAMPLES, TRANSCRIPTS, TranscriptWriter, as_line, join_transcripts
 
 EVIL = '<script>alert("x")</script><b onclick=y>'
 
@@ -228,3 +228,56 @@ def test_an_evaluation_begun_anew_in_a_folder_removes_the_old_transcripts(tmp_pa
         writer.add(spoken(0, True), [turn("95")])
     PartialEvaluation(folder, {"eval": {"episodes": 3}}, {})
     assert (folder / PARTS / "sim-0.jsonl").exists()
+
+
+# A run: its samples, and where it started
+
+
+def sampled(iteration, reward, answer="95", **more):
+    told = {"index": 16 * iteration, "task": "add2", "success": reward == 1, "reward": reward, "truncated": False}
+    turns = [turn(answer, tokens=[], logprobs=[], reward=reward)]
+    return {"iteration": iteration, "version": iteration - 1, **told, "tokens": 3, "error": "", "turns": turns, **more}
+
+
+def run_folder(folder, lines=(), started_from=None, rate=0.5):
+    """A run of two iterations on disk with an evaluation at its end."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"state": "finished", "started_from": started_from}))
+    rows = [{"iteration": n, "policy_version": n, "env_steps": 256 * n, "train_s": n, "episodes": 256} for n in (1, 2)]
+    row = {"recent_episodes": 256, "success_once": rate, "return": rate, "text/tokens": 3.0, "text/truncated": 0.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(one | row) + "\n" for one in rows))
+    (folder / SAMPLES).write_bytes(b"".join(lines))
+    write_evaluation(folder / "eval" / "v000002", [(spoken(n, n < 3), [turn("95")]) for n in range(4)], version=2)
+    return folder
+
+
+def test_samples_are_shown_by_iteration_and_reward_and_damaged_lines_are_not(tmp_path, page_checker):
+    lines = [as_line(sampled(1, 0.0, EVIL)), as_line(sampled(2, 1.0)), b'{"iteration": 3, "ind', b'{"iteration": 4}\n']
+    run = run_folder(tmp_path / "run", lines)
+    page = page_checker(report(read_run(run), run))
+    shown = [value for name, key, value in page.attributes if (name, key) == ("details", "data-iteration")]
+    rewards = [value for name, key, value in page.attributes if (name, key) == ("details", "data-reward")]
+    assert (shown, rewards) == (["2", "1"], ["1.0", "0.0"]) and EVIL in page.text
+    asked = [value for name, key, value in page.attributes if key in ("data-least", "data-most")]
+    assert asked == ["iteration", "iteration", "reward", "reward"], "one field from and one to, which the script reads"
+    assert SAMPLES in classes(page, "a", "href")
+
+
+def test_of_many_samples_the_page_shows_the_first_the_last_and_some_between(tmp_path, page_checker):
+    run = run_folder(tmp_path / "run", [as_line(sampled(number, 1.0)) for number in range(1, 1001)])
+    page = page_checker(report(read_run(run), run))
+    shown = [int(value) for name, key, value in page.attributes if (name, key) == ("details", "data-iteration")]
+    assert shown[0] == 1000 and shown[-1] == 1 and 100 < len(shown) < 200 and f"{len(shown)} of 1000" in page.text
+
+
+def test_a_run_shows_the_rate_of_the_policy_that_it_started_from(tmp_path, page_checker):
+    """Of its evaluation where that asked the same; else of the first iteration, before any update."""
+    start = run_folder(tmp_path / "sft-1")
+    policy = {"folder": str(start / "checkpoints" / "v000002" / "policy")}
+    run = run_folder(tmp_path / "run", started_from=policy)
+    page = page_checker(report(read_run(run), run))
+    assert "success of the start75%" in page.text and "start: sft-1 v000002" in page.text
+    write_evaluation(run / "eval" / "v000002", [(spoken(n, True), [turn("95")]) for n in range(4)], 0.0, version=2)
+    page = page_checker(report(read_run(run), run))
+    assert "success of the start" not in page.text, "sampled answers are not compared with greedy ones"
+    assert "success at the start50%256 answers of iteration 1" in page.text

@@ -19,6 +19,7 @@ from embodied.core.types import join
 from embodied.learners import token_batch
 from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
+from embodied.reporting.transcripts import SAMPLES, read_samples
 from embodied.workflows import prompt_routing
 from embodied.workflows.rl_loop import EmbodiedLoop
 
@@ -312,6 +313,24 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(whole, tmp_p
     ours, theirs = final_weights(run), final_weights(whole)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
     assert transcripts(run / "eval" / "v000003") == transcripts(whole / "eval" / "v000003")
+    assert (run / SAMPLES).read_text() == (whole / SAMPLES).read_text()
+
+
+def test_every_iteration_writes_some_of_its_conversations_down_spread_over_its_groups(whole):
+    samples = read_samples(whole)
+    assert [(sample["iteration"], sample["version"]) for sample in samples] == [
+        (n + 1, n) for n in range(3) for _ in range(3)
+    ]
+    assert [sample["index"] % 20 // 4 for sample in samples[:3]] == [0, 1, 3], "of 5 groups"
+    answers = [turn["answer"] for sample in samples for turn in sample["turns"]]
+    rewards = [float(any(digit in answer for digit in "02468")) for answer in answers]
+    assert [sample["reward"] for sample in samples] == rewards and {0.0, 1.0} == {*rewards}
+
+
+def test_no_more_conversations_are_written_down_than_were_asked_for(tmp_path):
+    with Talk(tmp_path, "run.samples=0", placement=ONE_OF_EACH) as run:
+        run.some(1)
+        assert run.loop.take_samples() == []
 
 
 @pytest.mark.slow
