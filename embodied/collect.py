@@ -29,6 +29,7 @@ from embodied.reporting.results import describe_results, describe_tasks
 from embodied.reporting.success_stats import summarize
 from embodied.run import launch
 from embodied.run.policy_source import PolicySource, find, stored
+from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import provenance
 
 EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
@@ -128,7 +129,7 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     config, plan = launch.planned(config, learn=False)
     print(launch.describe(config, plan, weights=source.folder).replace(source.config.name, name), flush=True)
     if loaded.dry_run:
-        launch.rehearse(config)
+        rehearse(config, source)
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     buffers = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))

@@ -33,6 +33,7 @@ from embodied.reporting.results import (
     describe_results,
     describe_tasks,
     read_results,
+    reference_lines,
     warn_of_errors,
     write_comparison,
     write_results,
@@ -47,6 +48,8 @@ from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
 from embodied.run.ending import Interruption
 from embodied.run.policy_source import PolicySource, check_fits, describe_published, find_all, other_training
+from embodied.run.published_comparison import compare_with_published
+from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ def play(loaded: Loaded) -> Path | None:
     announce(loaded, parts, sources)
     if loaded.dry_run:
         for config, _ in parts:
-            launch.rehearse(config)
+            rehearse(config, *sources)
         return None
     policies = {source.name: source.described() for source in sources}
     asked = [asked_for(parts, source.config, policies[source.name]) for source in sources]
@@ -226,6 +229,8 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
     # Written at once, so there are results only of whole evaluations.
     results = write_evaluation(kept, evaluators, episodes)
     print(f"{source.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
+    if "reference" in results:
+        print("\n".join(f"  {line}" for line in reference_lines(results["reference"])))
     made = {"results": RESULTS, "report": report.REPORT, "transcripts": TRANSCRIPTS, "dataset": "dataset"}
     for name, file in made.items():
         if (out / file).exists():
@@ -299,6 +304,9 @@ def write_evaluation(
         "causes": causes(episodes),
         "provenance": kept.provenance(),
     }
+    first = evaluators[0].config
+    if first.eval.reference:
+        results["reference"] = compare_with_published(results, first, first.policy)
     join_transcripts(kept.folder, {episode.index for episode in episodes})
     write_results(kept.folder, results, episodes)
     kept.end()
@@ -317,7 +325,7 @@ def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[
         "policy": {**played.model_dump(mode="json"), "sha256": policy["sha256"]},
         "protocol": f"{protocol.name}: {protocol.rules}",
         "env": {**env, "task": [config.env.task for config, _ in parts]},
-        "eval": config.eval.model_dump(mode="json", exclude={"num_envs", "interleave"}),
+        "eval": config.eval.model_dump(mode="json", exclude={"num_envs", "interleave", "reference"}),
         "seed": config.seed,
         "precision": config.learner.precision,
     }

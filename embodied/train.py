@@ -17,6 +17,7 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
+from embodied.config.published_models import recipes_to_train
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.core.files import read_arrays, reading
@@ -32,6 +33,7 @@ from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import PolicySource, check_continues, check_fits, check_same_policy, find_start
+from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import RunFolder
 from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.imitation import imitation_of
@@ -47,7 +49,7 @@ def start(argv: list[str]) -> int:
         return seeds_and_sweeps.run_several(argv)[0]
     program, rest = program_of(argv, EmbodiedLoop)
     loaded = load(rest)
-    return 0 if loaded is None else follow(loaded, program)
+    return 0 if loaded is None else follow(check_trains(loaded), program)
 
 
 def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> Run:
@@ -62,8 +64,19 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help, --cfg and --dry-run are for the command line")
     folders: list[Path] = []
-    follow(loaded, program, opened=folders.append)
+    follow(check_trains(loaded), program, opened=folders.append)
     return read_run(folders[0])
+
+
+def check_trains(loaded: Loaded) -> Loaded:
+    """Refuse a recipe that only evaluates published models; say which train them."""
+    if loaded.recipe and (others := recipes_to_train(loaded.recipe)):
+        evaluate = f"python -m embodied.evaluate checkpoint=FOLDER recipe={loaded.recipe}"
+        raise ConfigError(
+            f"recipe={loaded.recipe} evaluates published models: {evaluate}; to train one by RL: "
+            f"recipe={'|'.join(others)} policy.pretrained=FOLDER"
+        )
+    return loaded
 
 
 def follow(
@@ -85,7 +98,7 @@ def follow(
         config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
     origin = origin_of(start, config, run, checkpoint) if start else None
     if loaded.dry_run:
-        launch.rehearse(config)
+        rehearse(config, *([origin] if origin else []))
         print(launch.describe(config, plan, weights=config.resume))
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
@@ -331,7 +344,7 @@ def evaluated_otherwise(config: RunConfig, folder: RunFolder, version: int) -> l
     then: dict[str, Any] = {}
     with suppress(EmbodiedError):  # which reports say
         then = (read_results(folder.evaluation(version))[0].get("protocol") or {}).get("eval") or {}
-    now = config.eval.model_dump(mode="json", exclude={"num_envs", "interleave"})
+    now = config.eval.model_dump(mode="json", exclude={"num_envs", "interleave", "reference"})
     return [f"eval.{key}={json.dumps(value)}" for key, value in now.items() if then.get(key, value) != value]
 
 

@@ -53,6 +53,10 @@ class Policy(nn.Module):
         self.config = config
         self.spec = spec
 
+    @classmethod
+    def check_folder(cls, config: Any) -> None:
+        """Refuse a folder `policy.pretrained` that describes no model of this family, without reading its weights."""
+
     @property
     def device(self) -> torch.device:
         """The device that it computes on."""

@@ -22,6 +22,9 @@ class PolicyOptions(Strict):
     mixed_precision: ClassVar[bool] = False
     """True if its weights are not all of one precision."""
 
+    sees: ClassVar[bool] = False
+    """True if it cannot act without images."""
+
     speaks: ClassVar[bool] = False
     """True if this family answers text envs; what a class of yours does, `Policy.speaks` says."""
 

@@ -52,6 +52,8 @@ class MLPConfig(ActorCriticConfig):
 
 
 class CNNConfig(ActorCriticConfig):
+    sees = True
+
     name: Literal["cnn"] = Field(description="Images of any number of cameras, and the state where there is one.")
     channels: tuple[PositiveInt, ...] = Field((16, 32, 32), min_length=1, description="Channels of each convolution.")
     kernels: tuple[PositiveInt, ...] = Field((8, 4, 3), min_length=1, description="Width of each convolution's kernel.")

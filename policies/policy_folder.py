@@ -27,6 +27,7 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 VALUES = "values"
+PRISMATIC = ("openvla", "openvla_oft")
 OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
@@ -76,6 +77,16 @@ def published_family(folder: Path) -> str | None:
     if content.get("model_type") != "openvla":
         return None
     return "openvla_oft" if any(folder.glob("*--*_checkpoint.*")) else "openvla"
+
+
+def families_of(folder: Path) -> tuple[str, ...]:
+    """The values of policy.name that can begin with the model in a folder, the likeliest first; empty where its
+    config.json does not say."""
+    if (family := published_family(folder)) in PRISMATIC:  # of which a folder without component files may be either
+        return (family, *(other for other in PRISMATIC if other != family))
+    ours = read_json(folder / CONFIG).get("policy")
+    name = family or (ours.get("name") if isinstance(ours, dict) else None)
+    return (str(name),) if name else ()
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 ENV = ("env", "env.name", "env.task")  # keys that say which env
+WHICH_POLICY = "which policy? python -m embodied.evaluate checkpoint=runs/... or checkpoint=random env.name=NAME"
 
 
 def base_recipe(
@@ -44,9 +45,7 @@ def base_recipe(
     if isinstance(values.get("resume"), str) and values["resume"] != "auto":
         problems.append(f"resume={values['resume']}: there is no config.yaml of a run in this folder")
     elif command.name == "evaluate" and "checkpoint" not in own:
-        problems.append(
-            f"which policy? python -m embodied.{command.name} checkpoint=runs/... or checkpoint=random env.name=NAME"
-        )
+        problems.append(WHICH_POLICY)
     elif "checkpoint" in own:
         named = command.name == "evaluate" and bool(values.keys() & {*ENV})
         problems += no_recipe_in(own["checkpoint"], named)

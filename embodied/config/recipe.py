@@ -17,7 +17,15 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from embodied.algorithms.config import AlgoConfig, PPOConfig
 from embodied.algorithms.sft_config import SFTConfig
-from embodied.config.base_recipe import base_recipe, has_options, own_classes, texts, usual_name, without_recipe
+from embodied.config.base_recipe import (
+    WHICH_POLICY,
+    base_recipe,
+    has_options,
+    own_classes,
+    texts,
+    usual_name,
+    without_recipe,
+)
 from embodied.config.cli import from_python, parse
 from embodied.config.commands import COMMANDS, Command
 from embodied.config.key_tree import root
@@ -274,6 +282,7 @@ class Loaded:
     sources: dict[str, str]  # dotted key -> where it was set; other keys have their default
     flags: frozenset[str]
     own: dict[str, tuple[str, ...]]  # the command's own arguments
+    recipe: str | None = None  # its name or file
 
     @property
     def name(self) -> str:
@@ -281,6 +290,8 @@ class Loaded:
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
+        if "checkpoint" not in self.own:
+            raise ConfigError(WHICH_POLICY)
         return self.own["checkpoint"]
 
     @property
@@ -346,7 +357,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         problems += explain(err.errors(), schema, tree, incomplete, command)
     if problems:
         raise config_error(tree.doubts + problems)
-    return Loaded(config, tree.sources, flags, own)
+    return Loaded(config, tree.sources, flags, own, recipe)
 
 
 def instead(key: str) -> str:

@@ -149,6 +149,11 @@ class EvalSection(Strict):
         description="Text envs: hold an evaluation in mid-run beside the next rollout, which uses the same weights, "
         "instead of before it. Its results are the same.",
     )
+    reference: str | None = Field(
+        None,
+        description="A published model by its name in docs/published.md, such as openvla_oft: the results say how far "
+        "the rate is from the published one, and which settings differ.",
+    )
     temperature: float = Field(
         0.0,
         ge=0,

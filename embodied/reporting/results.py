@@ -173,12 +173,24 @@ class EvalProtocol(TypedDict):
     env: NotRequired[dict[str, Any]]
 
 
+class Reference(TypedDict):
+    name: str
+    task: str
+    hub: str
+    source: str
+    published: PromptRate
+    difference: NotRequired[FiniteFloat]
+    interval: NotRequired[Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]]
+    differs: list[str]
+
+
 class Results(TypedDict):
     policy_version: Count
     overall: Figures
     per_task: dict[str, Figures]
     protocol: NotRequired[EvalProtocol]
     provenance: NotRequired[dict[str, Any]]
+    reference: NotRequired[Reference]
 
 
 class HostEntry(TypedDict):
@@ -305,6 +317,22 @@ def describe_tasks(results: dict) -> str:
         return ""
     width = max(map(len, tasks))
     return "".join(f"\n  {task:<{width}}  {describe_results({'overall': found})}" for task, found in tasks.items())
+
+
+def reference_lines(found: dict[str, Any]) -> list[str]:
+    """Our rate beside the published one: whose number it is, the difference with its interval, what differs."""
+    published = found["published"]
+    lines = [
+        f"published {found['name']} on {found['task']}, {found['hub']}: "
+        f"{rate_in_words('success_once', published)} ({published['of']} episodes; {found['source']})"
+    ]
+    if "difference" in found:
+        low, high = found["interval"]
+        meaning = "may be chance" if low <= 0 <= high else "is more than chance"
+        lines.append(f"here - published: {found['difference']:+.1%} [{low:+.1%}, {high:+.1%}], which {meaning}")
+    differs = found["differs"]
+    lines.append(f"settings that differ: {'; '.join(differs)}" if differs else "the same settings, as far as published")
+    return lines
 
 
 def describe_pair(pair: dict) -> str:

@@ -24,7 +24,7 @@ from embodied.reporting.evaluation_page import (
 )
 from embodied.reporting.html import Html, page, problem, relative, section, tag, tile_list
 from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
-from embodied.reporting.results import sampling
+from embodied.reporting.results import reference_lines, sampling
 from embodied.reporting.runs import Evaluation, Run, read_run, start_of
 from embodied.reporting.svg import percent, short
 from embodied.reporting.training_page import learning_charts, result_charts
@@ -221,6 +221,8 @@ def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
     if shown.results["overall"].get("text", {}).get("samples", 1) > 1:
         note = f"{note}. {TEXT_NOTE}"
     parts = [section(title, per_task_table(shown), tag("div", *histograms(shown), class_="charts"), note=note)]
+    if reference := shown.results.get("reference"):
+        parts.append(section("Beside the published rate", *[tag("p", line) for line in reference_lines(reference)]))
     if talks := conversations(shown, beside):
         parts.append(section("Conversations", *talks))
     if gallery := video_gallery(shown, beside):

@@ -230,6 +230,14 @@ def paired_difference(both: int, one: int, other: int, neither: int) -> tuple[fl
     return p - q, p - q - math.sqrt(max(below, 0.0)), p - q + math.sqrt(max(above, 0.0))
 
 
+def independent_difference(count: int, total: int, other: int, others: int) -> tuple[float, float, float]:
+    """Rate of `count` in `total` minus rate of `other` in `others`, and Newcombe's 95% interval for independent trials
+    (1998, method 10 of the first part): Wilson intervals of the two rates, combined."""
+    p, q = count / total, other / others
+    (p_low, p_high), (q_low, q_high) = wilson(count, total), wilson(other, others)
+    return p - q, p - q - math.hypot(p - p_low, q_high - q), p - q + math.hypot(q - q_low, p_high - p)
+
+
 def compare_means(differences: list[float]) -> dict[str, Any] | None:
     """Mean of paired differences, with the normal 95% interval."""
     if len(differences) < 2:

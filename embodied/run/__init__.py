@@ -2,7 +2,7 @@
 
 `launch` and `ending` are around every command; `run_folder`, `checkpoints` and `run_group` are on disk,
 `policy_source`, `first_run` and `hub` find policies, `devices` and `memory_check` look at machines,
-`seeds_and_sweeps` starts many runs.
+`rehearsal` is a dry run's, `published_comparison` an evaluation's, `seeds_and_sweeps` starts many runs.
 """
 
 __all__ = [
@@ -14,6 +14,8 @@ __all__ = [
     "launch",
     "memory_check",
     "policy_source",
+    "published_comparison",
+    "rehearsal",
     "run_folder",
     "run_group",
     "seeds_and_sweeps",

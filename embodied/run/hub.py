@@ -14,6 +14,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # No code; the last is read as tensors only.
 FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "*--*_checkpoint.pt"]
 SHAPE = ["config.json"]
+ADAPTERS = ["adapter_config.json", "adapter_model.safetensors"]
 MADE_HERE = {"models/SmolLM2-135M-Instruct": "python scripts/smollm2.py"}  # folder -> the command that makes it
 
 
@@ -56,27 +57,49 @@ def how_to_get(name: str) -> str:
 
 
 def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
-    """The policy's options, `policy.pretrained` being a folder: a model that is named by its hub id is fetched; where
-    nothing will run (`dry`), of a language model only what says of what shape it is. A dry run refuses a folder without
-    weights, unless it is for machines `elsewhere`; workers do in others."""
-    name = policy.pretrained if policy.published else None
-    if name is None:
+    """The policy's options with folders in place of hub ids, whose files are fetched; for a dry run only those that
+    say the shape of a language model. Raises CheckpointError for a folder that holds no such model. A plan for machines
+    `elsewhere` needs no files of robot policies, and no weights."""
+    if not policy.published:
         return policy
-    if (folder := as_path(name)).exists():
-        if dry and not elsewhere:
-            check_model(folder)
-        return policy
+    changes: dict[str, Any] = {}
+    for key, files in (("pretrained", FILES), ("lora_path", ADAPTERS)):
+        name = getattr(policy, key, None)
+        if name is None:
+            continue
+        if (folder := as_path(name)).exists():
+            if key == "pretrained":
+                check_model(folder, policy, weights=not elsewhere)
+        elif elsewhere and not policy.speaks:  # published models are of full size, whatever their adapters
+            changes |= {"preset": "full"} if key == "pretrained" else {key: None}
+        else:
+            changes[key] = str(folder_for(name, f"policy.{key}", SHAPE if dry and policy.speaks else files))
+    return policy.model_copy(update=changes)
+
+
+def folder_for(name: str, key: str, files: Sequence[str]) -> Path:
+    """The folder of files that are not here but on the hub."""
     if name in MADE_HERE:
-        raise CheckpointError(f"policy.pretrained={name}: there is no such folder; make it: {MADE_HERE[name]}")
+        raise CheckpointError(f"{key}={name}: there is no such folder; make it: {MADE_HERE[name]}")
     if not is_hub_id(name):
-        raise CheckpointError(f"policy.pretrained={name}: there is no such folder, and a hub id is ORG/NAME")
-    files = SHAPE if dry and policy.speaks else FILES
-    return policy.model_copy(update={"pretrained": str(fetch(name, "policy.pretrained", files))})
+        raise CheckpointError(f"{key}={name}: there is no such folder, and a hub id is ORG/NAME")
+    return fetch(name, key, files)
 
 
-def check_model(folder: Path) -> None:
-    """Refuse a folder that holds no model."""
+def check_model(folder: Path, policy: Any, weights: bool = True) -> None:
+    """Refuse a folder that holds no model of the policy's family; without `weights` its shape is enough."""
+    from embodied.policies.policy_folder import families_of
+
+    given = f"policy.pretrained={folder}"
     if not (folder / SHAPE[0]).is_file():
-        raise CheckpointError(f"policy.pretrained={folder}: {SHAPE[0]} is missing, so it is not a folder of a model")
+        raise CheckpointError(f"{given}: {SHAPE[0]} is missing, so it is not a folder of a model")
     if not any(folder.glob("*.safetensors")):
-        raise CheckpointError(f"policy.pretrained={folder}: the model has no weights there, no file *.safetensors")
+        if weights:
+            raise CheckpointError(f"{given}: the model has no weights there, no file *.safetensors")
+        return
+    held = families_of(folder)
+    if held and policy.name not in held:
+        raise CheckpointError(
+            f"{given}: the model there is {held[0]}, and policy.name={policy.name}; set policy.name={held[0]}, or name "
+            f"a folder of {policy.name}"
+        )

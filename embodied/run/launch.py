@@ -18,10 +18,12 @@ from typing import Any
 from embodied import _stop_at_once
 from embodied.config.cli import parse
 from embodied.config.merge import recipe_of_task
+from embodied.config.published_models import reference_of
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_names
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.envs import env_class, import_class, speaks
+from embodied.envs.common_config import CommonEnvConfig
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.own_modules import own_modules
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
@@ -33,6 +35,7 @@ from embodied.run import memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
+from embodied.run.rehearsal import files_missing_here
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
@@ -108,7 +111,11 @@ def planned(
     there = machines(config)
     check_simulator(config, there)
     env = kind.proven(config.env, proofs(config))
-    kind.check(env)
+    try:
+        kind.check(env)
+    except MissingAsset:
+        if not config.cluster.machines:  # which may have the files
+            raise
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
     config = config.model_copy(update={"env": kind.resolve(env)})
@@ -119,7 +126,10 @@ def planned(
 
         check_pyarrow()
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
+    if config.eval.reference:
+        reference_of(config.eval.reference, config.env.task)
     check_speech(config, kind)
+    check_images_are_there(config)
     if learn and config.algo.prompts == "epochs":
         kind.training_questions(config.env)
     if learn and config.policy.speaks and config.policy.engine == "http" and config.policy.weights is None:
@@ -231,15 +241,20 @@ def check_speech(config: RunConfig, kind: Any) -> None:
         )
 
 
+def check_images_are_there(config: RunConfig) -> None:
+    """Refuse a policy that looks through cameras for an env whose options say that it has none."""
+    policy, env = config.policy, config.env
+    says = type(env).observed_images is not CommonEnvConfig.observed_images
+    if policy.sees and says and not env.observed_images:
+        raise ConfigError(
+            f"policy.name={policy.name} needs images, but env.name={env.name} offers none; set env.cameras, or try "
+            "policy.name=mlp"
+        )
+
+
 def proofs(config: RunConfig) -> Path:
     """The folder in which findings about envs on this machine are kept."""
     return config.run.dir / "profiles"
-
-
-def rehearse(config: RunConfig) -> None:
-    """Refuse in a dry run what only a built env would refuse. One for the GPUs of other machines is built on cores."""
-    kind, env = env_class(config.env), config.env
-    kind.rehearse(kind.on_cores(env) if config.cluster.machines and env.on_gpu else env)
 
 
 def placed(
@@ -297,6 +312,8 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     tasks, kind = env.task if isinstance(env.task, str) else ", ".join(env.task), env_class(env)
     protocol = choose_protocol(kind, env, config.eval.protocol)
     noted = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
+    if config.cluster.machines and (missing := files_missing_here(config)):
+        noted.append(f"missing on this machine: {missing}")
     lines = [
         f"task        {env.name} {tasks}{f', physics {physics}' if physics else ''}",
         *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),

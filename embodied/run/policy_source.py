@@ -32,6 +32,7 @@ LEARNS = ("dtype", "detach_value", "keyframes", "noise_level", "train", "value_h
 FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may do otherwise
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
 KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
+UNSEEN = ("num_envs", "stagger", "backend", "on_success", "max_episode_steps", "reward", "fast_images", "video_size")
 UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
 
 
@@ -194,6 +195,14 @@ def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
     }
     if wrong := [f"{what} {mine} there, {theirs} here" for what, (mine, theirs) in words.items() if mine != theirs]:
         raise ConfigError(f"{source.name} was made for another env than {env.name} {env.task}: {'; '.join(wrong)}")
+
+
+def trained_in(source: PolicySource, env: Any) -> bool:
+    """True if the run of this policy had an env whose observations and actions are those of `env`."""
+    recipe = source.folder and stored_recipe(source.folder)
+    trained = (read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}) if recipe else {}
+    now = env.model_dump(mode="json")
+    return all(trained.get(key) == now.get(key) for key in trained.keys() | now.keys() if key not in UNSEEN)
 
 
 def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) -> str:

@@ -79,6 +79,14 @@ class PrismaticPolicy(VLAPolicy):
         self.ranges = None if published else Ranges(self.stated[OWN])
 
     @classmethod
+    def check_folder(cls, config: PrismaticConfig) -> None:
+        published = read_published(config.pretrained)
+        if published.settings.tokenizer != "words":
+            LlamaTokenizer(published.path)
+        if not (config.statistics and Path(config.statistics).is_dir()):
+            statistics_of(published.norm_stats, config.statistics, config.pretrained)
+
+    @classmethod
     def choices(cls, config: PrismaticConfig, task: str) -> dict[str, Any]:
         """Options for evaluating a published folder on a benchmark's task that the folder decides."""
         stats, suite = read_published(config.pretrained).norm_stats, task.partition("/")[0]

@@ -14,6 +14,7 @@ class Pi0Config(PolicyOptions):
     needs = TOKENIZERS
     merged_rows = MERGED_ROWS
     published = True
+    sees = True
 
     name: Literal["pi0", "pi05"] = Field(
         description="Images, state and an instruction in, a chunk of actions out of noise: Pi0 and Pi0.5."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import CheckpointError
-from embodied.policies.pi0.inputs import NORM_STATS, Figures, read_figures
+from embodied.policies.pi0.inputs import NORM_STATS, STATS_FILES, Figures, read_figures
 from embodied.policies.pi0.network import WORDS
 from embodied.policies.pi0.settings import Pi0Settings, settings_of
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
@@ -27,7 +27,7 @@ UNUSED = "unused.safetensors"
 LAYOUT = "published_weights"  # in our config.json: the names and precisions of the folder that the weights came from
 TIED = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
-COMPANIONS = (*TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", NORM_STATS, f"assets/**/{NORM_STATS}")
+COMPANIONS = (*TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", *STATS_FILES)
 
 
 @dataclass(frozen=True)

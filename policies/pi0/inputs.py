@@ -155,6 +155,7 @@ def padded(sequences: list[list[int]], most: int, least: int = 0) -> tuple[np.nd
 
 
 NORM_STATS, STEPS = "norm_stats.json", "policy_preprocessor.json"
+STATS_FILES = (NORM_STATS, f"assets/**/{NORM_STATS}", f"*/*/{NORM_STATS}")  # the last is RLinf's, ORG/NAME
 WANTED = {"state": ("state", "observation.state"), "actions": ("actions", "action")}  # openpi's name, lerobot's
 ZERO = 1e-9  # openpi's quantiles of zeros are about as far from zero as its histogram is fine
 Figures = dict[str, dict[str, list[float]]]  # "state" and "actions" -> "mean", "std", "q01", "q99" -> numbers
@@ -193,7 +194,7 @@ class Scale(nn.Module):
 def read_figures(path: Path) -> dict[str, Figures]:
     """All that a folder holds, by name; empty where it holds none."""
     found = {}
-    for file in sorted([*path.glob(NORM_STATS), *path.glob(f"assets/**/{NORM_STATS}")]):
+    for file in sorted({file for pattern in STATS_FILES for file in path.glob(pattern)}):
         name = str(file.parent.relative_to(path)).removeprefix("assets").strip("/.")
         found[name or "own"] = _chosen(read_json(file).get("norm_stats", {}), file)
     if (path / STEPS).is_file():

@@ -90,6 +90,13 @@ class Pi0Policy(VLAPolicy):
                 part.to_empty(device="cpu")
 
     @classmethod
+    def check_folder(cls, config: Pi0Config) -> None:
+        published = read_published(config.pretrained, config.name)
+        if published.settings.tokenizer != "words":
+            GemmaTokenizer(published.path)
+        figures_of(published.figures, config.pretrained, config.statistics)
+
+    @classmethod
     def choices(cls, config: Pi0Config, task: str) -> dict[str, Any]:
         """Options for evaluating a published folder on a benchmark's task that the folder decides."""
         published = read_published(config.pretrained, config.name)

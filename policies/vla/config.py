@@ -27,6 +27,7 @@ class VLAConfig(PolicyOptions):
     needs = TOKENIZERS
     merged_rows = MERGED_ROWS
     published = True
+    sees = True
 
     pretrained: str | None = Field(
         None, description="Folder of a published model, or of a policy of ours; its weights are the initial ones."

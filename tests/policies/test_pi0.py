@@ -207,6 +207,12 @@ def test_adapters_are_saved_alone_and_merged_for_others(tmp_path, layout, name):
     assert weights_of(tmp_path / "back").keys() == weights_of(folder).keys()
 
 
+def test_statistics_lie_in_assets_or_as_rlinf_puts_them(tmp_path):
+    folder = publish(tmp_path / "there", "openpi")
+    (folder / "assets" / "lab").rename(folder / "lab")
+    assert build(pretrained=str(folder)).state_scale.scale.any()
+
+
 def test_statistics_give_states_and_actions_their_units(tmp_path):
     policy = build(pretrained=str(publish(tmp_path / "there", "openpi")), relative_actions=1)
     obs = observe(2)
@@ -322,6 +328,7 @@ def test_a_model_named_by_its_hub_id_is_fetched(monkeypatch, tmp_path):
     monkeypatch.setattr(hub, "fetch", lambda name, key, *more: asked.append((name, key)) or tmp_path)
     config = Pi0Config(name="pi0", pretrained="lab/pi0")
     assert hub.with_folder(config).pretrained == str(tmp_path) and asked == [("lab/pi0", "policy.pretrained")]
+    build().save_pretrained(tmp_path)
     assert hub.with_folder(Pi0Config(name="pi0", pretrained=str(tmp_path))).pretrained == str(tmp_path)
     with pytest.raises(CheckpointError, match=r"policy.pretrained=/not/here: there is no such folder"):
         hub.with_folder(Pi0Config(name="pi0", pretrained="/not/here"))

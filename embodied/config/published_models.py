@@ -1,0 +1,64 @@
+"""Models that others publish: where they are, the recipes that evaluate and train them, and their published rates.
+
+The data are in assets/published_models.yaml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from embodied import assets
+from embodied.config.yaml_values import read_yaml, write_yaml
+from embodied.core.errors import ConfigError, nearest
+
+FILE = Path(assets.__file__).resolve().parent / "published_models.yaml"
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A model, or one for each suite, and what its authors measured."""
+
+    name: str
+    family: str  # policy.name
+    hub: str  # its id; {suite} is the suite's name with dashes
+    evaluate: str  # the recipe with its evaluation protocol
+    train: tuple[str, ...]  # recipes that go on with it by RL
+    episodes: int  # of each rate
+    rates: dict[str, float]  # suite or task -> success in percent
+    source: str
+    options: dict[str, Any] = field(default_factory=dict)  # settings that differ from the recipe's
+
+    def hub_id(self, suite: str) -> str:
+        return self.hub.format(suite=suite.replace("_", "-"))
+
+
+@cache
+def published_models() -> dict[str, PublishedModel]:
+    """All of them by name."""
+    found = read_yaml(FILE.read_text(encoding="utf-8"))
+    return {name: PublishedModel(name, **{**about, "train": tuple(about["train"])}) for name, about in found.items()}
+
+
+def recipes_to_train(evaluation: str) -> list[str]:
+    """The RL recipes for models that this recipe evaluates; empty where it is no recipe of theirs."""
+    found = [recipe for model in published_models().values() if model.evaluate == evaluation for recipe in model.train]
+    return list(dict.fromkeys(found))
+
+
+def reference_of(name: str, task: str | Sequence[str]) -> tuple[PublishedModel, str]:
+    """The model that `eval.reference` names, and the suite that `env.task` is of."""
+    models = published_models()
+    if name not in models:
+        raise ConfigError(f"eval.reference={name!r}: there are {', '.join(models)}{nearest(name, models)}")
+    model = models[name]
+    suites = {one.partition("/")[0] for one in ([task] if isinstance(task, str) else task)}
+    if len(suites) > 1 or not suites <= model.rates.keys():
+        raise ConfigError(
+            f"eval.reference={name} has published rates for env.task={'|'.join(model.rates)}, and here is "
+            f"{write_yaml(task)}"
+        )
+    return model, suites.pop()

@@ -1,0 +1,75 @@
+"""A result of ours beside the published one: the difference with its interval, and the settings that are not alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodied.config.published_models import PublishedModel, reference_of
+from embodied.config.recipe import load
+from embodied.config.yaml_values import write_yaml
+from embodied.envs import env_class
+from embodied.envs.evaluation_protocols import choose_protocol
+from embodied.reporting.success_stats import independent_difference, wilson
+
+# Options that change no outcome, belong to training, or follow from a model's folder
+OF_TRAINING = ("train", "detach_value", "keyframes", "augment", "exploration", "noise_level", "noise_range", "sft_loss")
+OF_FOLDER = ("pretrained", "statistics", "preset", "head", "proprio", "film", "horizon", "lora_rank", "lora_scale")
+AS_PLAYED = (
+    "name",
+    "task",
+    "num_envs",
+    "compile",
+    "stagger",
+    "backend",
+    "tasks_in_memory",
+    "video_size",
+    "initial_states",
+)
+APART = (*OF_TRAINING, *OF_FOLDER, *AS_PLAYED, "lora_targets", "lora_init", "lora_path", "initial_log_scale", "reward")
+
+
+def compare_with_published(results: dict[str, Any], played: Any, policy: Any) -> dict[str, Any]:
+    """The entry `reference` of results.json: the published rate, the difference of ours with its interval, and what the
+    two evaluations do not have in common. `played` is the evaluation's config, `policy` the options of its policy."""
+    task = results["protocol"]["env"]["task"]
+    model, suite = reference_of(played.eval.reference, task)
+    count = round(model.rates[suite] / 100 * model.episodes)
+    ours = results["overall"]["success_once"]
+    found: dict[str, Any] = {"name": model.name, "task": suite, "hub": model.hub_id(suite), "source": model.source}
+    found["published"] = {
+        "rate": model.rates[suite] / 100,
+        "of": model.episodes,
+        "interval": list(wilson(count, model.episodes)),
+    }
+    if ours:
+        difference, *interval = independent_difference(ours["count"], ours["of"], count, model.episodes)
+        found |= {"difference": difference, "interval": interval}
+    return found | {"differs": differing_settings(model, suite, results, played, policy)}
+
+
+def differing_settings(
+    model: PublishedModel, suite: str, results: dict[str, Any], played: Any, policy: Any
+) -> list[str]:
+    """`env.image_size=128 here, 256 there` for every setting in which the published evaluation is another one."""
+    recipe = load([f"recipe={model.evaluate}", f"env.task={suite}"], entry="evaluate")
+    assert recipe is not None, "it was asked for no help"
+    there = recipe.config
+    protocol = choose_protocol(env_class(there.env), there.env, there.eval.protocol)
+    env = protocol.apply(there.env).model_dump(mode="json")
+    wanted = settings(protocol.name, env, there.policy, there.eval.temperature) | model.options
+    here = settings(results["protocol"]["name"], results["protocol"]["env"], policy, played.eval.temperature)
+    if policy.name != there.policy.name:  # other options
+        wanted = {key: value for key, value in wanted.items() if not key.startswith("policy.") or key == "policy.name"}
+    return [
+        f"{key}={write_yaml(here.get(key))} here, {write_yaml(value)} there"
+        for key, value in wanted.items()
+        if here.get(key) != value
+    ]
+
+
+def settings(protocol: str, env: dict[str, Any], policy: Any, temperature: float) -> dict[str, Any]:
+    """What an evaluation's outcome follows from, besides weights and episodes, by key."""
+    found = {"eval.protocol": protocol, "eval.temperature": temperature}
+    for section, values in (("env", env), ("policy", policy.model_dump(mode="json"))):
+        found |= {f"{section}.{key}": value for key, value in values.items() if key not in APART}
+    return found | {"policy.name": policy.name}

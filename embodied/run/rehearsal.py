@@ -1,0 +1,64 @@
+"""What a dry run refuses although nothing starts: envs, policies and folders with which a run would end at once.
+
+Nothing here imports torch or a simulator until the recipe needs one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodied.config.recipe import RunConfig
+from embodied.core.errors import MissingAsset
+from embodied.envs import env_class, make_env
+from embodied.policies import policy_class
+from embodied.run.policy_source import PolicySource, check_fits, trained_in
+
+if TYPE_CHECKING:
+    from embodied.core.types import EnvSpec
+
+
+def rehearse(config: RunConfig, *sources: PolicySource) -> None:
+    """Refuse in a dry run what only a built env, or a policy's class and folder, would refuse. An env for the GPUs of
+    other machines is built on cores; one whose files are missing here is left to those machines."""
+    policies = [source.config for source in sources] or [config.policy]
+    for policy in policies:
+        rehearse_policy(policy)
+    kind, env = env_class(config.env), config.env
+    env = kind.on_cores(env) if config.cluster.machines and env.on_gpu else env
+    if config.cluster.machines and files_missing_here(config):
+        return
+    kind.rehearse(env)
+    spec = None
+    for source in sources:
+        if source.spec and not source.config.speaks and not trained_in(source, env):
+            spec = spec or built_spec(env)
+            check_fits(source, env, spec)
+
+
+def rehearse_policy(policy: Any) -> None:
+    """Refuse a class that cannot be imported, and a folder without a model of the policy's family."""
+    if ":" in policy.name:
+        policy_class(policy.name)
+    elif policy.published and not policy.speaks and policy.pretrained and Path(policy.pretrained).is_dir():
+        policy_class(policy.name).check_folder(policy)
+
+
+def built_spec(env: Any) -> EnvSpec:
+    """The spec of an env, known once it is built."""
+    kind = env_class(env)
+    with kind.explained(env):
+        made = make_env(env.model_copy(update={"task": kind.tasks(env)[0]}), 1)
+        try:
+            return made.env_spec
+        finally:
+            made.close()
+
+
+def files_missing_here(config: RunConfig) -> str:
+    """What an env needs and this machine lacks; empty where nothing is missing."""
+    try:
+        env_class(config.env).check(config.env)
+    except MissingAsset as err:
+        return str(err)
+    return ""

@@ -1,0 +1,60 @@
+"""A result of ours beside the published one."""
+
+import json
+
+import pytest
+
+from embodied.config import published_models
+from embodied.config.published_models import reference_of
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.evaluate import main as evaluate
+from embodied.run.published_comparison import compare_with_published
+
+POINT = """
+point:
+  {family: mlp, hub: lab/point, evaluate: pointmass_ppo, train: [pointmass_ppo], episodes: 500, rates: {reach: 99.0},
+  options: {eval.temperature: 1.0}, source: nobody}
+"""
+
+
+def played(*words):
+    """The config of an evaluation of a published model, and its results but for the episodes."""
+    config = load(
+        ["recipe=libero_published_openvla_oft", "eval.reference=openvla_oft", *words], entry="evaluate"
+    ).config
+    env = config.env.model_dump(mode="json") | {"max_episode_steps": None, "on_success": "terminate"}
+    rate = {"count": 480, "of": 500, "rate": 0.96, "interval": [0.94, 0.97]}
+    return {"protocol": {"name": "libero-v1", "env": env}, "overall": {"success_once": rate}}, config, config.policy
+
+
+def test_the_same_protocol_is_told_from_another_one():
+    same = compare_with_published(*played())
+    assert same["hub"] == "moojink/openvla-7b-oft-finetuned-libero-spatial" and not same["differs"]
+    low, high = same["interval"]  # 480 of 500 against 1,464 of 1,500
+    assert same["difference"] == pytest.approx(-0.016) and low < -0.016 < high < 0.01
+    other = compare_with_published(*played("env.image_size=128", "eval.temperature=1"))
+    assert other["differs"] == ["eval.temperature=1.0 here, 0.0 there", "env.image_size=128 here, 256 there"]
+
+
+def test_a_suite_without_a_published_rate_is_refused():
+    with pytest.raises(ConfigError, match=r"env\.task=libero_spatial\|.*and here is libero_90"):
+        reference_of("openvla", "libero_90/3")
+
+
+def test_an_evaluation_says_how_far_it_is_from_the_published_rate(tmp_path, monkeypatch, capsys):
+    (tmp_path / "models.yaml").write_text(POINT)
+    monkeypatch.setattr(published_models, "FILE", tmp_path / "models.yaml")
+    published_models.published_models.cache_clear()
+    told = ["recipe=pointmass_ppo", "checkpoint=random", "eval.episodes=4", "eval.videos=0", "cluster.backend=inline"]
+    try:
+        assert evaluate([*told, "eval.reference=point", f"run.dir={tmp_path}"]) == 0
+    finally:
+        published_models.published_models.cache_clear()
+    out = capsys.readouterr().out
+    (results,) = tmp_path.glob("*/results.json")
+    found = json.loads(results.read_text())["reference"]
+    assert found["published"]["rate"] == 0.99 and found["difference"] < -0.2
+    for text in (out, (results.parent / "report.html").read_text()):
+        assert "here - published: " in text and "is more than chance" in text
+        assert "eval.temperature=0.0 here, 1.0 there" in text

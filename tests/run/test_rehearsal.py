@@ -1,0 +1,84 @@
+"""What a dry run refuses, each in a line that says what to do; nothing is started."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.evaluate import main as evaluate
+from embodied.policies import make_policy
+from embodied.policies.config import MLPConfig, OpenVLAConfig, Pi0Config
+from embodied.train import main as train
+
+POINT = EnvSpec(ActionSpec(2), state_dim=6)
+ARM = EnvSpec(ActionSpec(7), state_dim=8, images={"agentview": (64, 64, 3)}, instruction=True)
+NETS = """
+from embodied.policies import Policy
+
+
+class Former(Policy):
+    def noise_spec(self): ...
+    def act(self, obs, noise, temperature=1.0): ...
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders in the working directory, of which none is a model that the recipes below can begin with."""
+    root = tmp_path_factory.mktemp("folders")
+    (root / "empty").mkdir()
+    make_policy(OpenVLAConfig(name="openvla"), ARM, 0).save_published(root / "no_ranges")
+    config = json.loads((root / "no_ranges" / "config.json").read_text())
+    config.pop("norm_stats", None)
+    (root / "no_ranges" / "config.json").write_text(json.dumps(config))
+    for name, content in {"bert": {"model_type": "bert"}, "no_weights": config}.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(content))
+    save_file({"weight": torch.zeros(1)}, root / "bert" / "model.safetensors")
+    make_policy(Pi0Config(name="pi0"), ARM, 0).save_pretrained(root / "pi0")
+    make_policy(MLPConfig(hidden=(8,)), POINT, 0).save_pretrained(root / "mlp")
+    (root / "my_former.py").write_text(NETS)
+    return root
+
+
+OFT = "recipe=libero_grpo_openvla_oft policy.pretrained={} cluster.machines=8xH100"
+REFUSED = {
+    OFT.format("empty"): "policy.pretrained=empty: config.json is missing",
+    OFT.format("bert"): "bert/config.json .*openvla",
+    OFT.format("mlp"): "the model there is mlp, and policy.name=openvla_oft; set policy.name=mlp",
+    OFT.format("pi0"): "the model there is pi0, and policy.name=openvla_oft",
+    OFT.format("no_ranges"): "no action statistics",
+    "recipe=libero_grpo_openvla_oft policy.pretrained=no_weights": "no weights there, no file .*safetensors",
+    "recipe=pointmass_ppo policy.name=my_former:Formr": "module my_former has no Formr",
+    "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",
+    "recipe=pointmass_ppo run.start_from=mlp policy.hidden=[8] env.state=proprio": "state 6 there, 4 here",
+    "recipe=libero_published_openvla_oft": "evaluates published models.*recipe=libero_grpo_openvla_oft",
+    "evaluate recipe=pointmass_ppo": "which policy.*checkpoint=",
+    "evaluate recipe=pointmass_ppo checkpoint=mlp env.state=proprio": "state 6 there, 4 here",
+    "evaluate env.name=libero checkpoint=random eval.reference=openvl": "eval.reference='openvl'.*openvla",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_dry_run_refuses_what_a_run_would_end_with(words, folders, monkeypatch, capsys):
+    monkeypatch.chdir(folders)
+    monkeypatch.setattr("sys.path", [str(folders), *sys.path])
+    *command, told = words.partition("evaluate ") if words.startswith("evaluate ") else ("", words)
+    assert (evaluate if command[-1] else train)([*told.split(), "--dry-run"]) != 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(REFUSED[words], error), error
+
+
+def test_a_plan_for_other_machines_needs_no_files_that_are_missing_here(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("mani_skill")
+    monkeypatch.setattr("mani_skill.ASSET_DIR", tmp_path)
+    lacking = ["recipe=maniskill_ppo_openvla", "policy.pretrained=/models/openvla-7b", "--dry-run"]
+    assert train([*lacking, "cluster.machines=8xH100"]) == 0
+    told = capsys.readouterr().out
+    assert "8 x policy + learner" in told and "missing on this machine" in told and "openvla-7b" in told
+    assert train(lacking) != 0  # here it could not run
