@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from embodied.runtime.awake_clock import is_stopped
+
 # Variables that native libraries, torch and the interpreter read when they are loaded begin with one of these.
 READ_ONCE = (
     "OMP_",
@@ -38,12 +40,17 @@ READ_ONCE = (
     "PYTHON",
 )
 FORK_S = 60.0  # within which a server has imported and forked
+STOPPED_S = 2.0  # for which a server may be seen stopped: it would never answer
 ADOPTED_S = 5.0  # within which the kernel makes a fork the driver's child
 TITLE = "embodied fork server"
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVE = """
-import json, sys
+import ctypes, json, os, sys
 order = json.loads(sys.argv[1])
+if order["follow"]:
+    ctypes.CDLL(None).prctl(1, 9)  # the kernel kills it when the driver dies, even a stopped one
+    if os.getppid() != order["driver"]:
+        sys.exit(1)
 sys.path[:] = order["path"]
 from embodied.runtime.fork_server import serve
 serve(order)
@@ -69,7 +76,10 @@ class ForkServer:
 
     def __init__(self, env: dict[str, str], modules: Sequence[str], path: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A process is signalled at the end of the *thread* that started it, so only the main thread's counts.
+        follow = threading.current_thread() is threading.main_thread()
         order = {"fd": theirs.fileno(), "modules": [*modules], "path": [*path], "driver": os.getpid()}
+        order["follow"] = follow
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SERVE, json.dumps(order)],
@@ -95,7 +105,7 @@ class ForkServer:
                 finally:
                     os.close(order_fd)
                     os.close(theirs)
-                if not select.select([ours], [], [], FORK_S)[0]:
+                if not self._answers(ours):
                     return None
                 answer = os.read(ours, 20)
                 return Forked(int(answer)) if answer else None
@@ -103,6 +113,15 @@ class ForkServer:
             return None
         finally:
             os.close(ours)
+
+    def _answers(self, fd: int) -> bool:
+        until, running = time.monotonic() + FORK_S, time.monotonic()
+        while not select.select([fd], [], [], min(FORK_S, STOPPED_S) / 4)[0]:
+            now = time.monotonic()
+            running = running if is_stopped(self.process.pid) else now
+            if now > min(until, running + STOPPED_S):
+                return False
+        return True
 
     def close(self) -> None:
         """End the server; hosts that came out of it go on."""

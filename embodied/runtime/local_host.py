@@ -33,8 +33,8 @@ def main(boot: dict[str, Any]) -> None:
     show_title(boot["name"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides when a run ends
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    for name, fd in (("stdout", 1), ("stderr", 2)):  # a fork's own were opened on other files
+        setattr(sys, name, os.fdopen(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False))
     faulthandler.enable()
     faulthandler.register(WRITE_STACKS)
     find_main_lazily(boot["main_module"], boot["main_file"])

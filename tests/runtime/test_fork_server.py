@@ -96,10 +96,11 @@ def test_where_the_server_fails_hosts_are_started_fresh(how, monkeypatch):
         os.kill(self.process.pid, how)
 
     monkeypatch.setattr(fork_server.ForkServer, "__init__", struck)
-    monkeypatch.setattr(fork_server, "FORK_S", 0.5)
+    started = time.monotonic()
     with Cluster("local", [plan("one")], timeout_s=60) as cluster:
         (one,) = born(cluster, "one")
     assert one["parent"] == os.getpid() and servers[0].process.poll() is not None
+    assert time.monotonic() - started < fork_server.FORK_S, "a stopped server is not waited for as a slow one is"
 
 
 def test_a_module_that_is_not_there_keeps_nobody_from_starting():
@@ -118,8 +119,21 @@ DRIVER = """
 """
 
 
-def test_a_driver_that_is_killed_leaves_none_of_its_forks():
-    command = [sys.executable, "-c", textwrap.dedent(DRIVER)]
+SERVER = """
+    import os, sys, time
+    from embodied.runtime.fork_server import ForkServer
+    server = ForkServer(dict(os.environ), ["fractions"], sys.path)
+    while "fork server" not in open(f"/proc/{server.process.pid}/cmdline").read():
+        time.sleep(0.01)
+    os.kill(server.process.pid, 19)
+    print([server.process.pid], flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("program", [DRIVER, SERVER], ids=["forks", "a stopped server"])
+def test_a_driver_that_is_killed_leaves_none_of_its_forks(program):
+    command = [sys.executable, "-c", textwrap.dedent(program)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as driver:
         pids = json.loads(driver.stdout.readline())
         driver.kill()
