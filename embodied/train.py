@@ -32,7 +32,14 @@ from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, pr
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
-from embodied.run.policy_source import PolicySource, check_continues, check_fits, check_same_policy, find_start
+from embodied.run.policy_source import (
+    PolicySource,
+    check_continues,
+    check_fits,
+    check_same_policy,
+    described,
+    find_start,
+)
 from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import RunFolder
 from embodied.workflows.contract import WARNING, Workflow
@@ -213,6 +220,8 @@ def train(
         start = checkpoint / "policy"  # a run that had a start keeps that one's statistics of observations
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
+        if checkpoint:
+            check_fits(described(checkpoint), config.env, loop.spec)
         if origin:
             check_fits(origin, config.env, loop.spec)
             folder.record(started_from=origin.described())
@@ -269,7 +278,7 @@ def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console
         raise CheckpointError(f"{checkpoint} cannot be restored: {err}") from err
     dropped = loop.take_dropped()
     state["abandoned_episodes"] += abandoned
-    state["dropped_batches"] = state.get("dropped_batches", 0) + dropped
+    state["dropped_batches"] += dropped
     console.resumed(checkpoint, state, abandoned, dropped)
     return state
 

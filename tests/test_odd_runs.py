@@ -64,7 +64,7 @@ def told_of(file, capfd, code):
     return said
 
 
-STATES = ["[]", "null", "{}", "", "[" * 100_000, '{"iteration": "x"}', '{"iteration": 1}', "\0"]
+STATES = ["[]", "null", "{}", "", "[" * 100_000, '{"iteration": "x"}', '{"iteration": 1}', '{"version": 7}', "\0"]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,16 @@ def test_a_run_with_an_odd_state_is_not_resumed(copy, capfd, text):
     (checkpoint / "state.json").write_text(odd)
     sign(checkpoint)
     told_of("state.json", capfd, run("train", f"resume={copy}", "run.iterations=2"))
+
+
+@pytest.mark.parametrize("version", [None, "1", 7, True, 1.0, [1]])
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_checkpoint_that_does_not_say_of_which_version_it_is_is_not_used(copy, capfd, command, version):
+    manifest = copy / "checkpoints" / "v000001" / "manifest.json"
+    content = json.loads(manifest.read_text()) | {"version": version}
+    manifest.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    words = {"train": [f"resume={copy}", "run.iterations=2"], "evaluate": [f"checkpoint={copy}", "eval.episodes=1"]}
+    told_of("manifest.json says that it is version", capfd, run(command, *words[command]))
 
 
 def another(**changes):
@@ -157,18 +167,22 @@ CONFIGS = {
     "state text": set_at(["env_spec", "state_dim"], "four"),
     "another key": set_at(["env_spec", "smell"], 3),
 }
+OTHER_ENVS = {
+    "another state": set_at(["env_spec", "state_dim"], 99),
+    "other actions": set_at(["env_spec", "action"], {"dim": 2, "num_choices": 4}),
+}
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", CONFIGS | OTHER_ENVS)
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_an_odd_policy_description_in_a_checkpoint_is_named(copy, capfd, kind, command):
     checkpoint = copy / "checkpoints" / "v000001"
     file = checkpoint / "policy" / "config.json"
-    odd = CONFIGS[kind](json.loads(file.read_text()))
+    odd = (CONFIGS | OTHER_ENVS)[kind](json.loads(file.read_text()))
     file.write_text(odd if isinstance(odd, str) else json.dumps(odd))
     sign(checkpoint)
     words = {"train": [f"resume={copy}", "run.iterations=2"], "evaluate": [f"checkpoint={copy}", "eval.episodes=1"]}
-    told_of("config.json", capfd, run(command, *words[command]))
+    told_of("another env" if kind in OTHER_ENVS else "config.json", capfd, run(command, *words[command]))
 
 
 @pytest.mark.parametrize("name", ["a*b", "[x]", "two words", "it's", "-dash"])

@@ -67,7 +67,10 @@ def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
 def read_episodes(folder: Path) -> list[EpisodeResult]:
     """Read episodes.csv."""
     with open(folder / EPISODES, encoding="utf-8", newline="") as file:
-        return [episode(row) for row in csv.DictReader(file)]
+        try:
+            return [episode(row) for row in csv.DictReader(file)]
+        except csv.Error as err:  # a field of megabytes, for one
+            raise ValueError(str(err)) from None
 
 
 def episodes_csv(episodes: Iterable[EpisodeResult]) -> str:

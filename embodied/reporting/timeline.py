@@ -14,15 +14,18 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from embodied.runtime import Timers, WorkerGroup
 from embodied.runtime.worker import machine
 
 DRIVER = "driver"
 PINGS = 5  # to a machine with another clock; the fastest answer gives the best difference
+LONGEST_S = 1e10  # of a trace
 SMALL = 0.01  # shares below are not worth a word at the end of a run
 
 
@@ -173,23 +176,39 @@ def us(seconds: float) -> float:
 
 
 def read_trace(path: Path) -> list[TimedSpan]:
-    """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short."""
+    """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short or that
+    a trace viewer has saved. Events that are no spans of ours are left out."""
     names: dict[tuple[str, int], str] = {}
     spans: list[TimedSpan] = []
-    with path.open() as file:
-        for line in file:
-            try:
-                event = json.loads(line.rstrip(",\n"))
-            except ValueError:  # the brackets around all, or the line a killed run was writing
-                continue
-            if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
-                key = event["pid"] if event["name"] == "process_name" else event["tid"]
-                names[event["name"], key] = event["args"]["name"]
-            elif event["ph"] == "X":
-                worker, host = names["thread_name", event["tid"]], names["process_name", event["pid"]]
-                start, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
-                spans.append(TimedSpan(worker, host, event["name"], start, end, event["args"]["iteration"]))
+    with path.open(errors="replace") as file:
+        for event in (event for line in file for event in events_in(line)):
+            with suppress(LookupError, TypeError, ValueError):
+                if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
+                    key = event["pid"] if event["name"] == "process_name" else event["tid"]
+                    names[event["name"], key] = str(event["args"]["name"])
+                elif event["ph"] == "X":
+                    spans.append(span_of(event, names))
     return sorted(spans, key=lambda span: (span.worker, span.start_s, -span.end_s))
+
+
+def events_in(line: str) -> list[Any]:
+    """The events of a line: one as we write it, or all of them at once."""
+    try:
+        found = json.loads(line.rstrip(",\n"))
+    except (ValueError, RecursionError):  # the brackets around all, or the line a killed run was writing
+        return []
+    if isinstance(found, dict):
+        found = found.get("traceEvents", found)
+    return found if isinstance(found, list) else [found]
+
+
+def span_of(event: dict[str, Any], names: dict[tuple[str, int], str]) -> TimedSpan:
+    """The span that an event is; ValueError or the like where it is none."""
+    start, seconds, iteration = event["ts"] / 1e6, event["dur"] / 1e6, event["args"]["iteration"]
+    if not (abs(start) < LONGEST_S and 0 <= seconds < LONGEST_S and type(iteration) is int and iteration > 0):
+        raise ValueError("no moment of a run")
+    worker, host = names["thread_name", event["tid"]], names["process_name", event["pid"]]
+    return TimedSpan(worker, host, str(event["name"]), start, start + seconds, iteration)
 
 
 def innermost(spans: Iterable[TimedSpan]) -> list[TimedSpan]:

@@ -26,10 +26,14 @@ from embodied.core.files import as_path, flush, read_object, replace_text
 MANIFEST = "manifest.json"
 STATE = "state.json"
 SIMS = "sims.npz"
-COUNTERS = ("iteration", "version", "env_steps", "abandoned_episodes", "train_s")  # what a run counts on from
+COUNTERS = {  # a run counts on from these; their kinds
+    **dict.fromkeys(("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches"), (int,)),
+    "train_s": (int, float),
+}
 WEIGHTS = "policy/model.safetensors"
 NAME = re.compile(r"v(\d{6,})")
 DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
+LARGEST = 1e18  # of a counter
 MOST = 1 / 20  # of the time of training that saving may take
 
 
@@ -76,9 +80,12 @@ def write_checkpoint(
 
 def verify(checkpoint: Path) -> dict:
     """The checkpoint's driver state, after every file was checked against the manifest."""
-    files = read_json(checkpoint / MANIFEST).get("files")
+    manifest = read_json(checkpoint / MANIFEST)
+    files, version = manifest.get("files"), manifest.get("version")
     if not isinstance(files, dict) or not {STATE, SIMS} <= files.keys():
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {MANIFEST} does not list its files")
+    if type(version) is not int or (NAME.fullmatch(checkpoint.name) and name_of(version) != checkpoint.name):
+        raise CheckpointError(f"checkpoint {checkpoint} is damaged: {MANIFEST} says that it is version {version!r}")
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():
@@ -90,8 +97,10 @@ def verify(checkpoint: Path) -> dict:
 
 def read_counters(checkpoint: Path) -> dict:
     """The driver state of a checkpoint that a run goes on from."""
-    state = verify(checkpoint)
-    if odd := [key for key in COUNTERS if type(state.get(key)) not in (int, float) or not state[key] >= 0]:
+    state = {"dropped_batches": 0, **verify(checkpoint)}
+    odd = [key for key, kinds in COUNTERS.items() if type(state.get(key)) not in kinds or not 0 <= state[key] < LARGEST]
+    odd += ["version"] * (state.get("version") != read_json(checkpoint / MANIFEST)["version"])
+    if odd:
         raise CheckpointError(f"checkpoint {checkpoint} is damaged: {STATE} has {odd[0]}={state.get(odd[0])!r}")
     return state
 

@@ -95,6 +95,13 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> PolicySource:
     return PolicySource(name, answering(config, loaded), spec, weights, policy, None if on_hub else out)
 
 
+def described(checkpoint: Path) -> PolicySource:
+    """The policy of a run's checkpoint, without its weights."""
+    from embodied.policies.policy_folder import read_description
+
+    return PolicySource(str(checkpoint), *read_description(checkpoint / "policy"))
+
+
 def answering(config: Any, loaded: Loaded | None) -> Any:
     """The policy's options, its answers being made as the command line says."""
     asked = [key for key in ANSWERING if loaded and loaded.sources.get(key) == COMMAND_LINE]

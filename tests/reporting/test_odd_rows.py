@@ -71,6 +71,8 @@ def cell(column, value):
 
 GONE = object()
 METRICS, RESULTS, EPISODES, RUN = "metrics.jsonl", "eval/v000002/results.json", "eval/v000002/episodes.csv", "run.json"
+TRACE = "trace.json"
+FILES = (METRICS, RESULTS, EPISODES, RUN, "config.yaml", TRACE)
 ODD = [None, "x", [], {}, [1], -1, 1e308, float("nan"), True, GONE]
 KEYS = {
     METRICS: ["iteration", "env_steps", "policy_version", "train_s", "train/policy_loss", "time/rollout_s"],
@@ -88,11 +90,28 @@ CELLS = [
     ("total_reward", "x"),
     ("error", "a,b"),
     ("seed", ""),
+    ("error", "x" * 200_000),
 ]
+
+
+def spans(**odd):
+    """A trace on one line: a worker with two spans, the second with other values."""
+    named = [{"name": name, "ph": "M", "pid": 0, "tid": 0, "args": {"name": "sim-0"}} for name in NAMES]
+    span = {"name": "step", "cat": "sim", "ph": "X", "pid": 0, "tid": 0, "ts": 0, "dur": 9, "args": {"iteration": 1}}
+    return json.dumps([*named, span, {key: value for key, value in (span | odd).items() if value is not GONE}])
+
+
+NAMES = ("process_name", "thread_name")
+TRACES = {
+    "a viewer's": json.dumps({"traceEvents": json.loads(spans())}),
+    **{f"{key} {value!r:.12}": spans(**{key: value}) for key in ("ts", "dur", "tid", "name", "args") for value in ODD},
+    **{f"iteration {value!r:.12}": spans(args={"iteration": value}) for value in ODD if value is not GONE},
+}
 DAMAGES = {
     **{f"{f} {k} {v!r:.12}": put(f, k, v) for f, keys in KEYS.items() for k in keys for v in ODD},
-    **{f"{f} is {t[:9]!r}": text(f, t) for f in (METRICS, RESULTS, EPISODES, RUN, "config.yaml") for t in TEXTS},
-    **{f"{EPISODES} {column} {value}": cell(column, value) for column, value in CELLS},
+    **{f"{f} is {t[:9]!r}": text(f, t) for f in FILES for t in TEXTS},
+    **{f"{EPISODES} {column} {value:.12}": cell(column, value) for column, value in CELLS},
+    **{f"{TRACE} {kind}": text(TRACE, content) for kind, content in TRACES.items()},
 }
 
 
@@ -103,7 +122,7 @@ FIRST = [pytest.param(first, marks=[] if first in (3, 8) else pytest.mark.slow) 
 def test_a_report_of_odd_rows_is_a_page_or_a_line(copy, made, capfd, first):
     wrong = []
     for kind in sorted(DAMAGES)[first::10]:
-        for file in (METRICS, RESULTS, EPISODES, RUN, "config.yaml"):
+        for file in FILES:
             shutil.copy(made / file, copy / file)
         DAMAGES[kind](copy)
         for runs in ([copy], [copy, made]):

@@ -71,6 +71,16 @@ def test_a_trace_that_was_cut_short_is_read_up_to_there(tmp_path):
     writer.file.close()
 
 
+def test_a_trace_that_a_viewer_has_saved_on_one_line_is_read_like_ours(tmp_path):
+    path = tmp_path / "trace.json"
+    writer = TraceWriter(path, [("sim-0", "sim-0")])
+    writer.add("sim-0", [("step", 0.0, 1.0), ("step", 2.0, 1.0)], 1)
+    writer.close()
+    spans = read_trace(path)
+    path.write_text(json.dumps({"traceEvents": json.loads(path.read_text())}))
+    assert read_trace(path) == spans and len(spans) == 2
+
+
 def test_inner_pieces_replace_the_parts_of_outer_ones_they_cover():
     def span(name, start, end, worker="sim-0"):
         return TimedSpan(worker, worker, name, start, end, 1)
