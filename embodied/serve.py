@@ -52,11 +52,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> None:
     protocol = [word for word in argv if word.startswith(PROTOCOL)]
+    named = class_named(protocol)
     config = read([word for word in argv if word not in protocol])
     if config is None:
         return
     check_device(config.device)
-    if (language := find_language(config.checkpoint)) is not None:
+    if (language := find_language(config.checkpoint, named)) is not None:
         asyncio.run(serve_language(config, language, protocol))
     else:
         check_packages("msgpack", "websockets")
@@ -103,12 +104,17 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
     here = folder_of(config.checkpoint)
     if published_family(here):
         return load_published(here, protocol)
-    source = find(config.checkpoint)
-    if protocol:
+    source = find(config.checkpoint, trusted=class_named(protocol))
+    if protocol and protocol != [f"policy.name={source.config.name}"]:
         raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} says itself how it acts; leave it out")
     if source.folder is None:
         raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
-    return load_policy(source.folder)
+    return load_policy(source.folder, source.config.name)
+
+
+def class_named(protocol: list[str]) -> str | None:
+    """The class of the user's that `policy.name=my_nets:Linear` names."""
+    return next((word.partition("=")[2] for word in protocol if word.startswith("policy.name=")), None)
 
 
 async def serve_language(config: ServeConfig, source: PolicySource, words: list[str]) -> None:
@@ -176,13 +182,13 @@ async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int],
     print("stopped", flush=True)
 
 
-def find_language(checkpoint: str) -> PolicySource | None:
-    """The language model that is to be served; None where it is a policy of actions."""
+def find_language(checkpoint: str, named: str | None = None) -> PolicySource | None:
+    """The language model that is to be served; None where it is a policy of actions. `named`: the user's class."""
     here = folder_of(checkpoint)
     family = published_family(here)
     if family and (options := POLICY_CONFIGS.get(family)) and options.speaks:
         return PolicySource(here.resolve().name, options(name=family, pretrained=str(here)), folder=here.resolve())
-    if family or not (source := find(checkpoint)).config.speaks:
+    if family or not (source := find(checkpoint, trusted=named)).config.speaks:
         return None
     return source
 

@@ -111,11 +111,18 @@ def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
     return policy
 
 
-def load_policy(folder: Path | str) -> Policy:
-    """The policy stored in a folder by `save_pretrained`."""
+def load_policy(folder: Path | str, name: str | None = None) -> Policy:
+    """The policy stored in a folder by `save_pretrained`. One of a class of yours needs its `name`, such as
+    my_nets:Linear, unless the module is imported already: a folder never says alone which code runs."""
     from embodied.policies.policy_folder import read_description, read_weights
 
     folder = Path(folder)
-    policy = make_policy(*read_description(folder))
+    config, spec = read_description(folder)
+    if ":" in config.name and config.name != name and config.name.partition(":")[0] not in sys.modules:
+        raise ConfigError(
+            f"{folder} names a class of {config.name.partition(':')[0]}, and data alone never runs code; if it is "
+            f"yours, say so: load_policy(folder, {config.name!r})"
+        )
+    policy = make_policy(config, spec)
     policy.load_weights(read_weights(folder))
     return policy

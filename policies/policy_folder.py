@@ -48,10 +48,16 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
         raise CheckpointError(f"{folder} is not a policy folder: {CONFIG} is missing")
     content = read_json(path)
     with reading(path, CheckpointError):
-        if "policy" not in content and (family := published_family(folder) or content.get("model_type")):
+        if "policy" not in content and (family := published_family(folder)):
             raise CheckpointError(
                 f"{folder} is a published {family} model, which does not say for which env; "
                 f"train it with policy.name={family} policy.pretrained={folder}"
+            )
+        if "policy" not in content and (kind := content.get("model_type")):
+            raise CheckpointError(
+                f"{folder} holds a {kind}, and models of this kind are not supported: language models are those whose "
+                "config.json names a ...ForCausalLM, without images, and robot policies OpenVLA, OpenVLA-OFT, Pi0 and "
+                "Pi0.5"
             )
         if missing := [name for name in ("policy", "env_spec") if name not in content]:
             raise CheckpointError(f"{path} is not a policy of ours: it has no {' and no '.join(missing)}")

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from embodied import collect, evaluate, report, train
+from embodied import collect, evaluate, report, serve, train
+from embodied.core.errors import ConfigError
+from embodied.policies import load_policy
 from embodied.reporting.results import read_results
+from embodied.serving.config import ServeConfig
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 INLINE = ["cluster.backend=inline"]  # where it is no matter that hosts find the class
@@ -84,6 +87,37 @@ def test_an_own_policy_is_evaluated_like_in_its_run_and_begins_others(policy, ca
     run(train, f"resume={first}", "run.iterations=3", *INLINE)
     run(report, str(first))
     assert "v000003" in capsys.readouterr().out
+
+
+def test_a_policy_folder_runs_no_code_that_only_it_names(monkeypatch, capsys):
+    """On the hub, or copied out of its run: the module in the working directory is imported once the user names it."""
+    first = trained(*INLINE)
+    bare = Path("from_a_stranger").resolve()
+    (first / "checkpoints" / "v000002" / "policy").rename(bare)
+    Path("my_nets.py").write_text(Path("my_nets.py").read_text() + "\nprint('the stranger runs')\n")
+    named, few = "policy.name=my_nets:Linear", ["env.name=my_sims:Lift", "eval.episodes=2", "eval.videos=0", *INLINE]
+
+    def forget():
+        sys.modules.pop("my_nets", None)
+        capsys.readouterr()
+
+    for module in ("hub", "policy_source"):
+        monkeypatch.setattr(f"embodied.run.{module}.fetch", lambda name: bare)
+    for checkpoint in (str(bare), "lab/policy"):
+        forget()
+        run(evaluate, f"checkpoint={checkpoint}", *few, code=2)
+        run(serve, f"checkpoint={checkpoint}", code=2)
+        with pytest.raises(ConfigError, match="say so: load_policy"):
+            load_policy(bare)
+        out, err = capsys.readouterr()
+        assert "the stranger runs" not in out and err.count(f"say so: {named}") == 2
+        run(evaluate, f"checkpoint={checkpoint}", named, *few)
+        assert "the stranger runs" in capsys.readouterr().out
+    forget()
+    assert serve.load(ServeConfig(checkpoint=str(bare)), [named]).spec.state_dim == 2
+    assert load_policy(bare, "my_nets:Linear").spec.state_dim == 2
+    run(evaluate, "checkpoint=random", named, *few, code=2)
+    assert "policy.name=my_nets:Linear has no effect" in capsys.readouterr().err
 
 
 def test_an_own_class_without_a_checkpoint_plays_with_the_weights_a_run_would_begin_with(capsys):

@@ -17,7 +17,7 @@ class Command:
     unused: tuple[str, ...] = ()
 
     def ignores(self, key: str) -> bool:
-        kept = self.name == "evaluate" and key in ANSWERING
+        kept = self.name == "evaluate" and (key in ANSWERING or key == "policy.name")  # the class of a policy folder
         return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
 
 

@@ -72,11 +72,17 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
         taken = {source.name for source in sources}
         names = [found.name, *(f"{found.name}-{number}" for number in range(2, len(checkpoints) + 1))]
         sources.append(PolicySource(**{**vars(found), "name": next(name for name in names if name not in taken)}))
+    asked = loaded.config.policy.name if loaded.sources.get("policy.name") == COMMAND_LINE else None
+    if asked and asked not in [source.config.name for source in sources]:
+        raise ConfigError(
+            f"policy.name={asked} has no effect: {sources[0].name} is a {sources[0].config.name}; leave it out"
+        )
     return sources
 
 
-def find(checkpoint: str, loaded: Loaded | None = None) -> PolicySource:
-    """`loaded` says how a model that others published is evaluated, and the options of a class of the user's."""
+def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = None) -> PolicySource:
+    """`loaded` says how a model that others published is evaluated, and the options of a class of the user's. `trusted`
+    is the class that the user names apart from it."""
     from embodied.policies.policy_folder import published_family, read_blobs, read_description
     from embodied.runtime.weights import Weights
 
@@ -88,6 +94,9 @@ def find(checkpoint: str, loaded: Loaded | None = None) -> PolicySource:
     if loaded and published_family(policy):
         return PolicySource(name, policy_of(policy, loaded), folder=policy)
     config, spec = read_description(policy)
+    if ":" in config.name:
+        named = [trusted, loaded.config.policy.name if loaded and "policy.name" in loaded.sources else None]
+        check_named(checkpoint, config.name, named if on_hub else [*named, trained_class(policy)])
     version = read_json(saved / "manifest.json")["version"] if saved else 0
     name = f"{run.resolve().name}-{name_of(version)}" if run else name
     out = (run or policy.parent) / "eval" / (f"{name_of(version)}-evaluate" if saved else policy.name)
@@ -100,6 +109,22 @@ def described(checkpoint: Path) -> PolicySource:
     from embodied.policies.policy_folder import read_description
 
     return PolicySource(str(checkpoint), *read_description(checkpoint / "policy"))
+
+
+def check_named(checkpoint: str, name: str, named: list[str | None]) -> None:
+    """Refuse a policy folder whose config.json alone names the class, and so the module, that would be imported."""
+    if name not in named:
+        raise ConfigError(
+            f"checkpoint={checkpoint}: its config.json names {name}, and data alone never runs code; if this class is "
+            f"yours, say so: policy.name={name}"
+        )
+
+
+def trained_class(policy: Path) -> str | None:
+    """`policy.name` in the config.yaml of the run that a policy folder lies in, if it does."""
+    recipe = stored_recipe(policy)
+    found = (read_yaml(recipe.read_text(encoding="utf-8")) or {}) if recipe else {}
+    return (found.get("policy") or {}).get("name")
 
 
 def answering(config: Any, loaded: Loaded | None) -> Any:
@@ -132,7 +157,7 @@ def find_class(checkpoint: str, loaded: Loaded | None) -> PolicySource:
 
 def find_start(start: Path, policy: Any) -> PolicySource:
     """The policy that `run.start_from` names, whose options must be those of this run's policy."""
-    source = find(str(start))
+    source = find(str(start), trusted=policy.name)
     check_same_policy(f"run.start_from={start}", source.config, policy)
     return source
 
@@ -148,7 +173,7 @@ def check_same_policy(start: str, there: Any, here: Any) -> None:
 def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> None:
     """A run is resumed as what it is: its checkpoint, if there is one, holds this policy, these env rows and this
     algorithm's state."""
-    trained = find(str(checkpoint)).config if checkpoint else config.policy
+    trained = find(str(checkpoint), trusted=config.policy.name).config if checkpoint else config.policy
     free = (*ORIGIN, *(f"policy.{key}" for key in SERVER))
     odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in free]
     if trained.name != config.policy.name:

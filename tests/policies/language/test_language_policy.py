@@ -119,6 +119,14 @@ def test_a_published_model_is_known_as_one_and_says_how_to_use_it(folders):
         read_description(folder)
 
 
+def test_a_kind_of_model_that_is_not_supported_is_no_policy_name(tmp_path):
+    config = {"model_type": "qwen2_vl", "architectures": ["Qwen2VLForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="holds a qwen2_vl, and models of this kind are not supported") as caught:
+        read_description(tmp_path)
+    assert "policy.name" not in str(caught.value)
+
+
 def test_scaled_logits_are_refused(tmp_path):
     folder = publish(tmp_path, "llama", False)
     config = json.loads((folder / "config.json").read_text())
