@@ -42,6 +42,7 @@ READ_ONCE = (
 FORK_S = 60.0  # within which a server has imported and forked
 STOPPED_S = 2.0  # for which a server may be seen stopped: it would never answer
 ADOPTED_S = 5.0  # within which the kernel makes a fork the driver's child
+MARK = "EMBODIED_HOST"  # a variable of hosts, which the programs that they start inherit; a server has none
 TITLE = "embodied fork server"
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVE = """
@@ -167,7 +168,8 @@ class ForkServers:
         if key in self._failed:
             return None
         if key not in self._servers:
-            self._servers[key] = ForkServer(env, modules, boot["path"])
+            unmarked = {name: value for name, value in env.items() if name != MARK}
+            self._servers[key] = ForkServer(unmarked, modules, boot["path"])
         forked = self._servers[key].fork(boot, env, fds)
         if forked is None:
             self._failed.add(key)

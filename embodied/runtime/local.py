@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodied.runtime.fork_server import Forked, ForkServers
+from embodied.runtime.fork_server import MARK, Forked, ForkServers
 from embodied.runtime.host import DRIVER, HostPlan
 from embodied.runtime.payload import Payload, decode, encode, segments
 from embodied.runtime.processes import (
@@ -46,6 +46,9 @@ sys.path[:] = boot["path"]
 from embodied.runtime.local_host import main
 main(boot)
 """
+
+
+MARKED_ROUNDS = 5  # of looking for processes that a host has left behind
 
 
 @dataclass
@@ -114,7 +117,7 @@ class LocalBackend(Processes):
     def kill(self, host: str) -> None:
         process = self._processes[host]
         if process.popen.returncode is None:
-            _kill_session(process.popen)
+            _kill_group(process.popen)
 
     # Inside
 
@@ -128,6 +131,7 @@ class LocalBackend(Processes):
 
     def _start(self, plan: HostPlan, control_fd: int, memory_fd: int, log: str | None) -> subprocess.Popen | Forked:
         boot, env = boot_order(self._run, plan, self._timeout_s), {**os.environ, **plan.environment()}
+        boot["log"], env[MARK] = log, mark_of(self._run, plan.name)
         with ExitStack() as stack:
             out, err = 1, 2
             if log is not None:
@@ -170,8 +174,9 @@ class LocalBackend(Processes):
             self._events.on_report(process.plan.name, message, payload)
 
     def _died(self, process: LocalProcess) -> None:
-        _kill_session(process.popen)  # what it started; as long as it is not waited for, its number is not reused
+        _kill_group(process.popen)  # what it started; as long as it is not waited for, its number is not reused
         code = process.popen.wait()
+        kill_marked(mark_of(self._run, process.plan.name))  # and what has left its process group
         self._control.drain(process.control)  # what it reported before it died comes first,
 
         def tell() -> None:
@@ -183,7 +188,31 @@ class LocalBackend(Processes):
         self._channels.submit(tell)
 
 
-def _kill_session(popen: subprocess.Popen | Forked) -> None:
-    """Kills what is left of a host and of the processes it started."""
+def _kill_group(popen: subprocess.Popen | Forked) -> None:
+    """Kills what is left of a host and of the processes in its group."""
     with suppress(ProcessLookupError):
         os.killpg(popen.pid, signal.SIGKILL)
+
+
+def mark_of(run: str, host: str) -> str:
+    """The value of `MARK` in the environment of a host, which every program started there inherits."""
+    return f"{run}/{host}"
+
+
+def kill_marked(mark: str) -> None:
+    """Kills the processes of this machine whose environment has this mark, until none is left that can be read."""
+    wanted = f"{MARK}={mark}".encode()
+    for _ in range(MARKED_ROUNDS):  # one may start another while we look
+        marked = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if wanted in _environment(folder)]
+        if not marked:
+            return
+        for pid in marked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _environment(process: Path) -> list[bytes]:
+    try:
+        return (process / "environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or it has just ended
+        return []

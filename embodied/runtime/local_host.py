@@ -19,7 +19,7 @@ from typing import Any
 from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress
 from embodied.runtime.host import Host, Links
 from embodied.runtime.payload import Payload, decode, encode
-from embodied.runtime.processes import WRITE_STACKS
+from embodied.runtime.processes import WRITE_STACKS, keep_log_short
 from embodied.runtime.socket_io import Loop, MessageSocket
 
 _PR_SET_PDEATHSIG = 1
@@ -38,6 +38,7 @@ def main(boot: dict[str, Any]) -> None:
     faulthandler.enable()
     faulthandler.register(WRITE_STACKS)
     find_main_lazily(boot["main_module"], boot["main_file"])
+    keep_log_short(boot["log"])
     _serve(boot)
 
 

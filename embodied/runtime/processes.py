@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 WRITE_STACKS = signal.SIGUSR1  # asks a host to write into its log what its threads are at
 WRITING_S = 0.2  # in which a process writes down what its threads are at
 START_S = 120.0  # how long a private Ray cluster may take to start
+LOG_BYTES = 64 << 20  # of a host's log; of a longer one the last quarter is kept
+LOG_S = 1.0  # between two looks at its length
 KILL_S = 5.0  # how long a killed process may take to vanish
 
 
@@ -121,6 +123,31 @@ def progress_memory(more_bytes: int = 0) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create("embodied-progress", os.MFD_CLOEXEC)
     os.ftruncate(fd, PROGRESS_BYTES + more_bytes)
     return fd, mmap.mmap(fd, PROGRESS_BYTES)
+
+
+def keep_log_short(log: str | None) -> None:
+    """Looks after the log of this process in a thread of its own."""
+
+    def look() -> None:
+        while True:
+            time.sleep(LOG_S)
+            with suppress(OSError):  # the folder was removed, or the disk is full
+                shorten(Path(log))
+
+    if log is not None:
+        threading.Thread(target=look, name="log", daemon=True).start()
+
+
+def shorten(log: Path, most: int = LOG_BYTES) -> None:
+    """Drops the beginning of a log that is longer than `most`. All who write to it append."""
+    if log.stat().st_size <= most:
+        return
+    with log.open("r+b") as file:
+        file.seek(-(most // 4), os.SEEK_END)
+        kept = file.read(most // 4).partition(b"\n")[2]
+        file.truncate(0)
+    with log.open("ab", buffering=0) as file:
+        file.write(b"[a log holds at most %d MiB: earlier lines were dropped]\n" % (most >> 20) + kept)
 
 
 def check_cores(plan: HostPlan, usable: Iterable[int], what: str = "this process") -> None:

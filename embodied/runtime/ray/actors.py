@@ -44,6 +44,7 @@ from embodied.runtime.processes import (
     boot_order,
     check_cores,
     describe_exit,
+    keep_log_short,
     progress_memory,
 )
 from embodied.runtime.ray import guard
@@ -257,6 +258,7 @@ class RayHost:
         self._life = boot["life"]
         self._timeout_s = boot["timeout_s"]
         _write_to(boot["log"])
+        keep_log_short(boot["log"])
         _check_cores(boot["cores"])
         if boot["path"]:  # the driver is on this machine
             sys.path[:] = boot["path"]

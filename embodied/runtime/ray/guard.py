@@ -13,6 +13,7 @@ import sys
 from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(order, command):
@@ -22,6 +23,7 @@ def main(order, command):
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
     exit_file = os.open(order["exit_file"], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what has left the group becomes ours
     guarded = [pid for pid in (order["driver"], os.getppid()) if pid]
     child = start(command)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(child, signal.SIGKILL))
@@ -29,6 +31,7 @@ def main(order, command):
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # with what it started; its number is not reused before it is waited for
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    end_orphans()
     os.pwrite(exit_file, f"{code}\n".encode(), order["exit_at"])
 
 
@@ -46,6 +49,14 @@ def start(command):
             os.execv(command[0], command)
     finally:
         os._exit(127)
+
+
+def end_orphans():
+    while orphans := open("/proc/thread-self/children").read().split():  # noqa: SIM115
+        for pid in map(int, orphans):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def wait_for_one_of(pids):
