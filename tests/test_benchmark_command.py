@@ -368,6 +368,23 @@ def test_real_runs_that_would_take_too_long_are_cut_short():
     assert timed_run.shortened(config, profile, pricer.price(layout).seconds, timed_run.Clock(1e4))[0] is config
 
 
+def test_handing_over_is_measured_however_little_time_there_is(tmp_path, monkeypatch):
+    took = iter([(0.4, 0.1), (1.3, 0.2)])  # rollout and publishing: in turns, then with sims apart
+
+    def real_run(config, plan, logs, clock, program):
+        rollout_s, publish_s = next(took)
+        return timed_run.RunTimings(rollout_s, 0.0, 0.0, publish_s, 0.0, dataflow_of(config).edges, {})
+
+    monkeypatch.setattr(timed_run, "real_run", real_run)
+    config = in_turns(load([*SMALL]).config)
+    costs = {name: {"cpu": Cost(constant(0.01))} for name in ("sim", "policy", "learner")}
+    profile, clock = Profile(dataflow_of(config), costs), timed_run.Clock(1e-9)
+    found = timed_run.calibrate(
+        config, profile, read_topology("2xCPU"), clock, tmp_path, lambda line: None, 0.0, embodied.EmbodiedLoop
+    )
+    assert found.link.latency_s > 0.01 and found.sync.shared_s == 0.2
+
+
 @pytest.mark.slow
 def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
     out = tmp_path / "bench"
