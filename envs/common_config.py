@@ -94,6 +94,14 @@ class CommonEnvConfig(Strict):
         "iterations show, evaluation is not affected.",
     )
 
+    retries: int = Field(
+        0,
+        ge=0,
+        description="How many more times an env plays a training episode that ended without success from the same "
+        "initial state, before it goes on to the next one: hard initial states are practised more, which lowers the "
+        "success that training shows; evaluation is not affected.",
+    )
+
     @model_validator(mode="after")
     def _something_is_hidden(self) -> CommonEnvConfig:
         if getattr(self, "privileged", False) and self.state == "full":

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.arrays import Observation, host, is_tensor, map_obs, room_for, take_rows, text_arrays
+from embodied.core.errors import ConfigError
 from embodied.core.types import (
     ActReply,
     ActRequest,
@@ -213,6 +214,12 @@ class Stage(EpisodePlayer):
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
         self.journal = journal
+        self.initial = np.full(env.num_envs, -1, np.int64)  # the listed episode in whose initial state a row began
+        if env.config.retries and not env.env_spec.has_success:
+            raise ConfigError(
+                f"env.retries={env.config.retries} plays episodes that end without success again, but "
+                f"{env.config.name} {env.config.task} reports no success; leave it out"
+            )
         self.client: PolicyClient | None = None
         self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
@@ -220,12 +227,20 @@ class Stage(EpisodePlayer):
 
     # Where rollouts are of a fixed number of decisions, every row goes on to its own next episode
 
-    def reset(self, rows: np.ndarray, episodes: EpisodeList, elapsed: np.ndarray | None = None) -> None:
-        """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ..."""
-        next_index = (self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total).tolist()
+    def reset(
+        self,
+        rows: np.ndarray,
+        episodes: EpisodeList,
+        elapsed: np.ndarray | None = None,
+        retried: np.ndarray | bool = False,
+    ) -> None:
+        """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ... The rows `retried`, bool
+        [len(rows)], begin in the initial state of their last one."""
+        next_index = self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total
+        self.initial[rows] = np.where(retried, self.initial[rows], next_index)
         if self.journal is not None:
-            self.journal.put(Note(self.name, begun=tuple(next_index)))
-        self.begin(rows, [episodes[index] for index in next_index], elapsed)
+            self.journal.put(Note(self.name, begun=tuple(next_index.tolist())))
+        self.begin(rows, specs_of(next_index, self.initial[rows], episodes), elapsed)
 
     def reset_all(self, episodes: EpisodeList) -> None:
         """Begin the next episode of every row: when a run begins, when it is resumed without the simulator's state, and
@@ -239,7 +254,9 @@ class Stage(EpisodePlayer):
         self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
         self.final_obs = take_rows(self.obs, self.final_rows) if len(self.final_rows) else None
         if len(done):
-            self.reset(done, episodes)
+            tried = (self.rows.episode[done] - self.initial[done]) // self.num_envs_total
+            failed = ~self.rows.success_now[done]
+            self.reset(done, episodes, retried=failed & (tried < self.env.config.retries))
 
     # Where whole episodes are played, a free row takes the next one that waits
 
@@ -285,6 +302,11 @@ class Stage(EpisodePlayer):
         """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
         record.value(self, self.receive())
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
+
+
+def specs_of(index: np.ndarray, initial: np.ndarray, episodes: EpisodeList) -> list[EpisodeSpec]:
+    """Episodes of these numbers that begin in the initial states of others of the list, or in their own."""
+    return [replace(episodes[i], index=number) for number, i in zip(index.tolist(), initial.tolist(), strict=True)]
 
 
 def step_stages(

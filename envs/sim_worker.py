@@ -27,7 +27,7 @@ from embodied.core.types import (
 )
 from embodied.envs import make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
-from embodied.envs.episode_player import PolicyClient, Record, Refill, Stage, step_stages
+from embodied.envs.episode_player import PolicyClient, Record, Refill, Stage, specs_of, step_stages
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.whole_episodes import EpisodeKeeper, EpisodeStream
 from embodied.runtime import Channel, Needs
@@ -172,14 +172,15 @@ class SimWorker(EpisodeKeeper):
 def stage_state(stage: Stage) -> dict[str, np.ndarray]:
     state = {f"rows.{name}": array for name, array in stage.rows.get_state().items()}
     state |= {f"env.{name}": array for name, array in (stage.env.get_state() or {}).items()}
-    return {"env_ids": stage.env_ids, **state}
+    return {"env_ids": stage.env_ids, "rows.initial": stage.initial, **state}
 
 
 def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
     place = {int(env): at for at, env in enumerate(state["env_ids"])}
     at = np.array([place[int(env)] for env in stage.env_ids])
     rows = {name[5:]: array[at] for name, array in state.items() if name.startswith("rows.")}
-    stage.rows.set_state(rows, [episodes[int(index)] for index in rows["episode"]])
+    stage.initial[:] = rows.get("initial", rows["episode"])  # older checkpoints know of no retries
+    stage.rows.set_state(rows, specs_of(rows["episode"], stage.initial, episodes))
     env_state = {name[4:]: array[at] for name, array in state.items() if name.startswith("env.")}
     if env_state:
         stage.obs = text_arrays(stage.env.set_state(env_state))

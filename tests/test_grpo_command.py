@@ -44,6 +44,7 @@ def test_the_point_mass_learns_to_reach_its_target(tmp_path):
     [
         ("run.env_steps=1000", "plays whole episodes, of a length that is not known before; set run.iterations"),
         ("env.stagger=true", "env.stagger=true cuts the first episodes short"),
+        ("env.retries=2", "env.retries=2 plays failed episodes again"),
         ("env.num_envs=500", "some would never play; try env.num_envs=128"),
         ("algo.gamma=0.9", "algo.gamma is a key of algo.name=ppo, but algo.name is grpo"),
     ],

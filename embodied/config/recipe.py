@@ -259,6 +259,11 @@ class RunConfig(Strict):
             )
         if self.env.stagger:
             raise ValueError(f"env.stagger=true cuts the first episodes short, but {given}; try env.stagger=false")
+        if self.env.retries:
+            raise ValueError(
+                f"env.retries={self.env.retries} plays failed episodes again, but {given} of groups that begin alike; "
+                "try env.retries=0"
+            )
 
     def _precisions_fit(self) -> None:
         if self.learner.precision == "bf16" and self.policy.dtype == "float64":

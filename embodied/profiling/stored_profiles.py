@@ -30,7 +30,7 @@ from embodied.placement.topology import GB
 from embodied.run.devices import draws_on_gpus, networks_on
 
 AMOUNTS = {
-    "env": ("num_envs", "stagger"),
+    "env": ("num_envs", "stagger", "retries"),
     "algo": (
         *("rollout_decisions", "epochs", "minibatch_size", "lr", "value_lr", "lr_schedule"),
         *("groups", "group_size", "filter", "filter_low", "filter_high", "max_rounds", "max_empty"),

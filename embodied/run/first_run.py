@@ -27,7 +27,7 @@ ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "
 DECIDES = ("seed", "algo", "sft", "collect", "run.env_steps", "run.iterations")
 WHERE = ("data", "cache")  # of sft: places on disk
 # Options of an env that say nothing about what a policy sees and does there
-ASIDE = ("num_envs", "stagger", "modules", "fast_images", "video_size")
+ASIDE = ("num_envs", "stagger", "retries", "modules", "fast_images", "video_size")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,8 @@ FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
 KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
 UNSEEN = ("num_envs", "stagger", "backend", "on_success", "max_episode_steps", "reward", "fast_images", "video_size")
-UNLIKE = ("num_envs", "task", "stagger")  # env options in which a policy's recipe may differ from how it is evaluated
+# env options in which a policy's recipe may differ from how it is evaluated
+UNLIKE = ("num_envs", "task", "stagger", "retries")
 
 
 @dataclass(frozen=True)

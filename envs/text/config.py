@@ -17,6 +17,7 @@ class TextConfig(CommonEnvConfig):
     on_success: ClassVar[str] = "continue"
     after_success: ClassVar[int] = 0
     stagger: ClassVar[bool] = False
+    retries: ClassVar[int] = 0
 
     num_envs: int = Field(
         64,

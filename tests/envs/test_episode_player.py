@@ -1,10 +1,12 @@
 """Stages of a sim worker: when their episodes begin and end."""
 
 import numpy as np
+import pytest
 
+from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeList, head_start
 from embodied.envs import make_env
-from embodied.envs.config import PointMassConfig
+from embodied.envs.config import GymConfig, PointMassConfig
 from embodied.envs.episode_player import Stage
 from embodied.envs.sim_worker import restore_stage, stage_state
 from embodied.runtime.timers import Timers
@@ -58,3 +60,35 @@ def test_head_starts_spread_evenly_over_any_block_of_envs():
     for block in np.split(starts, 4):
         gaps = np.diff(np.sort(block), prepend=0, append=50)
         assert gaps.max() <= 2 * 50 / 16  # sixteen envs, at most twice the even distance apart
+
+
+def begun(stage, episodes):
+    """[env, episode]: the listed episodes whose initial states are played, while env 2 heads for its target and env 3
+    rests."""
+    found = [[], []]
+    while min(map(len, found)) < episodes:
+        _, obs = stage.seen()
+        for row, known in enumerate(found):
+            seed = stage.rows.specs[row].seed
+            if stage.rows.length[row] == 0:
+                known.append(next(index for index in range(999) if SPECS[index].seed == seed))
+        heading = 10 * obs["state"][:, 4:] - 5 * obs["state"][:, 2:4]
+        result = stage.play(np.stack([heading[0], np.zeros(2)])[:, None])
+        done, _ = stage.end(result)
+        stage.go_on(done, result, SPECS)
+    return [known[:episodes] for known in found]
+
+
+def test_what_failed_is_retried_from_its_initial_state_and_a_resumed_run_goes_on_with_it():
+    config = PointMassConfig(name="pointmass", retries=2)
+    stage = staged(config)
+    stage.reset_all(SPECS)
+    assert begun(stage, 4) == [[2, 6, 10, 14], [3, 3, 3, 15]]
+    resumed = staged(config)
+    restore_stage(resumed, stage_state(stage), SPECS)
+    assert begun(resumed, 4)[1] == begun(stage, 4)[1] and resumed.rows.specs[1] == stage.rows.specs[1]
+
+
+def test_retries_are_refused_where_nothing_is_a_success():
+    with pytest.raises(ConfigError, match="CartPole-v1 reports no success"):
+        staged(GymConfig(name="gym:CartPole-v1", retries=1))
