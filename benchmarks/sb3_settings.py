@@ -6,6 +6,7 @@ from __future__ import annotations
 SAME_ONLY_AT = {
     "env.on_success": "truncate",
     "env.after_success": 0,
+    "env.retries": 0,
     "env.relative_positions": False,
     "env.solver_iterations": None,
     "policy.name": "mlp",

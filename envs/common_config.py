@@ -97,9 +97,9 @@ class CommonEnvConfig(Strict):
     retries: int = Field(
         0,
         ge=0,
-        description="How many more times an env plays a training episode that ended without success from the same "
-        "initial state, before it goes on to the next one: hard initial states are practised more, which lowers the "
-        "success that training shows; evaluation is not affected.",
+        description="How many more times an env plays a training episode without success from the same initial state, "
+        "before it goes on to the next one: hard initial states are practised more, which lowers the success that "
+        "training shows; evaluation is not affected.",
     )
 
     @model_validator(mode="after")

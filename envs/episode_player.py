@@ -255,7 +255,7 @@ class Stage(EpisodePlayer):
         self.final_obs = take_rows(self.obs, self.final_rows) if len(self.final_rows) else None
         if len(done):
             tried = (self.rows.episode[done] - self.initial[done]) // self.num_envs_total
-            failed = ~self.rows.success_now[done]
+            failed = ~self.rows.success_once[done]
             self.reset(done, episodes, retried=failed & (tried < self.env.config.retries))
 
     # Where whole episodes are played, a free row takes the next one that waits

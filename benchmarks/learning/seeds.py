@@ -65,17 +65,17 @@ def held_out(episodes: int = EPISODES) -> tuple[str, ...]:
     return f"eval.episodes={episodes}", f"eval.seed={EVAL_SEED}", "eval.videos=0"
 
 
-def evaluate(run: Path, env: dict) -> dict:
+def evaluate(run: Path, env: dict, episodes: int = EPISODES) -> dict:
     """results.json of the final checkpoint on the held-out episodes, played by a process of its own."""
-    measure(program("evaluate", f"checkpoint={run}", *held_out()), env, TIMEOUT_S)
-    return last_results(run)
+    measure(program("evaluate", f"checkpoint={run}", *held_out(episodes)), env, TIMEOUT_S)
+    return last_results(run, episodes)
 
 
-def last_results(run: Path) -> dict:
+def last_results(run: Path, episodes: int = EPISODES) -> dict:
     """The results of the newest evaluation, which was of the held-out episodes."""
     newest = max(run.glob("eval/*/results.json"), key=lambda path: path.stat().st_mtime_ns)
     results = json.loads(newest.read_text())
-    assert results["overall"]["episodes"] == EPISODES, results["overall"]
+    assert results["overall"]["episodes"] == episodes, results["overall"]
     return results
 
 

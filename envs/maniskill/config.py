@@ -18,7 +18,7 @@ REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tas
 class ManiSkillConfig(CommonEnvConfig):
     needs = Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True)
     task_base = "mani_skill.envs.sapien_env.BaseEnv"
-    of_task: ClassVar = ("max_episode_steps", "solver_iterations")
+    of_task: ClassVar = ("max_episode_steps", "solver_iterations", "retries")
 
     name: Literal["maniskill"] = Field(
         "maniskill",
