@@ -6,7 +6,9 @@ import sys
 import pytest
 import torch
 
-from embodied.learners.model import Adam
+from embodied.algorithms.config import PPOConfig
+from embodied.learners.model import Adam, PolicyOptimizer
+from embodied.runtime.collective import Alone
 
 RUN = """
 import sys
@@ -37,6 +39,16 @@ def test_its_steps_are_those_of_torch(decay):
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
         assert all(torch.equal(mine.state[a][key], torchs.state[b][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_the_norm_of_a_large_gradient_is_whole():
+    """A float32 sum of 16 million squares is 0.16% short, its root 0.08%."""
+    layer = torch.nn.Linear(2**12, 2**12, bias=False)
+    layer.parameter_groups = lambda: {"policy": [layer.weight], "value": []}
+    grad = torch.randn(2**12, 2**12, generator=torch.Generator().manual_seed(0)) * 1e-4
+    layer.weight.grad = grad.clone()
+    _, norm = PolicyOptimizer(layer, PPOConfig(), Alone()).exchange(torch.zeros(1))
+    assert norm == pytest.approx(float(grad.double().norm()), rel=5e-5)
 
 
 def test_a_learner_of_a_small_network_does_not_import_the_compiler(tmp_path):
