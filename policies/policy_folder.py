@@ -119,6 +119,10 @@ def read_blobs(folder: Path) -> dict[str, Blob]:
         raise CheckpointError(f"{folder} holds adapters for the model in {base}, which is not there any more")
     below, names = read_blobs(Path(base)), config.get("base_names", {})
     names = {own_layer(name): own_layer(stored) for name, stored in names.items()}
+    if set(names.values()) - below.keys() and published_family(Path(base)) == "language":
+        from embodied.policies.language.folder import read_modules
+
+        below |= read_modules(Path(base))
     if lost := sorted(set(names.values()) - below.keys()):
         raise CheckpointError(f"{folder} holds adapters for another model than that in {base}: {lost[0]} is not there")
     return {own: below[stored] for own, stored in names.items()} | blobs

@@ -41,6 +41,11 @@ def publish(
     else:
         family = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind]
         shape = family(**words, **SIZES, head_dim=dim, max_position_embeddings=positions)
+    return write(folder, shape, template)
+
+
+def write(folder: Path, shape, template: str | None = None) -> Path:
+    """A folder with a model of this config as transformers writes it, and our tokenizer of characters."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(shape)

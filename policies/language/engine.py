@@ -144,7 +144,8 @@ def token_bytes(model: Any) -> int:
     shape = model.config
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return 2 * shape.num_hidden_layers * heads * dim * next(model.parameters()).element_size()
+    dims = [getattr(shape, key, None) or dim for key in ("qk_head_dim", "v_head_dim")]  # DeepSeek has other values
+    return sum(dims) * shape.num_hidden_layers * heads * next(model.parameters()).element_size()
 
 
 def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:

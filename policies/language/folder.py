@@ -1,19 +1,29 @@
 """A language model on disk, as transformers and vLLM read it: config.json, weights, tokenizer, generation_config.json.
 
 A policy folder of ours is such a folder. What only we need to know of it (`OURS`: options, env, and what adapters were
-trained on top of) are further keys of the same config.json, which others leave alone; weights have the names that
-transformers gives them. A folder of adapters alone is no model to others: `save_published` writes all weights.
+trained on top of) are further keys of the same config.json, which others leave alone. A folder of adapters alone is no
+model to others: `save_published` writes all weights.
+
+Published folders of some kinds have other names and shapes than transformers' modules (Mixtral's experts lie one by
+one): `as_modules` and `as_published` convert, by transformers' own rules. Policies hold and save weights as modules do,
+which transformers reads too.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -21,12 +31,20 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.initialization import no_init_weights
+from transformers.utils import logging
 
-from embodied.core.errors import CheckpointError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
-from embodied.runtime.tensor_bytes import Blob
+from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, tensor_of
 
 GENERATION = "generation_config.json"
 COMPANIONS = (GENERATION, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
@@ -59,8 +77,12 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """The model on the meta device, which costs no memory."""
     # transformers would make this dtype the whole process' default meanwhile, in which other threads compute.
     options = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa", "trust_remote_code": False}
-    with BUILDING, torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, **options).eval()
+    try:
+        with BUILDING, torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, **options).eval()
+    except (ValueError, ImportError) as err:  # no such kernel of attention, or a package that is missing
+        cause = str(err).strip().splitlines()[0].partition(". ")[0]
+        raise ConfigError(f"a {config.model_type} cannot be run here: {cause}; take another model") from None
     model.config.dtype = dtype
     for weight in model.state_dict(keep_vars=True).values():
         if weight.is_floating_point():
@@ -70,11 +92,13 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 def allocate(model: Any) -> None:
     """Give a model memory on the CPU for weights that are still to come; what is computed and not learned (angles of
-    positions) it gets at once."""
+    positions, the scale of embeddings) it gets at once."""
     model.to_empty(device="cpu")
-    with BUILDING:
+    with BUILDING, torch.no_grad():
         for module in model.modules():
-            if module._non_persistent_buffers_set and not list(module.parameters(recurse=False)):
+            if module._non_persistent_buffers_set:
+                for parameter in module.parameters(recurse=False):
+                    parameter._is_hf_initialized = True  # by which transformers leaves it alone
                 model._init_weights(module)
 
 
@@ -89,14 +113,65 @@ def tie(model: Any) -> bool:
 
 def blocks_of(model: Any) -> list[nn.Module]:
     """A model's transformer blocks."""
-    return list(max((part for part in model.base_model.children() if isinstance(part, nn.ModuleList)), key=len))
+    return list(max(_lists(_body(model)), key=len))
 
 
 def behind_blocks(model: Any) -> list[nn.Module]:
     """The modules that the hidden states go through behind the blocks: the final norm."""
-    parts = list(model.base_model.children())
+    parts = list(_body(model).children())
     at = next(at for at, part in enumerate(parts) if isinstance(part, nn.ModuleList))
     return parts[at + 1 :]
+
+
+def _body(model: Any) -> nn.Module:
+    """The module that holds the blocks: the base model, or its decoder."""
+    parts = [model.base_model, *model.base_model.children()]
+    return next(part for part in parts if not isinstance(part, nn.ModuleList) and _lists(part))
+
+
+def _lists(module: nn.Module) -> list[nn.ModuleList]:
+    return [part for part in module.children() if isinstance(part, nn.ModuleList)]
+
+
+def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of as few of a model's first layers as show every kind of layer; two at least."""
+    cut, layers = copy.deepcopy(config), config.num_hidden_layers
+    lists = {key: each for key, each in vars(config).items() if isinstance(each, list) and len(each) == layers}
+    newest = [each.index(kind) for each in lists.values() for kind in each if not isinstance(kind, list | dict)]
+    dense = getattr(config, "first_k_dense_replace", None) or 0
+    cut.num_hidden_layers = min(layers, max([2, dense + 1, *(at + 1 for at in newest)]))
+    for key, each in lists.items():
+        setattr(cut, key, each[: cut.num_hidden_layers])
+    return cut
+
+
+@torch.no_grad()
+def logprobs_by_transformers(folder: Path, config: PreTrainedConfig, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Float32 log-probs of all tokens but the first of each text, by the model that transformers makes of a folder with
+    this config."""
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
+    with BUILDING, quiet():
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **options).eval()
+    found = []
+    for text in texts:
+        ids = torch.tensor(text)
+        likely = model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        found.append(likely.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(found)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from telling what a folder has more than is asked for, and how fast it reads it."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
@@ -108,10 +183,108 @@ def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
     return found
 
 
-def read_weights(folder: Path, tied: str | None) -> dict[str, Blob]:
-    """A folder's weights, without the head's where that is tied, `tied` being its name."""
-    stored = read_blobs(folder)
+def read_weights(folder: Path, model: Any, tied: str | None) -> dict[str, Blob]:
+    """A folder's weights as the model's modules have them, without the head's where that is tied, `tied` being its
+    name."""
+    stored = as_modules(model, read_blobs(folder))
     return {name: blob for name, blob in stored.items() if name != tied and not name.endswith(LEFTOVERS)}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The names in a folder that a weight of a module comes from: one, or several that a rule makes it of."""
+
+    names: list[str]
+    rule: WeightConverter | None = None
+    patterns: list[str] = field(default_factory=list)  # of the rule, that the names match
+    first: str = ""  # the rule makes this weight, and perhaps others
+
+
+class MadeBlob(Blob):
+    """A weight that is made of others, whenever its bytes are asked for."""
+
+    def __init__(self, spec: Spec, make: Callable[[], np.ndarray]) -> None:
+        object.__setattr__(self, "spec", spec)
+        object.__setattr__(self, "make", make)
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        return self.make()
+
+
+def origins(model: Any, stored: Iterable[str]) -> dict[str, Origin]:
+    """Where a folder with these names has the weights of the model's modules; other names stand for themselves."""
+    rules, own = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, Origin] = {}
+    for name in sorted(stored, key=by_number):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if new not in own:
+            new, pattern = rename_source_key(name, [], [], model.base_model_prefix, own)
+        if pattern is None:
+            found[new if new in own else name] = Origin([name])
+            continue
+        rule = of_pattern[pattern]
+        for target in rule.target_patterns:
+            origin = found.setdefault(new.replace(rule.target_patterns[0], target), Origin([], rule, first=new))
+            origin.names.append(name)
+            origin.patterns.append(pattern)
+    return found
+
+
+def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
+    """A folder's weights by the names of the model's modules, and in their shapes."""
+    own, found = model.state_dict(), {}
+    for name, origin in origins(model, stored).items():
+        first = stored[origin.names[0]]
+        if origin.rule is None:
+            found[name] = first
+        else:
+            spec = Spec(first.spec.dtype, tuple(own[name].shape))
+            found[name] = MadeBlob(spec, partial(convert, model, name, origin, stored, spec))
+    return found
+
+
+def convert(model: Any, name: str, origin: Origin, stored: dict[str, Blob], spec: Spec) -> np.ndarray:
+    """The bytes of a weight that a rule makes of some of a folder's."""
+    rule = copy.deepcopy(origin.rule)
+    for pattern, source in zip(origin.patterns, origin.names, strict=True):
+        rule.add_tensor(origin.first, source, pattern, tensor_of(stored[source]))
+    try:
+        made = rule.convert(origin.first, model=model, config=model.config)[name]
+        blob = blob_of(made[0] if isinstance(made, list) else made)
+    except (RuntimeError, ValueError, KeyError) as err:
+        raise CheckpointError(f"{name} cannot be made of {origin.names[0]} and others: {err}") from None
+    if blob.spec != spec:
+        raise CheckpointError(
+            f"{name} is made of {len(origin.names)} weights, {origin.names[0]} and so on, and is to be "
+            f"{list(spec.shape)}, not {list(blob.spec.shape)}: some are missing"
+        )
+    return blob.data
+
+
+def names_in(folder: Path, model: Any, weights: Iterable[str]) -> dict[str, str]:
+    """The names that these weights of modules have in a folder; their own where they are made of several, as
+    `read_modules` does."""
+    known = origins(model, read_blobs(folder))
+    return {name: name if known[name].rule else known[name].names[0] for name in weights}
+
+
+def read_modules(folder: Path) -> dict[str, Blob]:
+    """The weights of a published folder as transformers' modules have them."""
+    return as_modules(empty_model(read_config(folder), torch.float32), read_blobs(folder))
+
+
+def by_number(name: str) -> list[tuple[int, Any]]:
+    """A key by which experts.10 comes after experts.9."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
+
+
+def as_published(model: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Weights of the model's modules by the names, and in the shapes, that published folders of this kind have."""
+    return revert_weight_conversion(model, dict(weights))
 
 
 def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationTokenizer) -> None:

@@ -36,6 +36,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
+from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import (
     NOT_FINITE,
     OWNER,
@@ -176,7 +177,7 @@ class HTTPEngine(Engine):
         if not at.is_dir():
             aside = self.folder / "new"
             aside.mkdir(parents=True, exist_ok=True)
-            write_tensors(aside / WEIGHTS, self.pairs)
+            write_tensors(aside / WEIGHTS, as_published(self.policy.model, self.pairs.items()))
             aside.rename(at)
         await self.server.load(at, self.name, self.policy.tied)
 

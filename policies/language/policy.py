@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, GPT2Config, PreTrainedConfig, Qwen3Config
+from transformers.integrations.moe import ExpertsInterface
 
 from embodied.core.arrays import host, tensor_of
-from embodied.core.errors import ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
 from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
@@ -29,7 +31,7 @@ from embodied.policies.language import tokenizer as words
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.packing import Packed, into_passes, lay_out
-from embodied.policies.policy_folder import CONFIG, write_shards, write_values
+from embodied.policies.policy_folder import CONFIG, published_family, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
 from embodied.runtime.tensor_bytes import Blob
@@ -37,9 +39,13 @@ from embodied.runtime.tensor_bytes import Blob
 DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
 SPREAD = 0.05  # of fresh weights: from 0.02, as in large models, one so narrow learns more slowly
 KINDS = {"full_attention", "sliding_attention"}  # of layers
-SCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of a head that is more than a product
+SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_softcapping": "gemma"}
+"""Keys by which a head is more than a product, and how the types of models begin that know them."""
+UNKNOWN = ("attn_logit_softcapping",)  # of attention, which kernels leave out without a word
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
 COUNTED = "embodied_counted"  # where nothing is computed, only what is kept is counted
+COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
+ROUNDING = 1e-3  # nats, which float32 stays far below
 TILE = 128  # of flex_attention's blocks, into which rows are divided
 
 
@@ -60,15 +66,15 @@ class LanguagePolicy(PublishedPolicy):
         super().__init__(config, spec)
         self.origin = as_path(config.pretrained) if config.pretrained else None
         where = f"policy.pretrained={self.origin}" if self.origin else f"policy.preset={config.preset}"
-        shape = files.read_config(self.origin) if self.origin else None
+        shape = self.choose_shape()
         self.tokenizer = self.choose_tokenizer(shape)
         if shape is None:
             shape = fresh_config(config.preset, len(self.tokenizer.own), min(self.tokenizer.stops))
-        self.max_length = longest(config, shape)
         self.dtype = getattr(torch, config.dtype)
         self.exact = torch.promote_types(self.dtype, torch.float32)  # what log-probs are computed in
         model = files.empty_model(shape, self.dtype)
         check_kind(model, where)
+        self.max_length = longest(config, shape)
         self.tied = files.tie(model)
         self.choose_trained(model)
         files.allocate(model)
@@ -76,6 +82,10 @@ class LanguagePolicy(PublishedPolicy):
         self.value_head = None
         if config.value_head:
             self.value_head = ValueHead(model.config.hidden_size, 1, device="cpu", dtype=self.exact)
+
+    def choose_shape(self) -> PreTrainedConfig | None:
+        """The config of the folder's model; None without a folder."""
+        return files.read_config(self.origin) if self.origin else None
 
     def choose_tokenizer(self, shape: Any) -> words.ConversationTokenizer:
         if self.origin is None:
@@ -169,6 +179,8 @@ class LanguagePolicy(PublishedPolicy):
         )
         if self.model.config._attn_implementation != way:
             self.model.set_attn_implementation(way)
+            if way == COUNTED:
+                self.model.set_experts_implementation(way)
         seen = attention_mask(packed, way, self.device)
         states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False)
         return states.last_hidden_state.flatten(0, 1)[sources]
@@ -176,8 +188,8 @@ class LanguagePolicy(PublishedPolicy):
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [U, vocabulary]."""
         if self.tied:
-            return F.linear(hidden, self.model.get_input_embeddings().weight)
-        return self.model.get_output_embeddings()(hidden)
+            return scaled(F.linear(hidden, self.model.get_input_embeddings().weight), self.model.config)
+        return scaled(self.model.get_output_embeddings()(hidden), self.model.config)
 
     def blocks(self) -> list[nn.Module]:
         return files.blocks_of(self.model)
@@ -202,18 +214,36 @@ class LanguagePolicy(PublishedPolicy):
             spread /= (2 * len(self.blocks())) ** 0.5
         return torch.empty(shape).normal_(0.0, spread, generator=draw)
 
+    def initialise(self, rng: np.random.Generator) -> None:
+        super().initialise(rng)
+        self.check_folder()
+
+    def stored_weights(self) -> dict[str, Blob]:
+        self.check_folder()
+        return super().stored_weights()
+
+    def check_folder(self) -> None:
+        """Refuse a published folder whose first layers score a few tokens otherwise here than in transformers."""
+        if self.origin is None or published_family(self.origin) != "language":
+            return
+        own = FirstLayers(self.config, self.spec)
+        if sum(p.numel() for p in own.parameters()) > COMPARED:
+            print(f"{self.origin}: too large to be compared with transformers' own forward pass", flush=True)
+            return
+        gap = own.difference_from_transformers()
+        if not gap <= ROUNDING:
+            raise CheckpointError(
+                f"{self.origin} is a {self.model.config.model_type}, whose log-probs are computed otherwise here than "
+                f"by transformers {transformers.__version__}: {gap:.2g} nats apart; take another model, and report this"
+            )
+
     def read_stored(self) -> dict[str, Blob]:
         stored = self.read_weights(self.origin) if self.origin else {}
         return {name: blob for name, blob in stored.items() if self.config.value_head or self.is_models(name)}
 
     def read_weights(self, folder: Path) -> dict[str, Blob]:
         """The weights in a folder, but for a head that is only another name of the embeddings."""
-        return files.read_weights(folder, self._tied_head())
-
-    def stored_name(self, stored: dict[str, Blob], name: str) -> str:
-        """Some folders leave out how all names of a model begin."""
-        short = name.removeprefix(f"{self.model.base_model_prefix}.")
-        return short if name not in stored and short in stored else name
+        return files.read_weights(folder, self.model, self._tied_head())
 
     def is_extra(self, name: str) -> bool:
         return is_adapter(name) or not self.is_models(name)
@@ -239,13 +269,13 @@ class LanguagePolicy(PublishedPolicy):
     # On disk
 
     def stored_names(self) -> dict[str, str]:
-        stored = self.read_stored()
-        names = {name: self.stored_name(stored, name) for name in self.state_dict()}
-        return {name: there for name, there in names.items() if there in stored}
+        return {name: name for name in self.read_stored() if name in self.state_dict()}
 
     def description(self) -> dict[str, Any]:
         """The model's own config with ours beside it, so that others read the folder too."""
         ours = super().description()
+        if names := ours.get("base_names"):
+            ours["base_names"] = files.names_in(self.origin, self.model, names)
         ours["policy"] |= {"pretrained": "." if self.origin else None}
         if self.config.engine == "http":  # whose server is that of a run, here and now
             usual = type(self.config).model_fields
@@ -271,8 +301,9 @@ class LanguagePolicy(PublishedPolicy):
         files.write_companions(Path(folder), self.origin, self.tokenizer)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """The weights of the model alone, adapters merged."""
-        return {name: tensor for name, tensor in super().published_weights().items() if self.is_models(name)}
+        """The weights of the model alone, adapters merged, as published folders of its kind have them."""
+        merged = super().published_weights()
+        return files.as_published(self.model, ((name, each) for name, each in merged.items() if self.is_models(name)))
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """The folder that other programs read: nothing of ours, adapters merged, large weights in shards."""
@@ -301,6 +332,38 @@ class CountedLanguage(LanguagePolicy):
         return None
 
 
+class FirstLayers(LanguagePolicy):
+    """The first layers of a published model in float32, to be compared with what transformers makes of them."""
+
+    def __init__(self, config: LanguageConfig, spec: EnvSpec) -> None:
+        plain = {"dtype": "float32", "lora_rank": None, "train_layers": None, "value_head": False, "max_length": None}
+        super().__init__(config.model_copy(update=plain), spec)
+
+    def choose_shape(self) -> PreTrainedConfig:
+        return files.first_layers(files.read_config(self.origin))
+
+    def choose_tokenizer(self, shape: Any) -> Any:
+        return None
+
+    def read_stored(self) -> dict[str, Blob]:
+        own = self.state_dict()
+        return {name: blob for name, blob in super().read_stored().items() if name in own}
+
+    def difference_from_transformers(self) -> float:
+        """The largest difference of log-probs, in nats, over two short texts that begin alike."""
+        words = self.model.config.get_text_config().vocab_size
+        ids = (np.arange(1, 18) * 7919 % words).astype(np.int64)
+        texts = [ids[:12], np.concatenate([ids[:8], ids[12:]])]
+        theirs = files.logprobs_by_transformers(self.origin, self.model.config, texts)
+        PublishedPolicy.initialise(self, np.random.default_rng(0))
+        mask = [np.arange(len(text)) > 0 for text in texts]
+        inputs = {"actions": np.concatenate(texts), "mask": np.concatenate(mask), "groups": np.zeros(2, np.int64)}
+        with torch.no_grad():
+            scores = self(inputs | {"lengths": np.array([len(text) for text in texts])})
+        mine = scores.logprobs[:, 0, 0][torch.from_numpy(inputs["mask"])]
+        return float((mine - theirs).abs().max())
+
+
 # Sizes of models with fresh weights, and what must hold of a model that others made
 
 
@@ -325,6 +388,17 @@ def fresh_config(preset: str, vocabulary: int, end: int) -> PreTrainedConfig:
     )
 
 
+def scaled(logits: Tensor, shape: PreTrainedConfig) -> Tensor:
+    """Logits as the models make them whose head is more than a product: Cohere, Granite, Gemma."""
+    if (scale := getattr(shape, "logit_scale", None)) not in (None, 1):
+        logits = logits * scale
+    if (scale := getattr(shape, "logits_scaling", None)) not in (None, 1):
+        logits = logits / scale
+    if (cap := getattr(shape, "final_logit_softcapping", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
 def check_kind(model: Any, where: str) -> None:
     """Refuse a model whose log-probs we would not compute as it does."""
     shape = model.config
@@ -335,7 +409,8 @@ def check_kind(model: Any, where: str) -> None:
             f"{where} is a {shape.model_type} with {odd}, which cannot read several conversations in one row; take a "
             "model of plain attention, such as Llama, Qwen or GPT-2"
         )
-    if odd := [key for key in SCALED if getattr(shape, key, None) not in (None, 1, 1.0)]:
+    others = [key for key, kind in SCALED.items() if not shape.model_type.startswith(kind)]
+    if odd := [key for key in (*UNKNOWN, *others) if getattr(shape, key, None) not in (None, 1, 1.0)]:
         raise ConfigError(f"{where} is a {shape.model_type}, whose {odd[0]} is not supported; take another model")
 
 
@@ -376,8 +451,9 @@ def wide_row(kernel: str, dim: int) -> float:
 def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
     """Says which places see which, for transformers' `attention_mask`. Places without a token see such places, so that
     no row of numbers is empty."""
-    if kernel == COUNTED:
-        return None
+    if kernel == COUNTED:  # without one, models of which a token is padding would look for it
+        rows, width = packed.ids.shape
+        return torch.ones(rows, 1, width, width, dtype=torch.bool, device=device)
     blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
     if kernel == DENSE:
         return dense(blocks, segments)
@@ -410,7 +486,7 @@ class CountedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = torch.empty_like(query)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
         ctx.save_for_backward(query, key, value, out)
         return out
 
@@ -422,4 +498,18 @@ def counted_attention(
     return CountedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
+def counted_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """A layer of experts on the meta device, as transformers calls it: every token goes through as many as it chose."""
+    one, turned = hidden.repeat_interleave(chosen.shape[-1], dim=0), getattr(module, "is_transposed", False)
+
+    def linear(inputs: Tensor, matrices: Tensor) -> Tensor:
+        return inputs @ (matrices[0] if turned else matrices[0].T)
+
+    inner = linear(one, module.gate_up_proj if module.has_gate else module.up_proj)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = linear(inner, module.down_proj) * weights.reshape(-1, 1)
+    return out.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+
+
 AttentionInterface.register(COUNTED, counted_attention)
+ExpertsInterface.register(COUNTED, counted_experts)

@@ -58,8 +58,8 @@ class KeyValues:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep new keys and values [rows, heads, new, dim], and return those to attend to. The model calls it."""
         if layer_idx == len(self.layers):
-            empty = (self.rows, keys.shape[1], 0, keys.shape[3])
-            self.layers.append((self._longer(keys.new_empty(empty), 0), self._longer(values.new_empty(empty), 0)))
+            empty = (each.new_empty(self.rows, each.shape[1], 0, each.shape[3]) for each in (keys, values))
+            self.layers.append(tuple(self._longer(each, 0) for each in empty))
         kept, (rows, places) = self.layers[layer_idx], self.at
         if not self.seen:
             for part, new in zip(kept, (keys, values)):

@@ -23,6 +23,7 @@ from torch import Tensor
 from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
+from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm_worker import replace_weights
 from embodied.policies.vla.lora import merged
 
@@ -123,7 +124,8 @@ class VLLMEngine(Engine):
     def load(self, weights: dict[str, Tensor], version: int) -> None:
         assert not self.running, "new weights come while answers are being written"
         scale = self.config.lora_scale if self.config.lora_rank else None
-        pairs = [*(weights.items() if scale is None else merged(weights.items(), scale))]
+        whole = weights.items() if scale is None else merged(weights.items(), scale)
+        pairs = [*as_published(self.policy.model, whole).items()]
         with torch.inference_mode(False), torch.no_grad():
             self.engine.collective_rpc(replace_weights, args=(pairs,))
         if not self.engine.reset_prefix_cache():  # what it remembers of prompts is of the weights before
