@@ -6,7 +6,8 @@ results of one protocol were always played alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError
@@ -25,6 +26,17 @@ class EvaluationProtocol:
     def apply(self, config: Any) -> Any:
         """The env config evaluation envs are made from."""
         return config.model_copy(update=self.options)
+
+    def in_mujoco(self, versions: tuple[str, ...]) -> EvaluationProtocol:
+        """This protocol where one of these versions of MuJoCo is installed, else another one that names the version."""
+        try:
+            installed = version("mujoco")
+        except PackageNotFoundError:  # planned here, played elsewhere
+            return self
+        if installed in versions:
+            return replace(self, rules=f"{self.rules}; MuJoCo {installed}")
+        rules = f"{self.rules}; MuJoCo {installed} simulates otherwise than {versions[-1]}, that of {self.name}"
+        return replace(self, name=f"{self.name}+mujoco{installed}", rules=rules)
 
 
 AS_TRAINED = EvaluationProtocol(

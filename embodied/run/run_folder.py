@@ -22,7 +22,8 @@ from embodied.run.checkpoints import name_of, read_json
 from embodied.system.machine import version_of
 
 DRIVER = "driver"
-PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", "mani_skill", "sapien", "transformers", "ray")
+SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
+PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
 
 
 class RunFolder:

@@ -36,6 +36,7 @@ SUITES = {
     "libero_10": Suite(10, 520),
     "libero_90": Suite(90, 400),
 }
+MUJOCO = ("3.3.0", "3.3.1", "3.3.2")  # of libero-v1; images differ from 3.3.3 on, places of objects from 3.4 on
 SETTLING_STEPS = 10  # played with an open gripper before an episode begins, so that objects come to rest
 OWN_STEPS = 300  # env steps of an episode of a task of one's own that does not say
 

@@ -28,7 +28,7 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import Expert
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
-from embodied.envs.libero.config import SETTLING_STEPS, LiberoConfig, is_own, max_steps, tasks_of
+from embodied.envs.libero.config import MUJOCO, SETTLING_STEPS, LiberoConfig, is_own, max_steps, tasks_of
 from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.tasks import TaskFiles, check_own, check_width, files_of, limit_of, read_states, thing_names
 from embodied.envs.vector_env import StepResult, VectorEnv
@@ -69,15 +69,14 @@ class LiberoEnv(VectorEnv):
     @classmethod
     def protocols(cls, config: LiberoConfig) -> tuple[EvaluationProtocol, ...]:
         if is_own(tasks_of(config.task)[0]):
-            return own_protocol(config), AS_TRAINED
+            return own_protocol(config).in_mujoco(MUJOCO), AS_TRAINED
         trained = {
             "drawn": "training drew placements of its own and never began in one of these",
             "stored": "training began in the same states (env.initial_states=stored)",
         }
         rules = f"{RULES}; {trained[config.initial_states]}"
-        return EvaluationProtocol(
-            "libero-v1", rules, {"on_success": "terminate", "max_episode_steps": None}, STORED
-        ), AS_TRAINED
+        options = {"on_success": "terminate", "max_episode_steps": None}
+        return EvaluationProtocol("libero-v1", rules, options, STORED).in_mujoco(MUJOCO), AS_TRAINED
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:

@@ -22,6 +22,7 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs import own_modules
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
+from embodied.envs.libero.config import MUJOCO
 from embodied.envs.libero.load_simulator import quiet, simulator
 from embodied.envs.libero.scene import Draws
 from embodied.envs.robosuite.config import RobosuiteConfig
@@ -58,7 +59,7 @@ class RobosuiteEnv(VectorEnv):
 
     @classmethod
     def protocols(cls, config: RobosuiteConfig) -> tuple[EvaluationProtocol, ...]:
-        return PROTOCOL, AS_TRAINED
+        return PROTOCOL.in_mujoco(MUJOCO), AS_TRAINED
 
     @classmethod
     def rehearse(cls, config: RobosuiteConfig) -> None:

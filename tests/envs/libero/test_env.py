@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from embodied.core.errors import MissingAsset
+from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeList, EpisodeSpec
 from embodied.envs import env_class, make_env
-from embodied.envs.config import LiberoConfig
+from embodied.envs.config import ENV_CONFIGS, LiberoConfig
 from embodied.envs.env_checker import check_vector_env
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.libero.config import tasks_of
@@ -76,6 +76,20 @@ def test_the_protocol_plays_the_stored_states_whatever_the_recipe_trains_on():
         assert (played.on_success, played.max_episode_steps) == ("terminate", None)
 
 
+@pytest.mark.parametrize("installed", ["3.3.2", "3.17.0"])
+@pytest.mark.parametrize("config", [{"name": "libero"}, {"name": "robosuite", "task": "Lift"}])
+def test_another_mujoco_makes_another_protocol(config, installed, monkeypatch):
+    monkeypatch.setattr("embodied.envs.evaluation_protocols.version", {"mujoco": installed}.__getitem__)
+    config = ENV_CONFIGS[config["name"]](**config)
+    name = f"{config.name}-v1"
+    if installed == "3.3.2":
+        assert choose_protocol(env_class(config), config, name).rules.endswith("MuJoCo 3.3.2")
+        return
+    assert choose_protocol(env_class(config), config, None).name == f"{name}+mujoco3.17.0"
+    with pytest.raises(ConfigError, match=rf"eval.protocol='{name}': .* has {name}\+mujoco3.17.0, as-trained-v1"):
+        choose_protocol(env_class(config), config, name)
+
+
 def test_an_evaluation_plays_every_task_from_every_stored_state_once():
     config = LiberoConfig(name="libero", task="libero_goal")
     kind = env_class(config)
@@ -99,7 +113,7 @@ def test_training_may_ask_for_the_stored_states(env):
 MEMORY = """
 import psutil
 from embodied.envs import make_env
-from embodied.envs.config import LiberoConfig
+from embodied.envs.config import ENV_CONFIGS, LiberoConfig
 
 env = make_env(LiberoConfig(name="libero", task="libero_object/0"), 1)
 env.reset(seed=0)
