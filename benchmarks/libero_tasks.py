@@ -84,7 +84,7 @@ def report(tasks: dict[str, dict]) -> str:
 
 
 def main() -> None:
-    from embodied.envs.libero.config import SUITES, tasks_of
+    from embodied.envs.libero.config import BENCHMARK, tasks_of
 
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--resume", action="store_true", help="leave out tasks that have passed")
@@ -92,7 +92,7 @@ def main() -> None:
     options = ask.parse_args()
 
     tasks = json.loads(PLACE.read_text())["tasks"] if PLACE.is_file() else {}
-    for task in tasks_of(options.task or tuple(SUITES)):
+    for task in tasks_of(options.task or tuple(BENCHMARK)):
         if options.resume and task in tasks and "skipped" not in tasks[task]:
             continue
         tasks[task] = try_task(task)

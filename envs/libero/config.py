@@ -1,5 +1,5 @@
-"""Options of LIBERO's tasks, and its five suites: how many tasks each has, how long an episode may last and how long
-things settle before it, and what `env.task` may say.
+"""Options of LIBERO's tasks; the benchmark's five suites and LIBERO-Pro's perturbed ones: how many tasks each has, how
+long an episode may last and how long things settle before it; and what `env.task` may say.
 
 A task is called `libero_spatial/3`: suite and number, in the order of the benchmark.
 """
@@ -24,17 +24,61 @@ SIM_BYTES, SCENE_BYTES, SCENE_WITH_IMAGES_BYTES = 0.7e9, 0.3e9, 0.8e9  # of LIBE
 class Suite:
     num_tasks: int
     max_steps: int  # env steps of an episode, as published evaluations use them
+    num_states: int = 50  # stored initial states of every task
+    perturbation: str = ""  # of LIBERO-Pro: what is changed in the suite whose name it begins with
+
+    @property
+    def is_told_by_file(self) -> bool:
+        """Whether the instruction is that of the task file; elsewhere the benchmark takes it from the file's name."""
+        return self.perturbation in ("lan", "task")
 
     def __str__(self) -> str:
-        return f"tasks 0 to {self.num_tasks - 1}, {self.max_steps} steps"
+        changed = f", LIBERO-Pro: {PERTURBATIONS[self.perturbation]}" if self.perturbation else ""
+        return f"tasks 0 to {self.num_tasks - 1}, {self.max_steps} steps{changed}"
 
 
-SUITES = {
+BENCHMARK = {
     "libero_spatial": Suite(10, 220),
     "libero_object": Suite(10, 280),
     "libero_goal": Suite(10, 300),
     "libero_10": Suite(10, 520),
     "libero_90": Suite(90, 400),
+}
+PERTURBATIONS = {
+    "lan": "other words for the same task",
+    "object": "objects of another look",
+    "swap": "objects that change places",
+    "task": "another task in the same scene",
+    **{
+        f"temp_{axis}0.{step}": f"the object moved along {axis}, step {step} of 5"
+        for axis in "xy"
+        for step in range(1, 6)
+    },
+    **{
+        f"with_{thing}": f"a {thing.replace('_', ' ')} added"
+        for thing in ("mug", "green_mug", "red_stick", "blue_stick", "rotated_stick", "yellow_book", "milk", "red_box")
+    },
+    "with_diffpos_stick": "a stick added in another place",
+}
+# Perturbations with all files in the package, and the suites that have them; in RARE ones a task has 10 stored states.
+FREQUENT = {
+    "spatial": "lan object swap task with_mug with_red_stick with_yellow_book",
+    "object": "lan object swap task with_mug with_red_stick with_yellow_book with_blue_stick with_red_box temp_x0.1 "
+    "temp_x0.2 temp_x0.3 temp_x0.4 temp_x0.5 temp_y0.1 temp_y0.2 temp_y0.3 temp_y0.4",
+    "goal": "lan object swap task with_mug with_red_stick with_yellow_book",
+    "10": "lan object swap task with_mug with_red_stick",
+}
+RARE = {
+    "spatial": "with_green_mug with_blue_stick with_diffpos_stick with_milk with_red_box",
+    "object": "with_diffpos_stick",
+    "goal": "with_green_mug with_blue_stick with_rotated_stick with_diffpos_stick with_milk with_red_box",
+    "10": "with_blue_stick with_diffpos_stick with_red_box",
+}
+SUITES = BENCHMARK | {
+    f"libero_{base}_{perturbation}": Suite(10, BENCHMARK[f"libero_{base}"].max_steps, num_states, perturbation)
+    for table, num_states in ((FREQUENT, 50), (RARE, 10))
+    for base, names in table.items()
+    for perturbation in names.split()
 }
 MUJOCO = ("3.3.0", "3.3.1", "3.3.2")  # of libero-v1; images differ from 3.3.3 on, places of objects from 3.4 on
 SETTLING_STEPS = 10  # played with an open gripper before an episode begins, so that objects come to rest
@@ -58,8 +102,8 @@ def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
         if suite not in SUITES:
             hint = nearest(suite, SUITES, 0.4)
             raise ValueError(
-                f"env.task={name!r}: the suites are {', '.join(SUITES)}{hint}; a task of your own is "
-                "path/to/task.bddl or my_tasks:MyTask"
+                f"env.task={name!r}: the suites are {', '.join(BENCHMARK)}, and LIBERO-Pro's (python -m embodied.list "
+                f"tasks){hint}; a task of your own is path/to/task.bddl or my_tasks:MyTask"
             )
         count = SUITES[suite].num_tasks
         if "/" not in name:
@@ -76,9 +120,18 @@ def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def suite_of(task: str) -> str:
+    return task.partition("/")[0]
+
+
 def max_steps(tasks: Sequence[str]) -> int:
     """The longest limit of these tasks' suites; each episode ends at that of its own."""
-    return max(OWN_STEPS if is_own(task) else SUITES[task.partition("/")[0]].max_steps for task in tasks)
+    return max(OWN_STEPS if is_own(task) else SUITES[suite_of(task)].max_steps for task in tasks)
+
+
+def num_states(tasks: Sequence[str]) -> int:
+    """Stored initial states that each of these tasks of the suites has."""
+    return min(SUITES[suite_of(task)].num_states for task in tasks)
 
 
 class LiberoConfig(CommonEnvConfig):
@@ -90,11 +143,13 @@ class LiberoConfig(CommonEnvConfig):
     )
     task_base = "libero.libero.envs.bddl_base_domain.BDDLBaseDomain"
 
-    name: Literal["libero"] = Field(description="The LIBERO benchmark: 130 tasks of one arm on a table or floor.")
+    name: Literal["libero"] = Field(
+        description="The LIBERO benchmark, 130 tasks of one arm on a table or floor, and LIBERO-Pro."
+    )
     task: Tasks = Field(
         "libero_object/0",
-        description="A task (libero_object/3), a suite (libero_object), or a list of these; one of your own is "
-        "path/to/task.bddl or my_tasks:MyTask.",
+        description="A task (libero_object/3), a suite (libero_object, libero_object_swap), or a list of these; one of "
+        "your own is path/to/task.bddl or my_tasks:MyTask.",
     )
     num_envs: int = Field(8, gt=0, description="As for all envs; rows of one task share its memory.")
     on_success: OnSuccess = Field("terminate", description="As for all envs; the reward is 1 where the task is solved.")
@@ -140,7 +195,7 @@ class LiberoConfig(CommonEnvConfig):
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
-        return [(suite, f"{about}; one of them: {suite}/0") for suite, about in SUITES.items()]
+        return [(name, str(suite)) for name, suite in SUITES.items()]
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:

