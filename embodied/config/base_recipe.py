@@ -31,7 +31,7 @@ def base_recipe(
     """The recipe that is named, else the one stored with the run to resume or evaluate; None where there is none."""
     if "recipe" in values:
         named = text("recipe", values.pop("recipe"), problems)
-        if values.get("resume") == "auto" and (run := newest_run(named, values, command, schema)):
+        if values.get("resume") == "auto" and (run := run_to_resume(named, values, command, schema)):
             values["resume"] = str(run)  # as it was started, with what the command line said then
             return str(run / CONFIG)
         return named
@@ -56,16 +56,24 @@ def base_recipe(
     return None
 
 
-def newest_run(recipe: str, values: dict[str, Any], command: Command, schema: Section) -> Path | None:
-    """The run that resume=auto resumes, if it has its recipe. Its name and where it lies the recipe's files may say."""
-    from embodied.run.checkpoints import run_to_resume
+def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema: Section) -> Path | None:
+    """The run that resume=auto resumes; None: a new one begins. The recipe's files may say its name and where it lies.
+    Prints which it is."""
+    from embodied.run.checkpoints import newest_run
 
     sources = recipe_sources(recipe, schema, [])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, [])))
     said = {key: own_path(schema, key, value, each.folder) for each in sources for key, value in each.values}
-    name = said.get(("run", "name")) or usual_name(recipe, command)
-    found = run_to_resume("auto", Path(str(said.get(("run", "dir"), "runs"))), str(name))
-    return found if found and (found / CONFIG).is_file() else None
+    name = str(said.get(("run", "name")) or usual_name(recipe, command))
+    parent = Path(str(said.get(("run", "dir"), "runs")))
+    found, notes = newest_run(parent, name)
+    if found is None:
+        notes.append(f"{parent} has no run called {name}, so a new one begins")
+    else:
+        saved = any(found.glob("checkpoints/v[0-9]*"))
+        notes.append(f"goes on with {found}{'' if saved else ' from its start: it has saved nothing yet'}")
+    print("\n".join(f"resume=auto {note}" for note in notes), flush=True)
+    return found
 
 
 def usual_name(recipe: str, command: Command) -> str:

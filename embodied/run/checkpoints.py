@@ -31,6 +31,7 @@ COUNTERS = {  # a run counts on from these; their kinds
     "train_s": (int, float),
 }
 WEIGHTS = "policy/model.safetensors"
+RECORD = ("run.json", "config.yaml")  # without these a folder is no run
 NAME = re.compile(r"v(\d{6,})")
 DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
 LARGEST = 1e18  # of a counter
@@ -187,14 +188,16 @@ def by_hand(run: Path) -> set[int]:
     return {int(found[1]) for found in names if found}
 
 
-def run_to_resume(resume: str | Path, parent: Path, recipe: str) -> Path | None:
-    """`auto` is the newest run of this recipe with a checkpoint (None: start afresh); else the folder that is named."""
-    if resume != "auto":
-        if not Path(resume).is_dir():
-            raise CheckpointError(f"resume={resume}: no such run folder")
-        return Path(resume)
-    runs = [path for path in parent.glob(f"{escape(recipe)}-[0-9]*") if any((path / "checkpoints").glob("v[0-9]*"))]
-    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
+    """The run of this name that was at work last, whether or not it has saved anything, None where there is none; and
+    lines that say which newer folders are no whole runs."""
+    dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
+    folders = [path for path in parent.glob(f"{escape(name)}-*") if dated.fullmatch(path.name) and path.is_dir()]
+    lacks = {path: next((file for file in RECORD if not (path / file).is_file()), None) for path in folders}
+    whole = [path for path in folders if lacks[path] is None]
+    found = max(whole, key=lambda path: (path / "run.json").stat().st_mtime, default=None)
+    newer = sorted(path for path in folders if lacks[path] and (found is None or path.name > found.name))
+    return found, [f"{path} cannot be resumed: {lacks[path]} is missing" for path in newer]
 
 
 def locate(text: str) -> tuple[Path, Path | None, Path | None]:

@@ -1,6 +1,8 @@
 """Recipes and arguments become one validated configuration, or a list of every mistake."""
 
 import json
+import os
+import shutil
 import time
 
 import pytest
@@ -304,7 +306,7 @@ def test_rollouts_are_handed_on_in_pieces_only_where_that_can_be(arguments, answ
 
 @pytest.fixture
 def run_folder(tmp_path):
-    run = tmp_path / "pointmass_ppo-1"
+    run = tmp_path / "pointmass_ppo-20250101-120000"
     (run / "checkpoints" / "v000003" / "policy").mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"state": "finished"}))
     (run / "config.yaml").write_text(load([*BASE, "env.num_envs=4", "run.dir=elsewhere"]).yaml)
@@ -325,6 +327,28 @@ def test_resume_auto_finds_the_run_by_the_name_and_the_folder_that_the_recipe_gi
     assert load([mine, "resume=auto"]).config.resume == run_folder
     assert load([mine, "resume=auto", "run.name=other"]).config.resume == "auto"
     assert load([mine, "resume=auto", "run.dir=elsewhere"]).config.resume == "auto"
+
+
+def test_resume_auto_takes_the_newest_run_of_this_name_alone_and_says_which(run_folder, capsys):
+    asked = [*BASE, f"run.dir={run_folder.parent}", "resume=auto"]
+    unsaved, other = (
+        run_folder.with_name(f"pointmass_ppo-{name}") for name in ("20250101-130000", "2-20250102-120000")
+    )
+    broken = run_folder.with_name("pointmass_ppo-20250103-120000-2")
+    for folder in (unsaved, other, broken):
+        shutil.copytree(run_folder, folder)
+    shutil.rmtree(unsaved / "checkpoints")
+    (broken / "run.json").unlink()
+    for hour, folder in enumerate((run_folder, unsaved, other)):
+        os.utime(folder / "run.json", (3600 * hour, 3600 * hour))
+    assert load(asked).config.resume == unsaved
+    assert capsys.readouterr().out == (
+        f"resume=auto {broken} cannot be resumed: run.json is missing\n"
+        f"resume=auto goes on with {unsaved} from its start: it has saved nothing yet\n"
+    )
+    assert load([*asked, "run.name=pointmass_ppo-2"]).config.resume == other
+    assert load([*asked, "run.name=new"]).config.resume == "auto"
+    assert capsys.readouterr().out.endswith(f"{run_folder.parent} has no run called new, so a new one begins\n")
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints/v000003", "checkpoints/v000003/policy"])
