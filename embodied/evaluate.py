@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,7 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
             )
     env = config.env.model_copy(update={"task": loaded.config.env.task})
     played = config.model_copy(update={"env": env, "policy": sources[0].config})
-    print(launch.describe(played, plan, weights=sources[0].folder))
+    print(launch.describe(played, as_played(plan, config), weights=sources[0].folder))
     if len(sources) > 1:
         print(f"policies    {', '.join(source.name for source in sources)}")
     for source in sources:
@@ -174,6 +175,15 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
             print(f"protocol    {describe_published(source.config, env)}")
         if note := other_training(source, loaded, protocol.options):
             print(f"note        {note}")
+
+
+def as_played(plan: PlacementPlan, config: RunConfig) -> PlacementPlan:
+    """The plan with the env rows that play the episodes."""
+    from embodied.workflows.workers import eval_rows
+
+    sims = plan.count("sim")
+    rows = eval_rows(config.eval.episodes, config.eval.num_envs or config.env.num_envs, sims)
+    return replace(plan, num_envs=rows * sims)
 
 
 @contextmanager
@@ -210,34 +220,79 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     kept: PartialEvaluation | None = None
     episodes: list[EpisodeResult] = []
-    evaluators = []
-    for config, plan in parts:
-        config = config.model_copy(update={"policy": source.config})
-        part = file_name(str(config.env.task)) if len(parts) > 1 else ""
-        logs = out / "logs" / part
-        with launch.cluster(config, plan, logs) as cluster:
-            evaluator = players(config, cluster, source, eval_tasks=tasks)
-            dataset = out / "dataset" / part
+    evaluators: list[Evaluator] = []
+    for part in parts:
+        with opened(part, parts, source, tasks, out) as evaluator:
             if kept is None:  # what is refused leaves nothing behind
                 kept = PartialEvaluation(out, asked_for(parts, source.config, policy), policy, notify=launch.say)
                 if kept.finished:
                     print(f"going on    {kept} were over already", flush=True)
             with going_on_later(kept):
-                episodes += evaluator.evaluate(out, dataset, kept)
+                episodes += evaluator.evaluate(out, out / "dataset" / name_of_part(part, parts), kept)
             evaluators.append(evaluator)
-    assert kept is not None, "there is at least one part"
-    # Written at once, so there are results only of whole evaluations.
-    results = write_evaluation(kept, evaluators, episodes)
+            if part is parts[-1]:  # results are there as soon as all is played, and only of whole evaluations
+                show_results(source, write_evaluation(kept, evaluators, episodes), out)
+                film_failures(evaluator, out, episodes)
+    for part, evaluator in zip(parts[:-1], evaluators):
+        if evaluator.failures_to_film(out, episodes):
+            with opened(part, parts, source, tasks, out) as again:
+                again.read_spec()
+                film_failures(again, out, episodes)
+    for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
+        print(f"  video       {video}")
+    return episodes
+
+
+def name_of_part(part: Part, parts: list[Part]) -> str:
+    """The folder of a part's logs and dataset; empty where it is the only one."""
+    return file_name(str(part[0].env.task)) if len(parts) > 1 else ""
+
+
+@contextmanager
+def opened(
+    part: Part, parts: list[Part], source: PolicySource, tasks: tuple[str, ...], out: Path
+) -> Iterator[Evaluator]:
+    """Fresh workers that play a part of the evaluation."""
+    config = part[0].model_copy(update={"policy": source.config})
+    with launch.cluster(config, part[1], out / "logs" / name_of_part(part, parts)) as cluster:
+        yield players(config, cluster, source, eval_tasks=tasks)
+
+
+def show_results(source: PolicySource, results: dict[str, Any], out: Path) -> None:
     print(f"{source.name}: {describe_results(results)}{describe_tasks(results)}{warn_of_errors(results)}")
     if "reference" in results:
         print("\n".join(f"  {line}" for line in reference_lines(results["reference"])))
     made = {"results": RESULTS, "report": report.REPORT, "transcripts": TRANSCRIPTS, "dataset": "dataset"}
     for name, file in made.items():
         if (out / file).exists():
-            print(f"  {name:<11} {out / file}")
-    for video in sorted((out / "videos").glob("*.mp4"), reverse=True)[:3]:
-        print(f"  video       {video}")
-    return episodes
+            print(f"  {name:<11} {out / file}", flush=True)
+
+
+def film_failures(
+    evaluator: Evaluator,
+    out: Path,
+    episodes: list[EpisodeResult],
+    notify: Callable[[str], object] = launch.say,
+    stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Film failures of an evaluation whose results are written, and show them in its report."""
+    failures = evaluator.failures_to_film(out, episodes)
+    try:
+        if failures:
+            evaluator.film(out, failures, notify, stop)
+    except BaseException:
+        notify(f"the results are whole: {out / RESULTS}; some of its failures have no video")
+        raise
+    finally:
+        add_videos(evaluator, out, bool(failures))
+
+
+def add_videos(evaluator: Evaluator, out: Path, new: bool) -> None:
+    """Join all videos where that is asked for, and write the report again if there is something new in it."""
+    if evaluator.config.eval.mosaic:
+        write_mosaic(out / "videos")
+    if new or evaluator.config.eval.mosaic:
+        report_or_say_why(out)
 
 
 def players(config: RunConfig, cluster: Cluster, source: PolicySource, **options: Any) -> Evaluator:
@@ -278,15 +333,23 @@ def begin_in_run(
     return PartialEvaluation(out, asked_for([(config, None)], config.policy, policy), policy, notify=notify)
 
 
-def evaluate_in_run(evaluator: Evaluator, kept: PartialEvaluation, stop: Callable[[], bool]) -> dict[str, Any] | None:
-    """Play it to the end; None where `stop` ended it before."""
+def evaluate_in_run(
+    evaluator: Evaluator,
+    kept: PartialEvaluation,
+    stop: Callable[[], bool],
+    tell: Callable[[dict[str, Any]], object],
+    notify: Callable[[str], object] = launch.say,
+) -> bool:
+    """Play it to the end, `tell` its results, and film failures; False where `stop` ended it before it had results."""
     try:
         episodes = evaluator.evaluate(kept.folder, kept=kept, stop=stop)
     except EvaluationStopped:
-        return None
+        return False
     finally:
         kept.write()
-    return write_evaluation(kept, [evaluator], episodes)
+    tell(write_evaluation(kept, [evaluator], episodes))
+    film_failures(evaluator, kept.folder, episodes, notify, stop)
+    return True
 
 
 # The results
@@ -310,8 +373,6 @@ def write_evaluation(
     join_transcripts(kept.folder, {episode.index for episode in episodes})
     write_results(kept.folder, results, episodes)
     kept.end()
-    if evaluators[0].config.eval.mosaic:
-        write_mosaic(kept.folder / "videos")
     report_or_say_why(kept.folder)
     return results
 

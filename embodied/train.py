@@ -28,7 +28,7 @@ from embodied.reporting.results import RESULTS, read_results
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, seeds_and_sweeps
-from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters, run_to_resume
+from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
 from embodied.run.ending import Interruption, closing
 from embodied.run.first_run import FirstRun, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
@@ -129,8 +129,10 @@ def follow(
 
 def to_resume(loaded: Loaded) -> tuple[Path | None, Path | None]:
     """The run to resume and its newest whole checkpoint, if any was saved."""
-    config = loaded.config
-    run = run_to_resume(config.resume, config.run.dir, loaded.name) if config.resume else None
+    resume = loaded.config.resume
+    if isinstance(resume, Path) and not resume.is_dir():
+        raise CheckpointError(f"resume={resume}: no such run folder")
+    run = resume if isinstance(resume, Path) else None  # auto: loading the recipe has found none
     if run is None or not any(run.glob("checkpoints/v[0-9]*")):  # it ended before its first one
         return run, None
     return run, newest(run)
@@ -326,11 +328,12 @@ def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, 
     kept = begin_in_run(loop.evaluator, evaluation, checkpoint, console.now)
     console.evaluating(version, kept.num_episodes, len(kept.finished), beside)
 
+    def tell(results: dict) -> None:
+        console.evaluated(version, results)
+        folder.log.evaluated(version, results)
+
     def finish() -> None:
-        if results := evaluate_in_run(loop.evaluator, kept, stop=lambda: interruption.requested):
-            console.evaluated(version, results)
-            folder.log.evaluated(version, results)
-        else:
+        if not evaluate_in_run(loop.evaluator, kept, lambda: interruption.requested, tell, console.now):
             console.not_evaluated(version, kept)
         report_or_say_why(folder.path)
 

@@ -12,6 +12,7 @@ from embodied import evaluate
 from embodied.reporting.results import read_results
 from embodied.reporting.video_recorder import EpisodeStatus
 from embodied.reporting.videos import Caption, beside, captioned
+from embodied.workflows.evaluator import Evaluator
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
 SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.num_envs=4", "run.dir=runs"]
@@ -63,6 +64,27 @@ def test_failures_on_film_already_count_and_nothing_is_filmed_where_no_videos_ar
     fails = ["checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6"]
     assert len(films(run(*fails, "eval.videos=3", "eval.failure_videos=2")[0])) == 3
     assert films(run(*fails, "eval.videos=0", "eval.failure_videos=2")[0]) == []
+
+
+def test_one_video_is_one_unless_failures_are_asked_for():
+    assert len(films(run("checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6", "eval.videos=1")[0])) == 1
+
+
+def test_rates_do_not_wait_for_films_of_failures(capsys, monkeypatch):
+    fails = ["checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6", "eval.videos=1", "eval.failure_videos=3"]
+    run(*fails)
+    output = capsys.readouterr().out
+    said = ("success_once", "results.json", "2 failures to film", "1 of 2 failures filmed", "2 of 2", "  video  ")
+    places = [output.index(text) for text in said]
+    assert places == sorted(places), output
+
+    def interrupted(*about):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluator, "film", interrupted)
+    assert evaluate.main(fails) == 130
+    output = capsys.readouterr().out
+    assert "success_once" in output and "the results are whole" in output and "without rates" not in output
 
 
 def test_films_of_failures_change_no_result():

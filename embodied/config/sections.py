@@ -108,6 +108,9 @@ class PipelineSection(Strict):
     )
 
 
+USUAL_VIDEOS = 4  # of an evaluation's first episodes, and of failures
+
+
 class EvalSection(Strict):
     episodes: int = Field(
         50, gt=0, le=1_000_000, description="Episodes of an evaluation, always the same ones for one eval.seed."
@@ -122,17 +125,24 @@ class EvalSection(Strict):
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
     videos: int = Field(
-        4,
+        USUAL_VIDEOS,
         ge=0,
         description="How many of the first episodes are recorded; 0: no videos at all. Text envs: how many of all "
         "transcripts the report shows unfolded.",
     )
-    failure_videos: int = Field(
-        4,
+    failure_videos: int | None = Field(
+        None,
         ge=0,
-        description="Videos of failures, at most; those not among the first are played once more for the camera. Text "
-        "envs have none.",
+        description="Videos of failures, at most; those not among the first are played once more for the camera, after "
+        "the results. null: 4, or none where eval.videos is less. Text envs have none.",
     )
+
+    @property
+    def most_failure_videos(self) -> int:
+        if self.failure_videos is None:
+            return USUAL_VIDEOS if self.videos >= USUAL_VIDEOS else 0
+        return self.failure_videos
+
     overlay: bool = Field(
         False, description="Write instruction, step, reward, return, value and success below the frames."
     )

@@ -4,7 +4,8 @@ What a dead worker has finished counts; the rest its successor plays. Those that
 killed it: they come last, each with no other beside it, and one that kills twice is an error episode. Results are
 passed on as they come, and a request to stop takes effect when the decisions in progress are played.
 Which episodes are filmed is decided here: the first `eval.videos`, and `eval.failure_videos` of those that fail. These
-are known only afterwards and played once more: recording costs no more than the episodes that are recorded.
+are known only afterwards and played once more, when the results are written: recording costs no more than the episodes
+that are recorded.
 """
 
 from __future__ import annotations
@@ -76,29 +77,49 @@ class Evaluator:
         stop: Callable[[], bool] = never,
     ) -> list[EpisodeResult]:
         """Play those of the fixed evaluation episodes that `kept` lacks with the current version; all results in
-        episode order. Videos go into `out/videos`, the dataset to its path (None: `out/dataset`). `stop`: `play_fixed`.
-        """
-        options = self.config.eval
-        recording = self.first_recording(out)
+        episode order. Videos of the first go into `out/videos`, the dataset to its path (None: `out/dataset`); `stop`
+        as for `play_fixed`."""
         results = dict(kept.finished) if kept else {}
         with self.workers.timers.measure("evaluate"):
             self.read_spec()
             missing = [spec for spec in self.episodes if spec.index not in results]
             if missing:
+                recording = self.first_recording(out)
                 played = self.play(missing, recording, heard=kept.add if kept else ignore, stop=stop)
                 results |= {result.index: result for result in played}
             results = [results[spec.index] for spec in self.episodes]
-            again = to_record_again(options, self.episodes, results)
-            if again and any((out / "videos").glob("*.mp4")):  # else there can be no videos here
-                video_episodes = frozenset(spec.index for spec in again)
-                self.play(
-                    again,
-                    replace(recording, video_episodes=video_episodes, failures_only=True, buffers=None),
-                    stop=stop,
-                )
-        if options.dataset:
+        if self.config.eval.dataset:
             write_dataset(out, dataset or out / "dataset", self.spec, results)
         return results
+
+    def failures_to_film(self, out: Path, results: Iterable[EpisodeResult]) -> list[EpisodeSpec]:
+        """The failures that are to be played once more for a video in `out/videos`."""
+        mine = {spec.index for spec in self.episodes}
+        again = to_record_again(self.config.eval, self.episodes, [one for one in results if one.index in mine])
+        return again if any((out / "videos").glob("*.mp4")) else []  # else there can be no videos here
+
+    def film(
+        self,
+        out: Path,
+        failures: list[EpisodeSpec],
+        notify: Callable[[str], object],
+        stop: Callable[[], bool] = never,
+    ) -> None:
+        """Play these once more and film them, and `notify` of each; whatever is not filmed once `stop` is true has no
+        video."""
+        done: set[int] = set()
+        count = f"{len(failures)} failure{'s' * (len(failures) > 1)}"
+        notify(f"videos      {count} to film, played once more; the results do not wait for it")
+
+        def heard(episodes: Iterable[EpisodeResult]) -> None:
+            for index in sorted({one.index for one in episodes} - done):
+                done.add(index)
+                notify(f"videos      {len(done)} of {count} filmed (episode {index})")
+
+        video_episodes = frozenset(spec.index for spec in failures)
+        recording = replace(self.first_recording(out), video_episodes=video_episodes, failures_only=True, buffers=None)
+        with self.workers.timers.measure("evaluate"), suppress(EvaluationStopped):
+            self.play(failures, recording, heard=heard, stop=stop)
 
     def first_recording(self, out: Path) -> Recording:
         """Transcripts; or videos of the first episodes, and the buffers from which the dataset is written."""
@@ -239,7 +260,7 @@ def to_record_again(
     failed = {result.index for result in results if result.success_once is False}
     recorded = sum(index < options.videos for index in failed)
     missing = [spec for spec in episodes if spec.index in failed and spec.index >= options.videos]
-    return missing[: max(0, options.failure_videos - recorded)] if options.videos else []
+    return missing[: max(0, options.most_failure_videos - recorded)] if options.videos else []
 
 
 def write_dataset(out: Path, path: Path, spec: EnvSpec, results: list[EpisodeResult]) -> None:
