@@ -194,7 +194,7 @@ def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
         "seconds": choice.price.seconds,
         "env_steps_per_s": planned.steps_per_s(choice),
         "idle": sum(idle[c.name] * c.count for c in classes) / sum(c.count for c in classes),
-        "layout": describe_layout(choice.layout),
+        "layout": describe_layout(choice.layout, pricer),
         "placement": as_placement(pricer, choice.layout, planned.topology, planned.draws),
         "stages": choice.layout.stages,
         "granularity": granularity(choice.layout, dataflow),

@@ -49,10 +49,12 @@ from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
+from embodied.system.cpu_load import under_load
 from embodied.system.discovery import discover
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 OWN = ("cluster", "profile", "out")
+FOLDER = "run.dir="
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
 NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"
 MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not replayed and drawn
@@ -124,6 +126,7 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
 
 def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> Path:
     """Plan, say what came out; returns the folder of the results."""
+    named_program = "".join(f"{word} " for word in argv if word.startswith("program="))
     program, argv = program_of(argv, EmbodiedLoop)
     roles = roles if program is EmbodiedLoop else roles_of(program.roles)
     values, problems, rest = launch.split(argv, OWN)
@@ -139,10 +142,11 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
             raise ConfigError(why)
         about = (config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()) if config else ()
         planned = plan(profile, topology, *about)
-    except PlacementError as err:
-        raise ConfigError(str(err)) from None
+    except (PlacementError, ConfigError) as err:
+        advised = f"python -m embodied.profiling {named_program}"
+        raise ConfigError(str(err).replace("python -m embodied.profiling ", advised)) from None
     print("\n".join(describe(planned, name)))
-    runs = config.run.dir if config else RunSection.model_fields["dir"].default
+    runs = config.run.dir if config else own_folder(rest)
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.svg, plan.json")
@@ -155,12 +159,18 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
 def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
     """The recipe, as it was when measured; None where a profile alone is planned."""
     if not any(arg.startswith("recipe=") for arg in rest):
-        if rest or named is None:
+        if named is None or not all(arg.startswith(FOLDER) for arg in rest):
             raise ConfigError("what to plan? name a recipe (recipe=maniskill_ppo), or a profile alone; see --help")
         return None
     config = load(rest).config
     kind = env_class(config.env)
     return config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
+
+
+def own_folder(rest: list[str]) -> Path:
+    """The folder of runs where no recipe says it."""
+    given = [arg.removeprefix(FOLDER) for arg in rest]
+    return Path(given[-1] if given else RunSection.model_fields["dir"].default)
 
 
 def find_profile(
@@ -261,6 +271,7 @@ def describe(planned: Planned, name: str) -> list[str]:
     lines = [
         f"profile     {name}: {planned.profile.made.get('name', '')}".rstrip(": "),
         f"cluster     {planned.topology.name}: {'; '.join(planned.topology.describe())}",
+        *load_warning(planned.profile),
         f"search      {planned.search_s * 1000:.0f} ms",
         "",
         f"{'mode':<14}{'s/iteration':>12}{'env steps/s':>13}{'idle':>6}  layout",
@@ -282,11 +293,24 @@ def describe(planned: Planned, name: str) -> list[str]:
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
 
 
+def load_warning(profile: Profile) -> list[str]:
+    """Says that a profile was measured while other programs kept the machine busy."""
+    cores = profile.made.get("devices", {}).get("cpu") or profile.made.get("cores", 1)
+    busy = under_load(profile.made.get("busy") or {}, cores)
+    again = f"python -m embodied.profiling recipe={profile.made.get('recipe', 'NAME')} measures it again"
+    why = f"warning     the profile was measured under load: {busy}. Its predictions may be off; {again}"
+    return [why] if busy else []
+
+
 def row(planned: Planned, name: str, choice: Choice, idle: float | None = None) -> str:
     """A line of the tables: seconds, speed, the idle share where it is known, the layout."""
     numbers = f"{choice.price.seconds:>12.4g}{planned.steps_per_s(choice):>13.4g}"
     waiting = f"{'':>6}" if idle is None else f"{idle:>6.0%}"
-    return f"{name:<14}{numbers}{waiting}  {reasons.describe_layout(choice.layout)}"
+    return f"{name:<14}{numbers}{waiting}  {layout_of(planned, choice)}"
+
+
+def layout_of(planned: Planned, choice: Choice) -> str:
+    return reasons.describe_layout(choice.layout, planned.planner.pricer)
 
 
 def drawable(choice: Choice) -> bool:
@@ -305,7 +329,7 @@ def mean_idle(planned: Planned, choice: Choice) -> float | None:
 def replays(planned: Planned) -> dict[str, Schedule]:
     """Replayed, fastest first, where the cluster is small enough to be drawn."""
     return {
-        f"{mode}: {reasons.describe_layout(choice.layout)}": simulate(planned.planner.pricer, choice.layout)
+        f"{mode}: {layout_of(planned, choice)}": simulate(planned.planner.pricer, choice.layout)
         for mode, choice in planned.ranked.items()
         if drawable(choice)
     }
@@ -347,7 +371,7 @@ def choice_as_json(planned: Planned, choice: Choice) -> dict:
 def html(planned: Planned, name: str, picture: Html | None) -> str:
     def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
         return [
-            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", reasons.describe_layout(c.layout)]
+            [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", layout_of(planned, c)]
             for one, c in choices.items()
             if not isinstance(c, str)
         ]

@@ -340,11 +340,13 @@ class Pricer:
 
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
         """True if receivers of weights live in the processes of their source: as many, in one zone, and not beside the
-        role that sends them requests, where a source never is."""
+        role that sends them requests, where a source never is. Several learners with shards share nothing."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
             return False
-        return self.count(edge.target, at, stages) == self.count(edge.source, at, stages)
+        sources = self.count(edge.source, at, stages)
+        whole = (sources == 1) | (self.cost(edge.source, zone.device_class).split_bytes == 0)
+        return (self.count(edge.target, at, stages) == sources) & whole
 
     def _table(self, name: str, device_class: str, stages: int) -> Table:
         component, cost = self.dataflow[name], self.cost(name, device_class)

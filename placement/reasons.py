@@ -36,8 +36,13 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
     return found
 
 
-def describe_layout(layout: Layout) -> str:
+def describe_layout(layout: Layout, pricer: Pricer) -> str:
+    """The layout in words, with the number of workers of a role that leaves devices of its zone without one."""
     parts = [str(layout)]
+    for layer in layout.layers:
+        at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+        counts = {name: int(pricer.count(name, at, layout.stages)) for name in at}
+        parts += [f"{name} on {count}" for name, count in counts.items() if count < at[name][1]]
     if layout.stages > 1:
         parts.append(f"{layout.stages} stages")
     if layout.chunks > 1:

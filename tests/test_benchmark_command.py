@@ -23,7 +23,7 @@ from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, copied, real
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, TimedRun
-from embodied.reporting.benchmark_page import describe, html, paired_ratio, timeline, warnings
+from embodied.reporting.benchmark_page import describe, html, paired_ratio, rows_of, timeline, warnings
 from embodied.reporting.timeline import TraceWriter
 from embodied.runtime.device_memory import num_bytes
 
@@ -82,7 +82,7 @@ def test_modes_that_are_predicted_equal_are_called_so_and_only_an_interval_makes
     found.expected["hybrid"]["seconds"] = 1.005
     assert describe(found)[-1].startswith(
         "collocated and hybrid are predicted equal; the order of modes is the predicted one; placement=auto takes "
-        "collocated, one of them, not apart from the fastest: 1.02 times"
+        "collocated, one of them, not apart from the fastest: 1.05 times"
     )
     found.rounds["hybrid"] = rounds(0.5, 0.5, 0.5)
     told = describe(found)[-1]  # of those predicted equal any may come first
@@ -163,6 +163,13 @@ def test_a_row_of_a_schedule_is_run_under_it(tmp_path):
         assert changed.pipeline.schedule == asked
         assert plan.apart("learner") == (asked == "async")
         assert expected["seconds"] == choice.price.seconds
+
+
+def test_the_sentence_says_what_the_table_says():
+    found = result(collocated=[1.0, 1.0, 1.0, 4.0, 4.0], hybrid=[1.1, 1.1, 1.1, 9.0, 9.0])
+    table = rows_of(found)
+    ratio = table["collocated"]["env_steps_per_s"] / table["hybrid"]["env_steps_per_s"]
+    assert f"{ratio:.2f} times as fast as hybrid" in describe(found)[-1]
 
 
 def test_paired_rounds_cancel_a_slow_minute():

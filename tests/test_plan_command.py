@@ -188,6 +188,35 @@ def test_modes_that_are_predicted_equal_have_no_winner_among_them(capsys, tmp_pa
     assert "collocated and hybrid are predicted equal" in (tmp_path / "plan.html").read_text()
 
 
+def test_a_profile_that_was_measured_under_load_is_warned_of(capsys, tmp_path):
+    asked = profile_of(tmp_path, ON_CORES, {"cpu": 2}), "cluster=2xCPU", f"run.dir={tmp_path / 'runs'}"
+    code, out, _ = run(capsys, *asked)
+    assert code == 0 and "warning" not in out and (tmp_path / "runs" / "plans").is_dir()
+    stored = json.loads((tmp_path / "p.json").read_text())
+    stored["made"]["busy"] = {"before": 1.9, "during": 1.5}
+    (tmp_path / "p.json").write_text(json.dumps(stored))
+    assert "warning     the profile was measured under load: other programs kept cores busy" in run(capsys, *asked)[1]
+
+
+def test_advice_to_measure_names_the_users_program(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own_loop.py").write_text("from embodied import EmbodiedLoop\nclass Loop(EmbodiedLoop): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, _, err = run(capsys, "recipe=pointmass_ppo", "program=own_loop:Loop", f"run.dir={tmp_path}")
+    assert code and "python -m embodied.profiling program=own_loop:Loop recipe=pointmass_ppo" in err
+
+
+def test_a_layout_says_how_many_workers_a_role_has_in_the_map_to_paste(capsys, tmp_path):
+    asked = ["recipe=pointmass_ppo", f"run.dir={tmp_path}"]
+    config = load(asked).config
+    costs = {name: {"cpu": Cost(Curve((0, 100), (0.0, 1.0)))} for name in ("sim", "policy")}
+    costs["learner"] = {"cpu": Cost(constant(0.1))}  # more learners are no faster
+    write_profile(Profile(dataflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
+    _, out, _ = run(capsys, *asked, "cluster=4xCPU", f"out={tmp_path / 'plan'}")
+    row = next(line for line in out.splitlines() if line.startswith("collocated"))
+    placement = json.loads((tmp_path / "plan" / "plan.json").read_text())["modes"]["collocated"]["placement"]
+    assert "learner: 4 cpu" in row and ", learner on 1" in row and placement["learner"] == "cpu:0"
+
+
 def plan_of(capsys, tmp_path, recipe, *more):
     """What the plan of a recipe says of each schedule, on two cores where all parts take long."""
     arguments = [f"recipe={recipe}", f"run.dir={tmp_path}", *more]

@@ -24,7 +24,7 @@ from embodied.core.errors import CheckpointError, printable
 from embodied.core.files import encode
 from embodied.placement.placement_errors import number
 from embodied.reporting.run_page import REPORT, report_or_say_why
-from embodied.reporting.seed_sets_page import in_words, sets_of
+from embodied.reporting.seed_sets_page import in_order, in_words, sets_of
 from embodied.run import launch
 from embodied.run.checkpoints import read_json
 from embodied.run.ending import Interruption
@@ -217,10 +217,13 @@ class Children:
             where = self.group.path(member) or (self.log_of(member) if member.problem else "")
             cause = f", {member.problem}" if member.problem else ""
             launch.say(f"  {member}: {states[member.key]}{cause}{f' ({where})' if where else ''}")
-        for line in in_words(sets_of(self.group)):
+        sets = sets_of(self.group)
+        for line in in_words(sets):
             launch.say(f"  result      {line}")
         launch.say(f"  report      {self.group.folder / REPORT}")
-        if one := next((self.group.path(member) for member in todo if states[member.key] in OVER), None):
+        over = {self.group.path(member) for member in todo if states[member.key] in OVER}
+        best_first = (run.folder for one in in_order(sets) for run in one.runs)
+        if one := next((folder for folder in best_first if folder in over), None):
             launch.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={one}')}")
             launch.say(f"  resume      python -m embodied.train {quote(f'resume={one}')}")
         if left:

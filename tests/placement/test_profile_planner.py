@@ -172,6 +172,16 @@ def test_what_workers_divide_among_them_is_counted_once_for_all():
     assert price(faster, both).used_bytes["gpu"] == 12 - 4
 
 
+def test_several_learners_with_shards_share_no_weights():
+    profile = simple_profile(constant(0.1), constant(0.1), Curve((1, 8), (1, 8)), bytes=constant(12), split_bytes=8)
+    policy = Cost(Curve((1, 8), (1, 8)), bytes=constant(4), weight_bytes=4)
+    profile = replace(profile, costs={**profile.costs, "policy": {"gpu": policy}})
+    for devices, used in ((1, 12), (2, (12 - 4) + 4)):  # a learner alone holds all, and the policy's weights with it
+        apart = ((Zone(("sim",), "gpu", 1), Zone(("policy", "learner"), "gpu", devices)),)
+        pricer = Pricer(SIMPLE, profile, [DeviceClass("gpu", "gpu", 3, 1e12)])
+        assert pricer.price(Layout(apart)).used_bytes["gpu"] == used
+
+
 def test_taking_turns_adds_up():
     profile = simple_profile(Curve((1, 8), (1.0, 8.0)), constant(1), Curve((1, 8), (1.0, 8.0)))
     together = price(profile, ((Zone(("sim", "policy", "learner"), "gpu", 2),),))

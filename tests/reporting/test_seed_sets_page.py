@@ -14,6 +14,8 @@ from embodied.reporting.runs import Run
 from embodied.reporting.seed_sets_page import in_order, in_words, mean_curve, places_of, sets_of, summary, verdict
 from embodied.reporting.success_stats import iqm, mean_with_interval, over_seeds, standings, summarize
 from embodied.reporting.training_page import curve, success_in_training
+from embodied.run.children import Children
+from embodied.run.ending import Interruption
 from embodied.run.run_group import Member, RunGroup
 
 
@@ -233,3 +235,11 @@ def test_a_browser_shows_a_page_of_seeds(tmp_path, browser, width, height, dark)
     told = browser.hover()
     assert "mean of 3: 90%" in told and "seed 2: 100%" in told
     browser.check(dark)
+
+
+def test_the_end_of_a_sweep_names_a_run_of_the_best_setting(tmp_path, capsys):
+    group = write_group(tmp_path, {1e-3: [0.2], 3e-4: [0.9], 1e-4: [0.5]})
+    (group.folder / "logs").mkdir()
+    Children(group, ["recipe=toy"], tmp_path).end(group.members, Interruption())
+    told = capsys.readouterr().out
+    assert f"checkpoint={tmp_path / '0.0003-0'}" in told and f"resume={tmp_path / '0.0003-0'}" in told
