@@ -38,11 +38,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(RECIPES), choices=RECIPES)
     options = parser.parse_args()
     learned = {recipe: learned_by(recipe) for recipe in options.only}
+    kept = json.loads(FILE.read_text())["recipes"]
     if options.write:
         about = {"commit": code_commit(), "machine": machine(), "packages": packages()}
-        FILE.write_text(json.dumps({"about": about, "recipes": learned}, indent=1) + "\n")
+        FILE.write_text(json.dumps({"about": about, "recipes": kept | learned}, indent=1) + "\n")
         return
-    kept = json.loads(FILE.read_text())["recipes"]
     differing = [recipe for recipe, numbers in learned.items() if known(numbers, kept[recipe]) != kept[recipe]]
     for recipe in differing:
         print(f"{recipe}: {difference(kept[recipe], known(learned[recipe], kept[recipe]))}")

@@ -32,7 +32,10 @@ LEARNS = ("dtype", "detach_value", "keyframes", "noise_level", "train", "value_h
 FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may do otherwise
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
 KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
-UNSEEN = ("num_envs", "stagger", "backend", "on_success", "max_episode_steps", "reward", "fast_images", "video_size")
+UNSEEN = (
+    *("num_envs", "stagger", "retries", "backend", "on_success", "max_episode_steps", "reward"),
+    *("fast_images", "video_size"),
+)
 # env options in which a policy's recipe may differ from how it is evaluated
 UNLIKE = ("num_envs", "task", "stagger", "retries")
 
