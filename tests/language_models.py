@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 import transformers
 
+from embodied.core.conversations import SamplingRule
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 
@@ -64,9 +65,9 @@ def policy_of(model, stops=(STOP,), max_length=None):
     return SimpleNamespace(model=model, tokenizer=tokenizer, max_length=longest, device=torch.device("cpu"))
 
 
-def answers(engine, requests, temperature=1.0, seed=3, stream="train"):
+def answers(engine, requests, temperature=1.0, seed=3, stream="train", **rule):
     """All answers of a round, by key; `requests` are added as there is room."""
-    engine.begin(1, seed, stream, temperature)
+    engine.begin(1, seed, stream, SamplingRule(temperature, **rule))
     return drained(engine, requests)
 
 
@@ -83,9 +84,10 @@ def question(number, tokens, max_tokens=20):
     return Request(number, tokens, max_tokens, episode=number)
 
 
-def logprobs_by_the_model(model, request, answer):
+def logprobs_by_the_model(model, request, answer, temperature=1.0):
     """What one forward pass over the whole conversation says about the answer's tokens."""
     ids = torch.tensor([[*request.tokens, *map(int, answer.tokens)]])
     with torch.no_grad():
-        scores = model(ids).logits[0, len(request.tokens) - 1 : -1].double().log_softmax(-1)
+        logits = model(ids).logits[0, len(request.tokens) - 1 : -1].double() / temperature
+    scores = logits.log_softmax(-1)
     return scores.gather(1, ids[0, len(request.tokens) :, None])[:, 0].numpy()

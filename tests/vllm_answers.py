@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3
 
+from embodied.core.conversations import SamplingRule
 from embodied.policies.language.vllm_engine import SETTINGS
 
 LONGER_THAN_A_BLOCK = [5, 6] * 70  # what vLLM remembers of prompts is in blocks of 128 tokens
@@ -51,10 +52,11 @@ def main(tied):
         train(model)
     engine.load(weights_of(model), 1)
     said["greedy"] = answered(answers(engine, ASKED, temperature=0))
+    said["narrow"] = [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6})]
     said["greedy_of_ours"] = answered(answers(engine_of(model, max_length=256), ASKED, temperature=0))
     said["first"], said["again"] = (answered(answers(engine, ASKED)) for _ in range(2))
     said["full"] = answered(answers(engine, [question(0, [5] * 250), question(1, [5] * 256)], temperature=0))
-    engine.begin(1, 0, "train", 1.0)
+    engine.begin(1, 0, "train", SamplingRule())
     for number in range(4):
         engine.add(question(number, [5, 6, 7], 100))
     said["room"] = engine.room
@@ -68,7 +70,7 @@ def main(tied):
     broken[name][40] = float("nan")
     if not tied:
         engine.load(broken, 1)
-        engine.begin(1, 0, "train", 1.0)
+        engine.begin(1, 0, "train", SamplingRule())
         asked = [question(0, [5, 40, 6]), *(question(i, [5, 6, i], 5) for i in range(1, 4))]
         said["broken"] = answered(drained(engine, asked))
     engine.close()

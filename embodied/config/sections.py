@@ -168,8 +168,13 @@ class EvalSection(Strict):
         0.0,
         ge=0,
         le=1,
-        description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise.",
+        description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise. "
+        "Text envs: logits are divided by it, and 0 takes the likeliest token.",
     )
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Text envs: draw from the fewest likeliest tokens whose probabilities reach this."
+    )
+    top_k: int = Field(0, ge=0, description="Text envs: draw from so many of the likeliest tokens; 0: from all.")
 
 
 class CollectSection(Strict):

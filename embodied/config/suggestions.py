@@ -71,6 +71,7 @@ OURS = {  # our keys -> the words that mean them elsewhere; where two of our key
     "eval.videos": "capture_video record_video save_video num_videos",
 }
 USUAL = {word: keys.split() for keys, words in OURS.items() for word in words.split()}
+TRUNCATES = ("top_p", "top_k")
 CLOSE = 0.8  # of difflib's ratio, for the last part of a key; 0.6 for a whole one
 FAR = 0.6
 
@@ -110,7 +111,13 @@ def as_word(word: str) -> str:
 
 
 def hint(key: str, known: list[str]) -> str:
-    """`, did you mean 'algo.lr'?`, or nothing."""
+    """`, did you mean 'algo.lr'?`, or nothing; of truncated sampling in rollouts, why there is none."""
+    section, _, last = key.rpartition(".")
+    if section != "eval" and as_word(last) in TRUNCATES and f"eval.{as_word(last)}" in known:
+        return (
+            ": rollouts draw from all tokens, since losses need log-probs of the distribution that tokens are drawn "
+            f"from; policy.temperature sharpens it, and eval.{as_word(last)} truncates it in evaluations"
+        )
     found = meant(key, known)
     return f", did you mean {' or '.join(map(repr, found))}?" if found else ""
 

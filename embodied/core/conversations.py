@@ -21,11 +21,28 @@ Said = str | tuple[Message, ...]  # text that is continued as it is, or messages
 
 
 @dataclass(frozen=True)
+class SamplingRule:
+    """How a language policy's tokens are drawn: from logits divided by the temperature (0: the likeliest token), among
+    the `top_k` likeliest (0: all) and the fewest of these whose probabilities reach `top_p`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    logprob_temperature: float = 1.0
+    """That of the log-probs that come with answers, of all tokens: in rollouts the one that tokens are drawn at, since
+    losses compare with them."""
+
+    @property
+    def draws_from_all(self) -> bool:
+        return self.top_p == 1.0 and not self.top_k
+
+
+@dataclass(frozen=True)
 class SamplingOverride:
     """Sampling settings of one prompt, in place of the round's."""
 
     stream: str  # of random numbers, train or eval
-    temperature: float
+    rule: SamplingRule
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ class Completion:
 
     number: int  # of the request
     tokens: np.ndarray  # int32 [P + A]
-    logprobs: np.ndarray  # float32 [A], of the answer's tokens at temperature 1
+    logprobs: np.ndarray  # float32 [A], of the answer's tokens at SamplingRule.logprob_temperature
     version: int  # of the weights
     text: str  # the answer in words, without the token that ends it
     pieces: tuple[str, ...] = ()  # the answer token by token in words, where somebody reads it
@@ -89,6 +106,6 @@ class EvaluationShare:
     """Conversations of an evaluation that a sim worker holds beside those that it collects."""
 
     episodes: tuple[EpisodeSpec, ...]
-    temperature: float
+    rule: SamplingRule
     recording: Recording
     notes: Any  # the Channel that hears of their ends

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.conversations import Completion, CompletionBatch, PromptBatch
+from embodied.core.conversations import Completion, CompletionBatch, PromptBatch, SamplingRule
 from embodied.core.types import Trajectory
 from embodied.envs.text.worker import TextWorker
 from embodied.policies.language.worker import LanguageWorker
@@ -62,7 +62,7 @@ class EngineAnswers(DirectChannel):
     def __init__(self, policy: LanguageWorker) -> None:
         super().__init__()
         self.policy = policy
-        policy.engine.begin(0, policy.seed, "profile", 1.0)
+        policy.engine.begin(0, policy.seed, "profile", SamplingRule())
 
     def put(self, batch: PromptBatch) -> None:
         self.waiting += [(batch.source, prompt) for prompt in batch.prompts]

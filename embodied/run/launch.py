@@ -137,6 +137,12 @@ def planned(
             "policy.engine=http: the server would answer with the weights that it has, whatever is learned; set "
             "policy.weights to a folder that it sees as well, such as policy.weights=/dev/shm"
         )
+    if learn and config.policy.speaks and config.policy.temperature != 1 and config.policy.engine != "transformers":
+        raise ConfigError(
+            f"policy.temperature={config.policy.temperature:g}: losses need the log-probs of tokens as they were "
+            f"drawn, and policy.engine={config.policy.engine} gives those of temperature 1; try "
+            "policy.engine=transformers, or policy.temperature=1"
+        )
     if learn:
         check_log(config.run.log)
     if learn and ":" in config.policy.name:
@@ -234,6 +240,11 @@ def check_speech(config: RunConfig, kind: Any) -> None:
             f"eval.episodes={options.episodes} counts all answers and is not a multiple of "
             f"eval.samples={options.samples}; try eval.episodes={fit}"
         )
+    usual = {"top_p": 1.0, "top_k": 0}
+    drawn = [f"eval.{name}={getattr(options, name)}" for name in usual if getattr(options, name) != usual[name]]
+    if drawn and (not text or options.temperature == 0):
+        why = "eval.temperature=0 takes the likeliest token" if text else f"env.name={config.env.name} has no tokens"
+        raise ConfigError(f"{' and '.join(drawn)} has no effect, since {why}; leave it out")
     if options.samples > 1 and not text:
         raise ConfigError(
             f"eval.samples={options.samples} is for text envs: with env.name={config.env.name} every episode begins "

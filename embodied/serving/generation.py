@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.policies.base import check_like
 from embodied.policies.language.engine import Answer, Request, Sampling
@@ -200,7 +201,7 @@ class Generation:
             return
         for one in conversations:
             settle(one.written, error=EmbodiedError("the engine fails at this request; the server's log says why"))
-        own = Sampling(0, ROUND, 1.0, frozenset())
+        own = Sampling(0, ROUND, SamplingRule(), frozenset())
         self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, own))
         while self.engine.running:
             self.engine.step()
@@ -262,7 +263,7 @@ class Generation:
         return self.fingerprint
 
     def begin(self) -> None:
-        self.engine.begin(self.version, 0, ROUND, 1.0)
+        self.engine.begin(self.version, 0, ROUND, SamplingRule())
 
 
 def settle(future: Future, result: Any = None, error: BaseException | None = None) -> None:

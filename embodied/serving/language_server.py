@@ -21,6 +21,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EmbodiedError
 from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import NOT_FINITE
@@ -192,7 +193,7 @@ class LanguageServer:
                     seed, stream = ask.seed, f"act/{ROUND}"
                 else:  # nobody names the noise, so no two answers share it
                     seed, stream = self.config.seed, f"act/{ROUND}/{number}"
-                sampling = Sampling(seed, stream, ask.temperature, stops)
+                sampling = Sampling(seed, stream, SamplingRule(ask.temperature, ask.top_p, ask.top_k), stops)
                 found.append(ServedConversation(tokens, most, episode, sampling, ask.stop))
         return found
 

@@ -21,7 +21,7 @@ MOST_STOPS = 16
 LARGEST_SEED = 2**63 - 1
 NEUTRAL = {  # options that we have no use for, at the values that change nothing
     "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0), "presence_penalty": (None, 0),
-    "logit_bias": (None, {}), "suffix": (None, ""), "top_p": (None, 1), "top_k": (None, 0, -1), "min_p": (None, 0),
+    "logit_bias": (None, {}), "suffix": (None, ""), "min_p": (None, 0),
     "repetition_penalty": (None, 1), "min_tokens": (None, 0), "use_beam_search": (False,), "top_logprobs": (None, 0),
     "response_format": (None, {"type": "text"}), "tools": (None, []), "tool_choice": (None, "none"),
     "functions": (None, []), "skip_special_tokens": (None, False), "spaces_between_special_tokens": (None, False),
@@ -31,7 +31,17 @@ NEUTRAL = {  # options that we have no use for, at the values that change nothin
 }  # fmt: skip
 ABOUT = ("user", "metadata", "store", "request_id", "safety_identifier", "service_tier", "cache_salt")
 READ = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "n", "seed", "noise"}
-READ |= {"stop", "stop_token_ids", "ignore_eos", "logprobs", "return_token_ids", "stream", "stream_options"}
+READ |= {
+    "top_p",
+    "top_k",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "return_token_ids",
+    "stream",
+    "stream_options",
+}
 
 
 class BadRequest(EmbodiedError):
@@ -62,6 +72,8 @@ class Ask:
     chat: bool
     max_tokens: int | None = None  # None: as many as the server gives
     temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
     n: int = 1
     seed: int | None = None
     noise: NoiseAddress | None = None  # of the only answer
@@ -162,6 +174,11 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     temperature = 1.0 if fields.get("temperature") is None else fields["temperature"]
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 2:
         raise BadRequest("temperature should be a number from 0 to 2", "temperature")
+    top_p = 1.0 if fields.get("top_p") is None else fields["top_p"]
+    if isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        raise BadRequest("top_p should be a number above 0, at most 1", "top_p")
+    top_k = whole(fields, "top_k", 0, -1, 2**31)
+    drawn = float(temperature), float(top_p), max(top_k or 0, 0)
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model should be text", "model")
@@ -169,9 +186,7 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     seed = whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED)
     ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
     ends = stop, tuple(ids), ignore_eos
-    return Ask(
-        prompts, chat, most, float(temperature), n, seed, noise, *ends, logprobs, token_ids, stream, usage, model
-    )
+    return Ask(prompts, chat, most, *drawn, n, seed, noise, *ends, logprobs, token_ids, stream, usage, model)
 
 
 def prompts_of(prompt: Any) -> tuple[Asked, ...]:

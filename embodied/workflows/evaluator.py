@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodied.core.conversations import EvaluationShare
+from embodied.core.conversations import EvaluationShare, SamplingRule
 from embodied.core.errors import ChannelClosed, EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Note, Recording, Route
 from embodied.datasets.episode_buffer import EpisodeRecorder
@@ -137,7 +137,7 @@ class Evaluator:
     def shares(self, kept: PartialEvaluation) -> dict[int, EvaluationShare]:
         """The missing conversations of an evaluation, by the sim worker that holds them beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
-        about = (self.config.eval.temperature, self.first_recording(kept.folder), self.workers.notes)
+        about = (rule_of(self.config.eval), self.first_recording(kept.folder), self.workers.notes)
         sims = range(len(self.workers.sims))
         return {s: EvaluationShare(tuple(missing[s :: len(sims)]), *about) for s in sims if missing[s :: len(sims)]}
 
@@ -161,8 +161,15 @@ class Evaluator:
             return workers.sims[sim].evaluate(share, route, recording, workers.notes, alone, expert)
 
         with workers.device_sharing.phase(ROLLOUT):
-            options = (self.config.eval.temperature, bool(expert), heard, stop)
+            answered = speaks(env_class(self.config.env))
+            sampling = rule_of(self.config.eval) if answered else self.config.eval.temperature
+            options = (sampling, bool(expert), heard, stop)
             return play_fixed(workers.rollouts, episodes, begin, workers.notes, *options)
+
+
+def rule_of(options: EvalSection) -> SamplingRule:
+    """How the answers of an evaluation are drawn; the log-probs in its transcripts are at temperature 1."""
+    return SamplingRule(options.temperature, options.top_p, options.top_k)
 
 
 def play_fixed(
@@ -170,7 +177,7 @@ def play_fixed(
     episodes: list[EpisodeSpec],
     begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
     notes: Channel,
-    temperature: float,
+    sampling: float | SamplingRule,
     by_expert: bool = False,
     heard: Heard = ignore,
     stop: Callable[[], bool] = never,
@@ -188,7 +195,7 @@ def play_fixed(
         alone = frozenset(attempts)
         share = partial(begin_share, begin, left, alone)
         with listening(rollouts, notes, heard, stop) as noted:
-            calls, routes = rollouts.play(left, share, 1, temperature, "eval", asked=not by_expert)
+            calls, routes = rollouts.play(left, share, 1, sampling, "eval", asked=not by_expert)
         for sim, call in calls.items():
             mine = [note for note in noted if note.source == routes[sim].sources[0]]
             results |= {result.index: result for note in mine for result in note.finished}

@@ -19,6 +19,7 @@ import numpy as np
 from embodied.algorithms.advantages import group_advantages
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, score_of
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
@@ -95,6 +96,9 @@ class GroupCollector:
         self.handed = 0  # times that episodes were handed over
         self.rollouts, self.learners = workers.rollouts, workers.learners
         self.text = workers.spec.text  # episodes are conversations
+        # Losses compare with the log-probs of tokens as they were drawn.
+        drawn_at = config.policy.temperature if self.text else 1.0
+        self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at) if self.text else 1.0
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
         self.trajectories = self.outlets = workers.trajectory_channels()
         workers.cluster.watch(workers.journal)
@@ -242,7 +246,9 @@ class GroupCollector:
 
         if self.stream is not None:
             self.stream.begin({spec.index: sim for sim, share in shares.items() for spec in share})
-        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, 1.0, "train", background=self.stream)
+        calls, _ = rollouts.play(
+            shares, begin, self.config.pipeline.stages, self.sampling, "train", background=self.stream
+        )
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from embodied.core.conversations import SamplingRule
 from embodied.core.types import ActRequest, AskAgain, EpisodeList, EpisodeResult, Route
 from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
@@ -92,12 +93,13 @@ class RolloutManager:
         sims: Iterable[int],
         begin: Callable[[int, Route], Handle],
         stages: int,
-        temperature: float,
+        sampling: float | SamplingRule,
         stream: str,
         asked: bool = True,
         background: BackgroundTask | None = None,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
-        """A round: call `begin` for these sims and let the policy workers serve so many stages of each, if they are
+        """A round: call `begin` for these sims, with actions as random as `sampling` says (for policies that act their
+        temperature), and let the policy workers serve so many stages of each, if they are
         asked at all. Returns the calls, which have succeeded but for sims that died, and the routes they took. What is
         due in the `background` is done while they play."""
         self.settle()
@@ -105,7 +107,7 @@ class RolloutManager:
         policies = self._acting() if asked else []
         routes = {sim: self._route(sim, stages, policies) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
-        router = self.router(self, routes, calls, policies, temperature, stream)
+        router = self.router(self, routes, calls, policies, sampling, stream)
         while losses := self._losses(calls.values(), [one for one in (router, background) if one]):
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
@@ -238,13 +240,13 @@ class RequestRouter:
         routes: dict[int, Route],
         calls: dict[int, Handle],
         policies: list[int],
-        temperature: float,
+        sampling: float | SamplingRule,
         stream: str,
     ) -> None:
         """`calls` are those of the sims, `policies` take part from the beginning."""
         self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
         self.calls = calls
-        self.how = (manager.weight_sync.version, temperature, stream) if policies else ()
+        self.how = (manager.weight_sync.version, sampling, stream) if policies else ()
         self.stages = {s: (sim, stage) for sim, route in routes.items() for stage, s in enumerate(route.sources)}
         self.replies = {s: c for route in routes.values() for s, c in zip(route.sources, route.replies, strict=True)}
         self.asked = {source: manager.share(*stage, policies) for source, stage in self.stages.items()}

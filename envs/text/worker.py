@@ -96,7 +96,7 @@ class TextWorker(EpisodeKeeper):
         mine = self._part(self.config, episodes, rows)
         parts, noting = [mine], nullcontext()
         if beside:
-            parts.append(self._evaluated(beside.episodes, override=SamplingOverride("eval", beside.temperature)))
+            parts.append(self._evaluated(beside.episodes, override=SamplingOverride("eval", beside.rule)))
             noting = self._noting(route, beside.recording, beside.notes)
         with noting as note:
             for over in play_conversations(parts, ConversationClient(route, self.timers), self.timers):

@@ -62,6 +62,12 @@ class LanguageConfig(PolicyOptions):
         description="Seconds that the server may be away or failing before the run fails; a request is then asked "
         "again.",
     )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        description="Logits are divided by it where rollouts draw tokens and where losses take their log-probs; "
+        "evaluations have eval.temperature.",
+    )
     max_tokens: int = Field(512, gt=0, description="Tokens of an answer, at most; then it counts as cut off.")
     max_length: int | None = Field(
         None, gt=0, description="Tokens of a whole conversation, at most; null: as many as the model has positions."

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from embodied.core import rng
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
 
@@ -36,7 +37,7 @@ class Sampling:
 
     seed: int
     stream: str
-    temperature: float
+    rule: SamplingRule
     stops: frozenset[int]  # tokens that end the answer
 
 
@@ -57,7 +58,7 @@ class Answer:
 
     key: Any
     tokens: np.ndarray  # int32 [A]
-    logprobs: np.ndarray  # float32 [A], at temperature 1; float64 of a float64 model
+    logprobs: np.ndarray  # float32 [A], at SamplingRule.logprob_temperature; float64 of a float64 model
     truncated: bool  # it ended without a stop token: max_tokens, max_length, or aborted
     dropped: str = ""  # why it cannot be used: then it counts for nothing
 
@@ -94,7 +95,7 @@ class Engine:
         """The most tokens that may be written; not above 0 where the conversation fills its length already."""
         return min(request.max_tokens, self.max_length - len(request.tokens))
 
-    def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
+    def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         """Start a round of answers by these weights. Nothing may be running."""
         raise NotImplementedError
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path
 from embodied.policies.language.config import LanguageConfig
@@ -77,7 +78,7 @@ class HTTPEngine(Engine):
         self.added = 0
         self.away = False  # whether the last call found the server away
         self.totals = dict.fromkeys(("asked_again", "unusable"), 0)
-        self.round: tuple[int, str, float] = (0, "", 1.0)
+        self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
         self.name, self.pairs = "", {}  # of the weights that are to answer, and what they are
         self.patience_s = config.answer_s + config.away_s
         self.server = RemoteServer(config.url, token_of(config), config.answer_s)
@@ -101,10 +102,10 @@ class HTTPEngine(Engine):
     def running(self) -> int:
         return len(self.asked) + len(self.ended)
 
-    def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
+    def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
         assert self.name.startswith(f"v{version}-"), f"the server has {self.name}, and is to write with v{version}"
-        self.round = (seed, stream, temperature)
+        self.round = (seed, stream, rule)
 
     def add(self, request: Request) -> None:
         self.check(request)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from embodied.core.conversations import SamplingRule
 from embodied.policies.language.engine import Request, seed_of
 from embodied.runtime.tensor_bytes import Blob, checksum
 
@@ -33,14 +34,14 @@ class Read:
 
 
 def body_of(
-    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, temperature: float, model: str
+    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, rule: SamplingRule, model: str
 ) -> dict[str, Any]:
     """The JSON that asks /v1/completions to continue a conversation by `most` tokens at most."""
     return {
         "model": model,
         "prompt": [int(token) for token in request.tokens],
         "max_tokens": most,
-        "temperature": temperature,
+        "temperature": rule.temperature,
         "seed": seed_of(seed, f"act/{stream}", request),
         "noise": {"seed": seed, "stream": stream, "episode": int(request.episode)},
         "stop_token_ids": [int(stop) for stop in stops],
@@ -48,8 +49,8 @@ def body_of(
         "logprobs": 0,
         "return_token_ids": True,
         "skip_special_tokens": False,
-        "top_p": 1.0,
-        "top_k": 0,
+        "top_p": rule.top_p,
+        "top_k": rule.top_k,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,

@@ -79,6 +79,7 @@ class LanguagePolicy(PublishedPolicy):
         self.choose_trained(model)
         files.allocate(model)
         self.adopt(model)
+        self.temperature = config.temperature
         self.value_head = None
         if config.value_head:
             self.value_head = ValueHead(model.config.hidden_size, 1, device="cpu", dtype=self.exact)
@@ -163,7 +164,8 @@ class LanguagePolicy(PublishedPolicy):
             for each in (tokens[packed.scored].astype(np.int64), packed.takes, packed.scored)
         )
         hidden = self.hidden(packed, way)
-        likely = self.head(hidden).to(self.exact).log_softmax(-1)
+        logits = self.head(hidden).to(self.exact)
+        likely = (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
         entropy = -(likely.exp() * likely).sum(-1)
         empty = likely.new_zeros(len(tokens))
         logprobs, entropy = (empty.index_put((scored,), of) for of in (likely[takes, chosen], entropy[takes]))
@@ -171,6 +173,14 @@ class LanguagePolicy(PublishedPolicy):
         if self.value_head is not None:
             values = empty.index_put((scored,), self.value_head(hidden)[takes].to(empty.dtype))
         return Scores(logprobs[:, None, None], entropy[:, None, None], values)
+
+    def imitate(self, inputs: dict[str, Any], noise: Any) -> Tensor:
+        """At temperature 1, whatever rollouts draw at."""
+        drawn_at, self.temperature = self.temperature, 1.0
+        try:
+            return super().imitate(inputs, noise)
+        finally:
+            self.temperature = drawn_at
 
     def hidden(self, packed: Packed, way: str) -> Tensor:
         """The network's last hidden states [U, D] at the places whose logits are needed."""

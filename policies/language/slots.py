@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
+from embodied.core.conversations import SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.decoding import Step, fast_step
 from embodied.policies.language.engine import Answer, Engine, Request, Sampling, cache_bytes, token_bytes, unanswered
@@ -106,8 +107,7 @@ class SlotEngine(Engine):
         self.written = np.zeros((self.slots, 0), np.int32)
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
-        self.temperatures = np.ones(self.slots)
-        self.round = Sampling(0, "", 1.0, frozenset())
+        self.round = Sampling(0, "", SamplingRule(), frozenset())
         self.fast: Step | None = None
         self.totals = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
 
@@ -115,9 +115,9 @@ class SlotEngine(Engine):
     def running(self) -> int:
         return len(self.rows) + len(self.waiting)
 
-    def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
+    def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
-        self.round = Sampling(seed, f"act/{stream}", temperature, self.stops)
+        self.round = Sampling(seed, f"act/{stream}", rule, self.stops)
         self.model.eval()
         self.device = self.model.device
         if self.model.config._attn_implementation != "sdpa":  # learning may choose another
@@ -178,7 +178,6 @@ class SlotEngine(Engine):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
             self.counts[row], self.limits[row] = 0, self.longest_answer(request)
-            self.temperatures[row] = request.sampling.temperature
             if (words := prefix(request)) in known:
                 copies.append((known[words], row))
             else:
@@ -252,10 +251,12 @@ class SlotEngine(Engine):
                 use_cache=True,
             ).logits[:, 0]
         tokens, logprobs = np.zeros(count, np.int64), np.zeros(count)
-        for temperature in np.unique(self.temperatures[:count]):
-            rows = np.flatnonzero(self.temperatures[:count] == temperature)
-            mine = logits if len(rows) == count else logits[self.on(rows)]
-            chosen = choose(mine, float(temperature), self.on(self.noise[rows, self.phase]))
+        by_rule: dict[SamplingRule, list[int]] = {}
+        for row, request in enumerate(self.rows):
+            by_rule.setdefault(request.sampling.rule, []).append(row)
+        for rule, rows in by_rule.items():
+            mine = logits if len(rows) == count else logits[self.on(np.array(rows))]
+            chosen = choose(mine, rule, self.on(self.noise[rows, self.phase]))
             tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
         self.phase += 1
         return tokens, logprobs
@@ -292,7 +293,7 @@ class SlotEngine(Engine):
         last = len(self.rows) - 1
         if row < last:
             self.rows[row] = self.rows[last]
-            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise, self.temperatures):
+            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise):
                 numbers[row] = numbers[last]
             self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
             self.cache.copy(last, row, int(self.lengths[last]))
@@ -322,20 +323,39 @@ def prefix(request: Request) -> bytes:
     return np.asarray(request.tokens[:-1], np.int32).tobytes()
 
 
-def choose(logits: Tensor, temperature: float, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [N] at which the cumulative probabilities pass `uniform` [N], and their log-probs at temperature 1.
+def choose(logits: Tensor, rule: SamplingRule, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [N] at which the cumulative probabilities pass `uniform` [N], and their log-probs at the rule's
+    `logprob_temperature`.
 
-    Probabilities .2 .5 .3 and the number .6: token 1, since .2 <= .6 < .7. At temperature 0 it is the likeliest.
+    Probabilities .2 .5 .3 and the number .6: token 1, since .2 <= .6 < .7. At temperature 0 it is the likeliest. With
+    top_k=2 the first is left out, .5 .3 become .625 .375, and .6 is still token 1.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     scores = scores - scores.amax(-1, keepdim=True)
-    sums = scores.exp().cumsum(-1, dtype=torch.float64)
+    temperature, of_logprobs = rule.temperature, rule.logprob_temperature
+    scored = scores if of_logprobs == 1 else scores / of_logprobs
+    sums = scored.exp().cumsum(-1, dtype=torch.float64)
     total = sums[:, -1]
     if temperature == 0:
         tokens = scores.argmax(-1)
     else:
-        if temperature != 1:
-            sums = (scores.double() / temperature).exp().cumsum(-1)
+        if temperature != of_logprobs or not rule.draws_from_all:
+            likely = (scores.double() / temperature).exp()
+            sums = (likely if rule.draws_from_all else kept(likely, rule)).cumsum(-1)
         tokens = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
         tokens = tokens.clamp(max=scores.shape[-1] - 1)
-    return tokens, scores.gather(-1, tokens[:, None])[:, 0].double() - total.log()
+    return tokens, scored.gather(-1, tokens[:, None])[:, 0].double() - total.log()
+
+
+def kept(likely: Tensor, rule: SamplingRule) -> Tensor:
+    """Probabilities [N, vocabulary], up to a factor, with 0 for tokens that the rule leaves out. Of tokens that are
+    equally likely the first are kept, so that no more than top_k remain."""
+    ordered, places = likely.sort(dim=-1, descending=True, stable=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if rule.top_k:
+        keep[:, rule.top_k :] = False
+    if rule.top_p < 1:
+        ordered = ordered * keep
+        before = ordered.cumsum(-1) - ordered  # of all that are likelier
+        keep &= before < rule.top_p * ordered.sum(-1, keepdim=True)
+    return likely * torch.zeros_like(keep).scatter(-1, places, keep)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
@@ -66,29 +67,31 @@ class VLLMEngine(Engine):
         self.ended: list[Answer] = []  # of conversations that have no room for an answer
         self.added = 0
         self.engine, self.sampling = start(config, policy)
-        self.round: tuple[int, str, float] = (0, "", 1.0)
+        self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
         self.version: int | None = None  # of the weights; None: there are none yet
 
     @property
     def running(self) -> int:
         return len(self.writing) + len(self.ended)
 
-    def begin(self, version: int, seed: int, stream: str, temperature: float) -> None:
+    def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
         assert version == self.version, f"vLLM has weights {self.version}, and is to write with {version}"
-        self.round = (seed, f"act/{stream}", temperature)
+        self.round = (seed, f"act/{stream}", rule)
 
     def add(self, request: Request) -> None:
         self.check(request)
         if (most := self.longest_answer(request)) <= 0:
             self.ended.append(unanswered(request))
             return
-        seed, stream, temperature = self.round
+        seed, stream, rule = self.round
         name, self.added = str(self.added), self.added + 1
         self.writing[name] = Writing(request)
         settings = self.sampling(
             max_tokens=most,
-            temperature=temperature,
+            temperature=rule.temperature,
+            top_p=rule.top_p,
+            top_k=rule.top_k,
             seed=seed_of(seed, stream, request),
             stop_token_ids=self.stops,
         )

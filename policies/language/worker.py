@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from embodied.core.conversations import Completion, CompletionBatch, Prompt, PromptBatch, SamplingOverride, Vacancy
+from embodied.core.conversations import (
+    Completion,
+    CompletionBatch,
+    Prompt,
+    PromptBatch,
+    SamplingOverride,
+    SamplingRule,
+    Vacancy,
+)
 from embodied.core.types import ActRequest, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
@@ -56,7 +64,7 @@ class LanguageWorker(PolicyWorker):
         requests: Channel,
         replies: dict[str, Channel],
         version: int,
-        temperature: float = 1.0,
+        rule: SamplingRule = SamplingRule(),  # noqa: B008  frozen
         stream: str = "train",
         name: str = "",
         vacancies: Channel | None = None,
@@ -68,7 +76,7 @@ class LanguageWorker(PolicyWorker):
         before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
         show = stream == "eval"
         with self.weights.acting(version), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-            self.engine.begin(version, self.seed, stream, temperature)
+            self.engine.begin(version, self.seed, stream, rule)
             if vacancies:
                 vacancies.put(Vacancy(name, self.engine.room))
             while self._take(requests, replies, waiting):
@@ -144,7 +152,7 @@ class LanguageWorker(PolicyWorker):
         return Sampling(
             self.seed,
             f"act/{override.stream}",
-            override.temperature,
+            override.rule,
             frozenset(self.policy.tokenizer.stops),
         )
 

@@ -20,6 +20,7 @@ from served_language import SECRET, served
 from tiny_language import PLAIN, build, publish
 
 from embodied import serve
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import read_answer
@@ -81,7 +82,7 @@ def completed(server, **body):
 def written(model, tokens, most, seed, temperature=1.0, episode=0):
     """What an engine in this process answers."""
     engine = make_engine(model.config, model)
-    engine.begin(0, seed, "serve", temperature)
+    engine.begin(0, seed, "serve", SamplingRule(temperature))
     engine.add(Request(0, tokens, most, episode))
     while engine.running:
         if answers := engine.step():
@@ -183,7 +184,9 @@ def test_a_stream_is_the_answer_in_parts(open_server):
         ({"prompt": ["a"] * 600, "n": 2}, 400, "more than 1024 answers"),
         ({"prompt": "a", "temperature": 3}, 400, "temperature should be a number from 0 to 2"),
         ({"prompt": "a", "temperature": True}, 400, "temperature should be a number"),
-        ({"prompt": "a", "top_p": 0.9}, 400, "top_p=0.9 is not supported"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p should be a number above 0, at most 1"),
+        ({"prompt": "a", "top_k": 2.5}, 400, "top_k should be a whole number"),
+        ({"prompt": "a", "min_p": 0.9}, 400, "min_p=0.9 is not supported"),
         ({"prompt": "a", "echo": True}, 400, "echo=True is not supported"),
         ({"prompt": "a", "logprobs": 5}, 400, "only chosen tokens have log-probs here"),
         ({"prompt": "a", "stop": [""]}, 400, "stop should be text"),

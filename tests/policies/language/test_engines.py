@@ -19,9 +19,10 @@ from language_models import (
 )
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingOverride
+from embodied.core.conversations import SamplingOverride, SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.policies.language.engine import Request, Sampling
+from embodied.policies.language.slots import choose
 from embodied.policies.vla.lora import add_lora
 
 MODELS = {
@@ -81,7 +82,7 @@ def test_greedy_answers_are_those_of_generate(name):
 
 
 def sampling(engine, override):
-    return override and Sampling(3, f"act/{override.stream}", override.temperature, engine.stops)
+    return override and Sampling(3, f"act/{override.stream}", override.rule, engine.stops)
 
 
 @SHAPES
@@ -89,16 +90,16 @@ def test_each_conversation_has_its_own_manner_whoever_is_written_beside_it(name)
     model = MODELS[name]()
     overrides = [
         None,
-        SamplingOverride("eval", 0.0),
-        SamplingOverride("eval", 1.0),
-        SamplingOverride("eval", 0.4),
-        SamplingOverride("train", 1.0),
+        SamplingOverride("eval", SamplingRule(0.0)),
+        SamplingOverride("eval", SamplingRule(1.0)),
+        SamplingOverride("eval", SamplingRule(0.4, top_p=0.8, top_k=5)),
+        SamplingOverride("train", SamplingRule(1.0)),
     ]
     asked = questions()
     engine = engine_of(model)
     mixed = answers(engine, [replace(r, sampling=sampling(engine, overrides[i % 5])) for i, r in enumerate(asked)])
     for place, override in enumerate(overrides):
-        how = {"stream": override.stream, "temperature": override.temperature} if override else {}
+        how = {"stream": override.stream, **vars(override.rule)} if override else {}
         alone = answers(engine_of(model), asked, **how)
         for request in asked[place::5]:
             assert mixed[request.key].tokens.tolist() == alone[request.key].tokens.tolist()
@@ -134,7 +135,7 @@ def test_half_precision_writes_too(how):
 def random_drain(model, asked, draws):
     """The answers when requests come in any order and number, into any number of rows, and are at times interrupted."""
     engine = engine_of(model, max_running=int(draws.integers(1, 20)))
-    engine.begin(1, 3, "train", 1.0)
+    engine.begin(1, 3, "train", SamplingRule())
     waiting = [(request, [], []) for request in asked]
     draws.shuffle(waiting)
     found, begun = {}, {}
@@ -185,6 +186,49 @@ def test_a_token_is_the_inverse_cdf_at_the_noise_of_its_episode_and_place():
         stream.append(token)
 
 
+@pytest.mark.parametrize(
+    ("rule", "kept", "chances"),
+    [
+        ({}, 4, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 2}, 2, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 0.7}, 2, [4 / 7, 3 / 7, 0, 0]),  # .4 + .3 reaches it
+        ({"top_p": 0.71}, 3, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"top_p": 0.5, "top_k": 3}, 2, [4 / 7, 3 / 7, 0, 0]),  # of the three, .444 + .333 reaches it
+        ({"top_p": 1e-9}, 1, [1, 0, 0, 0]),
+        ({"temperature": 0.5}, 4, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+        ({"temperature": 0.5, "top_k": 2}, 2, [16 / 25, 9 / 25, 0, 0]),
+    ],
+)
+def test_tokens_are_drawn_from_what_the_rule_keeps_and_scored_among_all(rule, kept, chances):
+    """Probabilities .4 .3 .2 .1, in an order of their own; noise in equal steps shows every token's share."""
+    order, steps = [2, 0, 3, 1], 1000
+    given = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    logits = torch.empty(4, dtype=torch.float64)
+    logits[order] = given.log() + 5.0
+    noise = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
+    tokens, logprobs = choose(logits.expand(steps, -1), SamplingRule(**rule), noise)
+    found = torch.bincount(tokens, minlength=4)[order] / steps
+    np.testing.assert_allclose(found, chances, atol=1.01 / steps)
+    assert int((found > 0).sum()) == kept
+    np.testing.assert_allclose(logprobs, logits.log_softmax(-1)[tokens], atol=1e-12)
+
+
+def test_equally_likely_tokens_are_no_more_than_top_k():
+    tokens, _ = choose(torch.zeros(50, 9), SamplingRule(top_k=3), (torch.arange(50) + 0.5) / 50)
+    assert sorted({*tokens.tolist()}) == [0, 1, 2]
+
+
+@SHAPES
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_logprobs_of_rollouts_are_of_the_temperature_that_tokens_are_drawn_at(name, temperature):
+    model, asked = MODELS[name](), questions()
+    found = answers(engine_of(model), asked, temperature, logprob_temperature=temperature)
+    assert written(found) == written(answers(engine_of(model), asked, temperature))
+    for request in asked:
+        want = logprobs_by_the_model(model, request, found[request.key], temperature)
+        np.testing.assert_allclose(found[request.key].logprobs, want, rtol=0, atol=2 * tolerance(name))
+
+
 def test_tokens_come_as_often_as_the_model_says():
     model, tries = gpt2(), 4000
     found = answers(engine_of(model, max_running=500), [question(i, [5, 6], 1) for i in range(tries)])
@@ -198,7 +242,7 @@ def test_a_prompt_that_several_ask_is_computed_once():
     engine = engine_of(qwen3(), max_running=8)
     answers(engine, [question(i, [7] * 21, 5) for i in range(6)])
     assert engine.metrics() == {"prefilled": 20, "copied": 100}
-    engine.begin(1, 0, "train", 1.0)
+    engine.begin(1, 0, "train", SamplingRule())
     engine.add(question(0, [7] * 21, 30))
     engine.step()
     engine.add(question(1, [7] * 21, 30))  # while the other runs
@@ -228,7 +272,7 @@ def test_a_conversation_never_becomes_longer_than_max_length():
 
 def test_what_is_aborted_comes_back_with_what_was_written():
     engine = engine_of(gpt2(), stops=(), max_running=3)
-    engine.begin(1, 3, "train", 1.0)
+    engine.begin(1, 3, "train", SamplingRule())
     for number in range(2):
         engine.add(question(number, [5, 6, number]))
     engine.step(), engine.step()
@@ -283,10 +327,10 @@ def test_new_weights_of_the_policy_write_the_next_round():
 
 def test_a_round_may_begin_only_when_nothing_runs():
     engine = engine_of(gpt2())
-    engine.begin(1, 0, "train", 1.0)
+    engine.begin(1, 0, "train", SamplingRule())
     engine.add(question(0, [5]))
     with pytest.raises(AssertionError, match="of the one before"):
-        engine.begin(2, 0, "train", 1.0)
+        engine.begin(2, 0, "train", SamplingRule())
     assert len(drained(engine, [])) == 1
     with pytest.raises(ValueError, match="nothing to continue"):
         engine.add(question(1, []))

@@ -10,6 +10,7 @@ from aiohttp import web
 from served_language import SECRET, scripted, served
 from tiny_language import build, publish
 
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
@@ -46,8 +47,8 @@ def engine_at(url, policy, folder, **options):
         engine.close()
 
 
-def answers(engine, requests, temperature=1.0):
-    engine.begin(1, 3, "train", temperature)
+def answers(engine, requests, temperature=1.0, **rule):
+    engine.begin(1, 3, "train", SamplingRule(temperature, **rule))
     waiting, found = list(requests), {}
     while waiting or engine.running:
         while waiting and engine.room > 0:
@@ -58,8 +59,8 @@ def answers(engine, requests, temperature=1.0):
     return found
 
 
-def of_own_engine(policy, temperature=1.0):
-    return answers(make_engine(policy.config, policy), ASKED, temperature)
+def of_own_engine(policy, temperature=1.0, **rule):
+    return answers(make_engine(policy.config, policy), ASKED, temperature, **rule)
 
 
 def check_same(found, want, tolerance=1e-12):
@@ -98,6 +99,8 @@ def test_weights_are_taken_once_they_are_new_and_answers_follow(policy, tmp_path
                     parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
             engine.load(policy.state_dict(), 1)
             check_same(answers(engine, ASKED, temperature), of_own_engine(policy, temperature))
+            narrow = {"top_p": 0.8, "top_k": 7}
+            check_same(answers(engine, ASKED, temperature, **narrow), of_own_engine(policy, temperature, **narrow))
             kept = [*(tmp_path / "weights").glob("*/*")]
             assert [at.name for at in kept] == [engine.name]  # of other versions nothing is left
 
@@ -144,7 +147,7 @@ def test_what_is_given_up_leaves_the_server_at_once(policy, tmp_path):
     with served(build(dtype="float64", **SIZES), tmp_path) as server:
         with engine_at(server.url, policy, tmp_path) as engine:
             engine.load(policy.state_dict(), 1)
-            engine.begin(1, 3, "train", 1.0)
+            engine.begin(1, 3, "train", SamplingRule())
             step, server.generation.engine.step = server.generation.engine.step, never_ends
             for request in long:
                 engine.add(request)
@@ -179,7 +182,7 @@ def test_a_server_that_is_gone_is_named_with_how_long_it_was_waited_for(policy, 
         with served(build(dtype="float64", **SIZES), tmp_path) as server:
             engine = stack.enter_context(engine_at(server.url, policy, tmp_path, away_s=0.5))
             engine.load(policy.state_dict(), 1)
-            engine.begin(1, 3, "train", 1.0)
+            engine.begin(1, 3, "train", SamplingRule())
             server.generation.engine.step = never_ends
             for request in ASKED[:8]:
                 engine.add(request)

@@ -44,6 +44,11 @@ def test_greedy_answers_are_those_of_our_own_engine(said):
 
 
 @needs_vllm
+def test_the_likeliest_token_alone_is_drawn_where_the_rule_keeps_no_other(said):
+    assert said["narrow"] == [said["greedy"]] * 2
+
+
+@needs_vllm
 def test_a_round_that_is_repeated_writes_the_same(said):
     assert said["first"] == said["again"]
     assert len({tuple(tokens) for tokens, *_ in said["first"].values()}) > 5  # every conversation has noise of its own
