@@ -18,7 +18,7 @@ SHORT = [
     "env.max_episode_steps=12",
     "policy.dtype=float64",
     "policy.hidden=[16,16]",
-    "faults.timeout_s=60",
+    "faults.timeout_s=240",
     "faults.hang_s=20",
     f"run.iterations={ITERATIONS}",
 ]

@@ -18,7 +18,7 @@ TALK = [
     "algo.lr=0.01",
     "eval.episodes=6",
     "eval.videos=0",
-    "faults.timeout_s=60",
+    "faults.timeout_s=240",
     "faults.hang_s=20",
     f"run.iterations={ITERATIONS}",
 ]

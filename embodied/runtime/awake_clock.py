@@ -37,12 +37,17 @@ class AwakeClock:
         return self._clock() - self._woke
 
 
-def wait_awake(attempt: Callable[[float], bool], seconds: float, driver: int | None = None) -> bool:
+def wait_awake(
+    attempt: Callable[[float], bool],
+    seconds: float,
+    driver: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
     """Calls `attempt` with a second at most until it gives True; False when `seconds` have passed without gaps, and
     without those in which the driver's process was stopped, since then nothing comes."""
-    left, seen = seconds, time.monotonic()
+    left, seen = seconds, clock()
     while not attempt(max(0.0, min(LOOK_S, left))):
-        now = time.monotonic()
+        now = clock()
         if now - seen <= GAP_S and not (driver and is_stopped(driver)):
             left -= now - seen
         if left <= 0:

@@ -32,13 +32,14 @@ def test_time_counts_between_looks_and_not_in_a_gap():
 
 
 def test_a_wait_ends_after_its_seconds_and_not_before():
-    asked = []
+    real, asked = Clock(), []
 
     def attempt(seconds):
         asked.append(seconds)
-        time.sleep(min(seconds, 0.01))
+        real.now += min(seconds, 0.25)
 
-    assert not wait_awake(attempt, 0.05) and len(asked) >= 5 and max(asked) <= 0.05
+    assert not wait_awake(attempt, 1.25, clock=real)
+    assert asked == [1.0, 1.0, 0.75, 0.5, 0.25] and real.now == 101.25, "it looks every second"
     assert not wait_awake(lambda seconds: False, 0)
     assert wait_awake(lambda seconds: True, 0)
 
@@ -51,16 +52,18 @@ def test_a_wait_lasts_while_the_driver_is_stopped():
         until = time.monotonic() + 10
         while not is_stopped(driver.pid) and time.monotonic() < until:
             time.sleep(0.01)
-        tries = []
+        real, tries = Clock(), []
 
         def attempt(seconds):
             tries.append(seconds)
-            time.sleep(min(seconds, 0.02))
+            real.now += 0.5
             if len(tries) == 20:  # long after the deadline
                 os.kill(driver.pid, signal.SIGCONT)
+                while is_stopped(driver.pid):
+                    time.sleep(0.01)
 
-        assert not wait_awake(attempt, 0.1, driver.pid)
-        assert len(tries) > 20
+        assert not wait_awake(attempt, 2.0, driver.pid, real)
+        assert len(tries) == 23, "the four tries of two seconds begin when it goes on"
     finally:
         driver.kill()
         driver.communicate()

@@ -219,10 +219,11 @@ def test_a_failing_constructor_is_the_first_cause_of_any_wait(backend):
             with pytest.raises(WorkerFailed, match="role1-0: constructor failed"):
                 counters.sleep(0.2).wait()
         started = time.monotonic()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60, "of the 600 s for which a wait may last"
 
 
-def test_the_first_cause_wins_over_what_follows_from_it(backend):
+def test_the_first_cause_wins_over_what_follows_from_it(backend, monkeypatch):
+    monkeypatch.setattr("embodied.runtime.cluster._FIRST_CAUSE_S", 60.0)  # which is waited where none is known
     with three(backend) as cluster:
         first, second, third = (cluster.launch(Counter, f"role{i}") for i in range(3))
         one, two = cluster.channel("one", home=second), cluster.channel("two", home=third)
@@ -236,7 +237,7 @@ def test_the_first_cause_wins_over_what_follows_from_it(backend):
                 handle.wait()
         with pytest.raises(ChannelClosed, match=r"closed by role1-0: get_and_put failed: .*closed by role0-0.*root"):
             two.get()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 30
 
 
 def test_a_worker_that_closes_a_channel_and_then_fails_is_the_cause(backend):

@@ -78,7 +78,7 @@ def test_closing_wakes_those_who_wait(backend):
             group.onload().wait()
         handles = [a.get(here), b.get(there)]
         started = time.monotonic()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 30, "a wait may last 600 s"
     for handle in handles:
         with pytest.raises((WorkerFailed, ChannelClosed), match="clos"):
             handle.wait()
@@ -95,7 +95,7 @@ def test_a_host_that_does_not_stop_is_killed_with_what_it_started(processes):
         b.ignore_everything(30)
         started = time.monotonic()
         cluster.close(seconds=0.2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 25, "of the 30 s for which they are busy"
     assert gone_within(2, [program])
 
 

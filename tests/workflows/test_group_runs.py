@@ -27,7 +27,7 @@ ARGUMENTS = [
     "algo.minibatch_size=40",
     "algo.epochs=2",
     "seed=1",
-    "faults.timeout_s=60",
+    "faults.timeout_s=240",
     "faults.hang_s=20",
     f"run.iterations={ITERATIONS}",
 ]

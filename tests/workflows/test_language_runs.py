@@ -140,7 +140,7 @@ SLOW = pytest.mark.slow
 )
 def test_who_replaces_an_engine_gives_the_same_answers(sync, how, schedule, tmp_path):
     """Under async the second batch is of the first weights, too, so only its first is sync's."""
-    with Talk(tmp_path, f"pipeline.schedule={schedule}", "faults.hang_s=3", backend="local") as run:
+    with Talk(tmp_path, f"pipeline.schedule={schedule}", "faults.hang_s=8", backend="local") as run:
         strike(run, "rollout", "policy-1", how)
         rows = run.some(2)
         assert [row["faults/restarts"] for _, row in rows] == [1, 0] and "policy-1 is started again" in run.lines[0]

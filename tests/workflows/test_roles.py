@@ -30,7 +30,7 @@ ARGUMENTS = [
     "run.env_steps=null",
     "run.iterations=2",
     "cluster.backend=inline",
-    "faults.timeout_s=60",
+    "faults.timeout_s=240",
     "faults.hang_s=20",
 ]
 
