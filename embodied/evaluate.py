@@ -381,7 +381,7 @@ def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[
     """All that the outcome of an episode follows from, and what is kept of it. How many rows play does not matter."""
     config, _ = parts[0]
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
-    env = protocol.apply(config.env).model_dump(mode="json", exclude={"num_envs"})
+    env = protocol.apply(config.env).model_dump(mode="json", exclude={"num_envs", "side_by_side"})
     return {
         "policy": {**played.model_dump(mode="json"), "sha256": policy["sha256"]},
         "protocol": f"{protocol.name}: {protocol.rules}",

@@ -59,6 +59,17 @@ Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]
 Modules = Annotated[tuple[str, ...], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
+def side_by_side(of: str = "") -> Any:
+    """The option of text envs, ours or the user's."""
+    return Field(
+        16,
+        gt=0,
+        le=1024,
+        description=f"{of}Conversations of a sim worker whose steps and scores may run at the same time, in threads, "
+        "where they take milliseconds; 1: one after the other. Results are the same.",
+    )
+
+
 class CommonEnvConfig(Strict):
     needs: ClassVar[Requirement] = Requirement()
     """What has to be installed for it."""

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import variants
-from embodied.envs.common_config import EXTERNAL, CommonEnvConfig, NamedWithKind, Tasks, with_task
+from embodied.envs.common_config import EXTERNAL, CommonEnvConfig, NamedWithKind, Tasks, side_by_side, with_task
 from embodied.envs.gym.config import GymConfig
 from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.maniskill.config import ManiSkillConfig
@@ -25,6 +25,7 @@ class ExternalEnvConfig(CommonEnvConfig):
         description="Handed to your env with every episode, one of them if it is a list; unset: the name of its class."
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Free options, for your class to read.")
+    side_by_side: int = side_by_side("Text envs: ")
 
     @model_validator(mode="before")
     @classmethod

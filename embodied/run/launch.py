@@ -107,6 +107,8 @@ def planned(
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
+    if not speaks(kind) and hasattr(config.env, "side_by_side") and (given := config.changed("env", "side_by_side")):
+        raise ConfigError(f"{given} has no effect: only text envs hold conversations; leave it out")
     # The env decides what the recipe leaves open.
     there = machines(config)
     check_simulator(config, there)

@@ -37,7 +37,7 @@ UNSEEN = (
     *("fast_images", "video_size"),
 )
 # env options in which a policy's recipe may differ from how it is evaluated
-UNLIKE = ("num_envs", "task", "stagger", "retries")
+UNLIKE = ("num_envs", "side_by_side", "task", "stagger", "retries")
 
 
 @dataclass(frozen=True)

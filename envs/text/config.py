@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement
-from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, Tasks, with_task
+from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, Tasks, side_by_side, with_task
 
 
 class TextConfig(CommonEnvConfig):
@@ -25,6 +25,7 @@ class TextConfig(CommonEnvConfig):
         le=2**20,
         description="Conversations that go on at a time in the whole run, shared out among the sims.",
     )
+    side_by_side: int = side_by_side()
 
 
 TOY_TASKS = {  # env.name -> its tasks, the usual one first
@@ -114,6 +115,7 @@ class ReasoningGymConfig(TextConfig, NamedWithKind):
 class VerifiersConfig(TextConfig, NamedWithKind):
     needs = Requirement(elsewhere="verifiers")
     written = "verifiers:<environment>"
+    side_by_side: ClassVar[int] = 1  # a rollout that hangs has its process replaced, with those of all others in it
 
     name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
     task: str = Field("", description="How results name it; unset: the environment's name.")

@@ -17,7 +17,7 @@ from typing import Any
 from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.scoring_process import Scorer
+from embodied.envs.text.scoring_process import Scorers
 from embodied.envs.text.text_env import TextEnv, Turn
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
@@ -37,7 +37,7 @@ class Question:
 class MathQuestions:
     train: list[Question]
     held_out: list[Question]
-    scorer: Scorer
+    scorer: Scorers
 
 
 class Math(TextEnv):
@@ -81,7 +81,7 @@ class Math(TextEnv):
     @classmethod
     def load(cls, config: Any) -> MathQuestions:
         """The questions, and the process that compares answers."""
-        return MathQuestions(*questions(config), Scorer("math"))
+        return MathQuestions(*questions(config), Scorers("math"))
 
     @classmethod
     def unload(cls, shared: MathQuestions) -> None:

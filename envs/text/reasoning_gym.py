@@ -17,7 +17,7 @@ from embodied.core.conversations import Said
 from embodied.core.errors import ConfigError, MissingAsset, in_a_line, nearest
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
-from embodied.envs.text.scoring_process import Scorer, dataset_of, entry_of
+from embodied.envs.text.scoring_process import Scorers, dataset_of, entry_of
 from embodied.envs.text.text_env import TRIES, TextEnv, Turn
 
 POOL = 10_000  # questions to train on
@@ -28,7 +28,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 @dataclass(frozen=True)
 class HeldOutQuestions:
     system: str
-    scorer: Scorer
+    scorer: Scorers
     questions: frozenset[str]  # of the held-out ones
 
 
@@ -68,7 +68,7 @@ class ReasoningGym(TextEnv):
 
         held_out = dataset_of(task_of(config), options(config, HELD_OUT_SEED))
         known = frozenset(held_out[index]["question"] for index in range(cls.num_held_out))
-        return HeldOutQuestions(SYSTEM_PROMPTS["default"], Scorer("reasoning_gym"), known)
+        return HeldOutQuestions(SYSTEM_PROMPTS["default"], Scorers("reasoning_gym"), known)
 
     @classmethod
     def unload(cls, shared: HeldOutQuestions) -> None:

@@ -15,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -35,6 +36,7 @@ class Scorer:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.asked = threading.Lock()  # by one at a time
         self._begin()
 
     @property
@@ -46,6 +48,10 @@ class Scorer:
         """The score of an answer, and what went wrong with it; after so many seconds it is 0."""
         if len(question["answer"]) > LONGEST:
             return 0.0, f"longer than {LONGEST} characters"
+        with self.asked:
+            return self._score(seconds, question)
+
+    def _score(self, seconds: float, question: dict[str, Any]) -> tuple[float, str]:
         self._wait_until_ready()
         deadline = time.monotonic() + seconds
         try:
@@ -108,6 +114,40 @@ class Scorer:
         ready.register(pipe, event)
         if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise TimeoutError
+
+
+class Scorers:
+    """Scorers of one kind, for conversations that are scored at the same time: a process more whenever all are busy, at
+    most one for each core."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.most = kind, len(os.sched_getaffinity(0))
+        self.changed = threading.Condition()
+        self.idle = [Scorer(kind)]
+        self.all = [*self.idle]
+
+    def score(self, seconds: float, **question: Any) -> tuple[float, str]:
+        """As that of a `Scorer`; the time that it waits for one does not count."""
+        scorer = self._take()
+        try:
+            return scorer.score(seconds, **question)
+        finally:
+            with self.changed:
+                self.idle.append(scorer)
+                self.changed.notify()
+
+    def close(self) -> None:
+        for scorer in self.all:
+            scorer.close()
+
+    def _take(self) -> Scorer:
+        with self.changed:
+            while not self.idle and len(self.all) == self.most:
+                self.changed.wait()
+            if not self.idle:
+                self.all.append(Scorer(self.kind))
+                return self.all[-1]
+            return self.idle.pop()
 
 
 # In the process

@@ -2,7 +2,8 @@
 
 `reset` says what the policy is asked, `step` hears its answer and replies: a reward, and either the end or more to
 answer. One object holds one conversation at a time; what all of a worker's conversations share (a dataset, a process
-that scores) is loaded once by `load`.
+that scores) is loaded once by `load`. Steps that take long run in threads, several conversations at the same time
+(`env.side_by_side`), so what they share must bear that.
 
     class Doubling(TextEnv):
         def reset(self, spec):

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from embodied.core.conversations import (
     Said,
     SamplingOverride,
 )
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
 from embodied.core.types import (
     AskAgain,
     EnvSpec,
@@ -41,10 +42,12 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import env_class
+from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.whole_episodes import EpisodeKeeper
 from embodied.runtime import Channel, Needs, Timers
 
+LOOK_S = 0.01  # between two looks for answers while env steps run
 SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
 
@@ -54,6 +57,7 @@ class TextWorker(EpisodeKeeper):
         super().__init__(*options, **more)
         self.kind = env_class(self.config)
         self.shared: dict[str, Any] = {}  # what conversations of a config share, by the config as JSON
+        self.steps: SideBySide[Conversation] = SideBySide(self.config.side_by_side)
 
     def spec(self) -> EnvSpec:
         """Load what conversations share (a dataset may take seconds) and say what the env offers."""
@@ -99,7 +103,7 @@ class TextWorker(EpisodeKeeper):
             parts.append(self._evaluated(beside.episodes, override=SamplingOverride("eval", beside.rule)))
             noting = self._noting(route, beside.recording, beside.notes)
         with noting as note:
-            for over in play_conversations(parts, ConversationClient(route, self.timers), self.timers):
+            for over in play_conversations(parts, ConversationClient(route, self.timers), self.timers, self.steps):
                 self.tick()
                 ended = [one for one in over if one.part is mine]
                 if note and len(ended) < len(over):
@@ -143,7 +147,7 @@ class TextWorker(EpisodeKeeper):
         part = self._evaluated(episodes, begun=begun, alone=alone)
         talk = ConversationClient(route, self.timers)
         with self._noting(route, recording, notes) as note:
-            for ended in play_conversations([part], talk, self.timers, lambda: self.stopped):
+            for ended in play_conversations([part], talk, self.timers, self.steps, lambda: self.stopped):
                 self.tick()
                 results += note(ended)
         return results
@@ -187,6 +191,7 @@ class TextWorker(EpisodeKeeper):
         return 0
 
     def close(self) -> None:
+        self.steps.close()
         for shared in self.shared.values():
             self.kind.unload(shared)
 
@@ -399,10 +404,15 @@ class ConversationClient:
             self.open[self.number] = prompt, one
         self._put([self.open[number][0] for number in range(before + 1, self.number + 1)])
 
-    def answers(self) -> Iterator[tuple[Conversation, Completion]]:
-        """Wait for answers; returns those that came together."""
+    def answers(self, seconds: float | None) -> Iterator[tuple[Conversation, Completion]]:
+        """Wait for answers, at most so many seconds; returns those that came together."""
         with self.timers.measure("wait"):
-            reply = self.replies.get()
+            try:
+                reply = self.replies.get() if seconds is None else self.replies.get(timeout_s=seconds)
+            except DeadlineExceeded:
+                if seconds is None:
+                    raise
+                return
         if reply.source != self.source:
             return
         if isinstance(reply, AskAgain):
@@ -419,7 +429,11 @@ class ConversationClient:
 
 
 def play_conversations(
-    parts: Sequence[Part], talk: ConversationClient, timers: Timers, stop: Callable[[], bool] = lambda: False
+    parts: Sequence[Part],
+    talk: ConversationClient,
+    timers: Timers,
+    steps: SideBySide[Conversation],
+    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[Conversation]]:
     """Play all of these to their ends, and yield those that have ended since the last time. Where it is to `stop`, what
     is open is given up."""
@@ -427,18 +441,22 @@ def play_conversations(
     def begin() -> list[Conversation]:
         return [one for part in parts for one in part.begin(timers)]
 
-    talk.ask(begin())
-    while talk.busy and not stop():
-        ended, going_on = [], []
-        for one, completion in talk.answers():
+    try:
+        talk.ask(begin())
+        while (talk.busy or steps.busy) and not stop():
+            for one, completion in talk.answers(LOOK_S if steps.busy else None) if talk.busy else ():
+                with timers.measure("step"):
+                    steps.begin(one, partial(hear, one, completion))
             with timers.measure("step"):
-                over = hear(one, completion)
-            (ended if over else going_on).append(one)
-        for one in ended:
-            one.part.end(one)
-        talk.ask([*going_on, *begin()])
-        if ended:
-            yield ended
+                stepped = steps.ended(wait_for_one=not talk.busy)
+            ended = [one for one, over in stepped if over]
+            for one in ended:
+                one.part.end(one)
+            talk.ask([*(one for one, over in stepped if not over), *begin()])
+            if ended:
+                yield ended
+    finally:
+        steps.give_up()
 
 
 def hear(one: Conversation, completion: Completion) -> bool:

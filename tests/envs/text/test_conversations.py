@@ -1,5 +1,6 @@
 """Conversations as the sim worker holds them, with a policy that is played by the test."""
 
+import threading
 from collections import deque
 from dataclasses import replace
 
@@ -7,9 +8,10 @@ import numpy as np
 import pytest
 
 from embodied.core.conversations import Completion, CompletionBatch
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import DeadlineExceeded, EmbodiedError
 from embodied.core.types import AskAgain, EpisodeSpec, Route
 from embodied.envs.config import ExternalEnvConfig
+from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.worker import ConversationClient, Part, play_conversations
 from embodied.runtime import Timers
@@ -60,19 +62,30 @@ class Policy:
         return replace(Completion(**known, version=4, text=text), **changes)
 
 
-def held(policy, indices, rows=2, meanwhile=None, **more):
-    """All conversations, by episode, in the order in which they ended."""
+def held(policy, indices, rows=2, meanwhile=None, kind=None, most=1, **more):
+    """All conversations, by episode, in the order in which they ended; at most so many env steps at the same time."""
     specs = [EpisodeSpec("counting", -1, 7, index) for index in indices]
     talk, get = ConversationClient(policy.route, Timers()), policy.replies.get
 
-    def answered():
+    def answered(timeout_s=None):
         while not policy.replies:
+            if timeout_s is not None and not policy.requests:
+                raise DeadlineExceeded("nothing is asked")
             (meanwhile or policy.answer)()
         return get()
 
     policy.replies.get = answered
-    playing = play_conversations([Part(Counting, CONFIG, None, specs, rows, **more)], talk, Timers())
+    playing = play_conversations(
+        [Part(kind or Counting, CONFIG, None, specs, rows, **more)], talk, Timers(), steps_of(most)
+    )
     return {one.spec.index: one for ended in playing for one in ended}
+
+
+def steps_of(most):
+    """At most so many at the same time, all of which are taken for long ones."""
+    steps = SideBySide(most, quick_s=-1)
+    steps.seconds.extend([0.0, 0.0])
+    return steps
 
 
 def test_a_conversation_is_one_stream_of_tokens_of_which_those_of_the_env_are_masked():
@@ -105,6 +118,33 @@ def test_how_many_go_on_at_a_time_changes_no_conversation(rows):
         assert np.array_equal(one.trajectory().actions, alone[index].actions)
         assert one.result() == replace(one.result(), index=index)
     assert sorted(together) == [*range(7)]
+
+
+class Meeting(Counting):
+    """A step of four at the same time, or none."""
+
+    meet = threading.Barrier(4, timeout=20)
+
+    def step(self, answer):
+        self.meet.wait()
+        return super().step(answer)
+
+
+def test_env_steps_of_different_conversations_run_at_the_same_time_and_change_none_of_them():
+    alone, together = held(Policy(), range(8)), held(Policy(), range(8), rows=4, kind=Meeting, most=4)
+    assert sorted(together) == sorted(alone)
+    for index, one in together.items():
+        assert one.result() == alone[index].result()
+        for column in ("actions", "rewards", "mask", "terminated"):
+            assert np.array_equal(getattr(one.trajectory(), column), getattr(alone[index].trajectory(), column))
+
+
+def test_quick_env_steps_stay_in_the_thread_and_the_order_of_one_at_a_time():
+    steps, here = SideBySide(16), []
+    for number in range(100):
+        steps.begin(number, lambda: not here.append(threading.current_thread()))
+    assert steps.ended(wait_for_one=True) == [(number, True) for number in range(100)]
+    assert set(here) == {threading.current_thread()}
 
 
 def test_no_more_conversations_go_on_than_there_are_rows():
@@ -178,15 +218,9 @@ def test_what_is_no_turn_or_no_text_is_refused_by_name():
             return 1.0
 
     for kind, message in ((Silent, "Silent says 5; it must be text"), (Numb, "Numb.step returned float")):
-        policy = Policy()
-        specs = [EpisodeSpec("counting", -1, 7, 0)]
-        policy.replies.get = lambda policy=policy: (policy.answer(), policy.replies.popleft())[1]
-        with pytest.raises(EmbodiedError, match=message):
-            list(
-                play_conversations(
-                    [Part(kind, CONFIG, None, specs, 1)], ConversationClient(policy.route, Timers()), Timers()
-                )
-            )
+        for most in (1, 16):
+            with pytest.raises(EmbodiedError, match=message):
+                held(Policy(), [0], kind=kind, most=most)
 
 
 class Undecided(Counting):

@@ -29,7 +29,7 @@ def scorer():
 @pytest.fixture
 def opened(scorer, monkeypatch):
     """Envs that share one process, which takes seconds to start."""
-    monkeypatch.setattr(reasoning_gym, "Scorer", lambda kind: scorer)
+    monkeypatch.setattr(reasoning_gym, "Scorers", lambda kind: scorer)
 
     def open_env(chosen):
         kind = env_class(chosen)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,6 +48,20 @@ def scorer():
     scorer = Faulty("faulty")
     yield scorer
     scorer.close()
+
+
+def test_an_answer_need_not_wait_for_another_that_takes_long(monkeypatch):
+    monkeypatch.setattr(scoring, "Scorer", Faulty)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    scorers = scoring.Scorers("faulty")
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(scorers.score, 600.0, answer="hang")
+        while scorers.idle:
+            assert not slow.done()
+        assert scorers.score(60.0, answer="abc") == (3.0, "") and not slow.done()
+        os.kill(scorers.all[0].pid, signal.SIGKILL)
+        assert slow.result() == (0.0, DIED)
+    scorers.close()
 
 
 def gone(pid, within_s=20.0):

@@ -1,0 +1,73 @@
+"""Env steps of several conversations at the same time, in threads, where they take long: tools, scores, other servers.
+
+Steps of microseconds stay in the worker's own thread, one after the other: a thread would cost more than they do, and
+the order of everything stays the same. Each conversation has an env of its own, whose calls never overlap.
+
+    steps.begin(conversation, hear)      an answer came; `hear` lets its env step
+    for conversation, over in steps.ended(wait=...): ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from statistics import median_low
+from typing import Generic, TypeVar
+
+QUICK_S = 0.003  # steps that mostly take less are played one after the other
+REMEMBERED = 16  # steps by which that is judged
+Talk = TypeVar("Talk")
+
+
+class SideBySide(Generic[Talk]):
+    """Plays the env steps of a worker's conversations, at most so many at the same time."""
+
+    def __init__(self, most: int, quick_s: float = QUICK_S) -> None:
+        self.most, self.quick_s = most, quick_s
+        self.seconds: deque[float] = deque(maxlen=REMEMBERED)  # of the latest steps
+        self.begun: list[tuple[Talk, Future[bool]]] = []  # in the order of the answers
+        self.threads: ThreadPoolExecutor | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True if a step has not been reported as ended."""
+        return bool(self.begun)
+
+    def begin(self, conversation: Talk, step: Callable[[], bool]) -> None:
+        """Begin a step, which says whether its conversation is over."""
+        if self.most > 1 and len(self.seconds) > 1 and median_low(self.seconds) > self.quick_s:
+            self.threads = self.threads or ThreadPoolExecutor(self.most, "env-step")
+            self.begun.append((conversation, self.threads.submit(self._timed, step)))
+        else:
+            done: Future[bool] = Future()
+            done.set_result(self._timed(step))
+            self.begun.append((conversation, done))
+
+    def ended(self, wait_for_one: bool) -> list[tuple[Talk, bool]]:
+        """The steps that have ended since the last call, in the order in which they began: (conversation, is it over).
+        Raises what one of them raised."""
+        if wait_for_one and self.begun:
+            wait([step for _, step in self.begun], return_when=FIRST_COMPLETED)
+        over = [(one, step) for one, step in self.begun if step.done()]
+        self.begun = [(one, step) for one, step in self.begun if not any(step is done for _, done in over)]
+        return [(one, step.result()) for one, step in over]
+
+    def give_up(self) -> None:
+        """Forget all steps: those that have not begun never do, the others are waited for."""
+        running = [step for _, step in self.begun if not step.cancel()]
+        self.begun = []
+        wait(running)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self.threads:
+            self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _timed(self, step: Callable[[], bool]) -> bool:
+        began = time.perf_counter()
+        try:
+            return step()
+        finally:
+            self.seconds.append(time.perf_counter() - began)
