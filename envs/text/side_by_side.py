@@ -50,8 +50,10 @@ class SideBySide(Generic[Talk]):
         Raises what one of them raised."""
         if wait_for_one and self.begun:
             wait([step for _, step in self.begun], return_when=FIRST_COMPLETED)
-        over = [(one, step) for one, step in self.begun if step.done()]
-        self.begun = [(one, step) for one, step in self.begun if not any(step is done for _, done in over)]
+        begun, over = self.begun, []
+        self.begun = []
+        for one, step in begun:
+            (over if step.done() else self.begun).append((one, step))
         return [(one, step.result()) for one, step in over]
 
     def give_up(self) -> None:
