@@ -21,7 +21,7 @@ from benchmarks.common import (
     resolved,
     train_command,
 )
-from benchmarks.learning.seeds import TIMEOUT_S, evaluate, new_folder, once, parser, rate
+from benchmarks.learning.seeds import TIMEOUT_S, held_out, last_results, new_folder, once, parser, rate
 
 RECIPE = "maniskill_ppo"
 SEEDS = tuple(range(201, 211))  # others than those that the recipe was tuned with
@@ -31,11 +31,11 @@ RUNS = ROOT / "runs" / "pushcube"
 
 
 def measure_seed(seed: int, env: dict) -> dict:
-    """Train, then evaluate the final checkpoint in a process of its own."""
+    """Train, and evaluate the final checkpoint, in one command."""
     name, costs = f"seed-{seed}", []
-    command = train_command(RECIPE, f"seed={seed}", f"run.dir={RUNS}", f"run.name={name}")
+    command = train_command(RECIPE, f"seed={seed}", f"run.dir={RUNS}", f"run.name={name}", *held_out(EPISODES))
     run = new_folder(RUNS, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
-    results, last, (trained,) = evaluate(run, env, EPISODES), read_metrics(run)[-1], costs
+    results, last, (trained,) = last_results(run, EPISODES), read_metrics(run)[-1], costs
     assert results["policy_version"] == last["policy_version"], "this is not the final checkpoint"
     return {
         "env_steps": last["env_steps"],

@@ -65,10 +65,10 @@ def held_out(episodes: int = EPISODES) -> tuple[str, ...]:
     return f"eval.episodes={episodes}", f"eval.seed={EVAL_SEED}", "eval.videos=0"
 
 
-def evaluate(run: Path, env: dict, episodes: int = EPISODES) -> dict:
+def evaluate(run: Path, env: dict) -> dict:
     """results.json of the final checkpoint on the held-out episodes, played by a process of its own."""
-    measure(program("evaluate", f"checkpoint={run}", *held_out(episodes)), env, TIMEOUT_S)
-    return last_results(run, episodes)
+    measure(program("evaluate", f"checkpoint={run}", *held_out()), env, TIMEOUT_S)
+    return last_results(run)
 
 
 def last_results(run: Path, episodes: int = EPISODES) -> dict:
