@@ -34,8 +34,8 @@ def outcome(episode: EpisodeResult) -> str:
 
 
 def per_task_table(evaluation: Evaluation) -> Html:
-    """A row per task, and one for all where there are several."""
-    found = dict(evaluation.results["per_task"])
+    """A row per task, one per suite, and one for all where there are several."""
+    found = evaluation.results["per_task"] | evaluation.results.get("per_suite", {})
     if len(found) > 1:
         found["all"] = evaluation.results["overall"]
     if evaluation.of_text:

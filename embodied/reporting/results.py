@@ -191,6 +191,7 @@ class Results(TypedDict):
     policy_version: Count
     overall: Figures
     per_task: dict[str, Figures]
+    per_suite: NotRequired[dict[str, Figures]]
     protocol: NotRequired[EvalProtocol]
     provenance: NotRequired[dict[str, Any]]
     reference: NotRequired[Reference]
@@ -314,8 +315,8 @@ def describe_causes(causes: dict[str, int]) -> str:
 
 
 def describe_tasks(results: dict) -> str:
-    """A line per task where there are several; else empty."""
-    tasks = results["per_task"]
+    """A line per task where there are several, then one per suite; else empty."""
+    tasks = results["per_task"] | results.get("per_suite", {})
     if len(tasks) < 2:
         return ""
     width = max(map(len, tasks))

@@ -36,13 +36,21 @@ def wilson(count: float, total: float) -> tuple[float, float]:
 
 
 def summarize(episodes: Iterable[EpisodeResult]) -> dict[str, Any]:
-    """The figures of a list of episodes, `overall` and `per_task`, as results.json holds them."""
+    """The figures of a list of episodes, `overall`, `per_task`, and of several suites `per_suite`, for results.json."""
     episodes = list(episodes)
-    tasks = sorted({episode.task for episode in episodes})
+    by_task = gather((episode.task, episode) for episode in episodes)
+    by_suite = gather((suite, episode) for episode in episodes if (suite := suite_of(episode.task)))
     return {
         "overall": figures(episodes),
-        "per_task": {task: figures([episode for episode in episodes if episode.task == task]) for task in tasks},
+        "per_task": {task: figures(by_task[task]) for task in sorted(by_task)},
+        **({"per_suite": {suite: figures(by_suite[suite]) for suite in sorted(by_suite)}} if len(by_suite) > 1 else {}),
     }
+
+
+def suite_of(task: str) -> str:
+    """libero_goal of libero_goal/3; empty for a task that has no number in a suite."""
+    suite, _, number = task.rpartition("/")
+    return suite if number.isdecimal() else ""
 
 
 def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeResult
-from embodied.reporting.results import COLUMNS, episodes_csv, read_results, write_results
+from embodied.reporting.results import COLUMNS, describe_tasks, episodes_csv, read_results, write_results
 from embodied.reporting.success_stats import compare, exact_mcnemar, paired_difference, summarize, wilson
 
 
@@ -31,6 +31,15 @@ def episode(index, once=True, end=True, task="reach", **kwargs):
 )
 def test_wilson_equals_published_intervals(count, total, low, high):
     assert wilson(count, total) == pytest.approx((low, high), abs=5.1e-4)
+
+
+def test_several_suites_have_a_rate_each():
+    tasks = {"libero_goal/0": True, "libero_goal/1": False, "libero_goal_swap/0": False, "my/task.bddl": True}
+    found = summarize([episode(index, once, task=task) for index, (task, once) in enumerate(tasks.items())])
+    rates = {suite: figures["success_once"]["rate"] for suite, figures in found["per_suite"].items()}
+    assert rates == {"libero_goal": 0.5, "libero_goal_swap": 0.0}
+    assert describe_tasks(found).splitlines()[-2].split()[:3] == ["libero_goal", "success_once", "50.0%"]
+    assert "per_suite" not in summarize([episode(0, task="libero_goal/0"), episode(1, task="libero_goal/1")])
 
 
 @settings(deadline=None)

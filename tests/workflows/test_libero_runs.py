@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from benchmarks.common import hosts
 from embodied.collect import main as collect
+from embodied.evaluate import main as evaluate
 from embodied.sft import main as sft
 from embodied.train import main as train
 
@@ -17,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO"),
     pytest.mark.filterwarnings("ignore"),  # robosuite's, numba's and bddl's own
 ]
+PAGE = (Path(__file__).parents[2] / "docs" / "libero.md").read_text()
 SMALL = {
     "env.num_envs": 4,
     "env.max_episode_steps": 16,
@@ -76,6 +80,23 @@ def test_two_tasks_are_demonstrated_imitated_and_trained_in_one_run_each(recipe,
     (run,) = (tmp_path / "runs").iterdir()
     results = json.loads(max(run.glob("eval/*/results.json")).read_text())
     assert set(results["per_task"]) == {"libero_object/2", "libero_object/4"}
+
+
+@pytest.mark.slow
+def test_a_policy_is_evaluated_on_a_suite_and_its_perturbations(tmp_path, capsys):
+    """The command of docs/libero.md, with a task of each suite."""
+    (command,) = re.findall(r"^python -m embodied.evaluate (.*libero_object_swap.*)", PAGE, re.M)
+    suites = re.search(r"env.task=\[(.*?)\]", command)[1].split(",")
+    words = re.sub(r"(libero_\w+)", r"\1/3", command).replace("runs/RUN", "random").split()
+    replaced = [word for word in words if not word.startswith("eval.episodes")]
+    short = ["eval.episodes=5", "eval.videos=0", "eval.protocol=as-trained-v1", "env.max_episode_steps=8"]
+    assert evaluate([*replaced, *short, "env.name=libero", f"run.dir={tmp_path}", "cluster.backend=inline"]) == 0
+    (found,) = tmp_path.glob("**/results.json")
+    results = json.loads(found.read_text())
+    assert {suite: figures["episodes"] for suite, figures in results["per_suite"].items()} == dict.fromkeys(suites, 1)
+    assert "mujoco 3.3.2" in results["protocol"]["backend"]
+    said = capsys.readouterr().out
+    assert all(re.search(rf"^  {suite} +success_once", said, re.M) for suite in suites)
 
 
 @pytest.mark.slow
