@@ -88,7 +88,7 @@ WORKERS = ("embodied.envs.sim_worker", "embodied.policies.worker", "embodied.pol
 def kept_fork_servers():
     """Hosts of every cluster of this process fork from servers that stay and that have imported the workers as well:
     a server takes two seconds of processor time to start, a host that forks from none as much.
-    Commands that are processes of their own and tests/runtime do without."""
+    Commands that are processes of their own, tests/runtime and what is marked `as_users_do` do without."""
     from embodied.runtime import fork_server, local
 
     kept: dict[tuple, fork_server.ForkServer] = {}
@@ -110,6 +110,15 @@ def kept_fork_servers():
     local.ForkServers = fork_server.ForkServers
     for server in kept.values():
         server.close()
+
+
+@pytest.fixture(autouse=True)
+def started_as_users_do(request, monkeypatch):
+    """A cluster starts and ends fork servers of its own, and who replaces a dead host starts fresh."""
+    if request.node.get_closest_marker("as_users_do"):
+        from embodied.runtime import fork_server, local
+
+        monkeypatch.setattr(local, "ForkServers", fork_server.ForkServers)
 
 
 def pytest_collection_modifyitems(items):

@@ -204,6 +204,7 @@ AT_WORK = [
 MOMENTS = ("update", "publish", "load")
 
 
+@pytest.mark.as_users_do
 @pytest.mark.parametrize(("recipe", "placement"), AT_WORK)
 def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path, recipe, placement):
     with Run.shipped(tmp_path, recipe, "local", UPDATES[placement]) as run:
@@ -219,6 +220,7 @@ def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path,
             assert handle.wait() == [run.loop.version]
 
 
+@pytest.mark.as_users_do
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -231,6 +233,7 @@ def test_so_it_is_on_ray(tmp_path, recipe, moment):
         assert run.iterate(2)[1]["faults/restarts"] == 0 and run.loop.version == 3
 
 
+@pytest.mark.as_users_do
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_path, number, backend):
@@ -258,6 +261,7 @@ def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_p
         assert [line.split("(")[1].split(",")[0] for line in run.told] == ["restart 1", "restart 2", "restart 3"]
 
 
+@pytest.mark.as_users_do
 def test_a_learner_that_is_stopped_ends_the_run_after_hang_s(tmp_path):
     with Run.shipped(tmp_path, "pointmass_ppo", "local", "faults.hang_s=8") as run:
         run.iterate(0)

@@ -1,0 +1,32 @@
+"""What a user types first, on every backend, in a process of its own: hosts start and end as they do for users."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+FEW = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.iterations=2", "eval.episodes=4"]
+FEW_GROUPS = ["env.num_envs=8", "algo.groups=4", "algo.group_size=2", "algo.filter=none", "run.iterations=2"]
+
+
+@pytest.mark.parametrize("backend", ["inline", "local", "ray"])
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("pointmass_ppo", FEW),
+        pytest.param("pointmass_grpo", [*FEW_GROUPS, "eval.episodes=4"], marks=pytest.mark.slow),
+    ],
+    ids=["ppo", "grpo"],
+)
+def test_a_run_in_the_default_placement_starts_trains_evaluates_and_ends(tmp_path, backend, recipe, options):
+    place = [f"cluster.backend={backend}", f"run.dir={tmp_path}", "eval.videos=0"]
+    command = [sys.executable, "-m", "embodied.train", f"recipe={recipe}", *options, *place]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0 and "started again" not in done.stdout, done.stdout + done.stderr
+    (run,) = tmp_path.glob(f"{recipe}-*")
+    info = json.loads((run / "run.json").read_text())
+    assert info["state"] == "finished" and f"{backend}: " in done.stdout
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    assert json.loads((run / "eval" / "v000002" / "results.json").read_text())["overall"]["episodes"] == 4
+    assert bool(list(run.glob("logs/sim*.log"))) == (backend != "inline"), "hosts are processes"
