@@ -1,12 +1,14 @@
 """What one command makes of a small language model on two cores, seed by seed.
 
-    python -m benchmarks.learning.sums [--recipe sums_grpo] [--seeds 0 1 2] [--schedules sync periodic async] [--resume]
+    python -m benchmarks.learning.sums [--recipe sums_grpo] [--seeds 101 102 ...] [--schedules sync periodic async]
+        [--greedy] [--resume]
 
 Each seed is `python -m embodied.train recipe=sums_grpo`, timed as a whole: nothing is there before, but for `smol_grpo`
-the model that `python scripts/smollm2.py` makes. Then the policy that RL began with (after the imitation that the
-recipe names, or that model) and its result answer the same 200 held-out prompts, at temperature 1 and greedily. Control
-is the first seed once more, a few iterations with lr=0, which must leave all answers as they were. Writes
-results/RECIPE/SCHEDULE-seed-S.json and control.json as each is done.
+the model that `python scripts/smollm2.py` makes. The policy that RL began with (after the imitation that the recipe
+names, or that model) and its result answer the same 200 held-out prompts at temperature 1: imitation and RL end with
+that evaluation. With --greedy both answer them greedily, too. Control is the first seed once more, a few iterations
+with lr=0, which must leave all answers as they were. Seeds 101 to 110 are the rule: none of them was looked at while
+the recipes were tuned, on seeds 1 to 4. Writes results/RECIPE/SCHEDULE-seed-S.json and control.json as each is done.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ from embodied.run.checkpoints import locate
 RECIPES = ("sums_grpo", "sort_grpo", "sums_ppo", "smol_grpo")
 SCHEDULES = ("sync", "periodic", "async")
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
+SEEDS = tuple(range(101, 111))
 CONTROL = ("algo.lr=0", "run.iterations=3")
 
 
 def main() -> None:
-    ask = parser(__doc__, (0, 1, 2))
+    ask = parser(__doc__, SEEDS)
+    ask.add_argument("--greedy", action="store_true", help="evaluate greedily, too")
     ask.add_argument("--recipe", choices=RECIPES, default=RECIPES[0])
     ask.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=("sync",))
     options = ask.parse_args()
@@ -49,7 +53,7 @@ def main() -> None:
     for name, schedule, seed, changes in [*arms, ("control", "sync", options.seeds[0], CONTROL)]:
         given = (f"pipeline.schedule={schedule}", *changes)
         about = {"seed": seed, "schedule": schedule, "config": hash_of(recipe, given)}
-        run = lambda name=name, seed=seed, given=given: learned(recipe, name, seed, given, env)  # noqa: E731
+        run = lambda name=name, seed=seed, given=given: learned(recipe, name, seed, given, env, options.greedy)  # noqa: E731
         result = once(RESULTS / recipe / f"{name}.json", about, options.resume, run)
         done.append((name, result))
         print(describe(name, result), flush=True)
@@ -72,7 +76,7 @@ def resolved_start(recipe: str | None) -> dict:
     return {key: config[key] for key in ("env", "policy", "sft", "learner")}
 
 
-def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict) -> dict:
+def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict, greedy: bool) -> dict:
     """The whole command in a folder of its own, then both policies on the held-out prompts."""
     runs = ROOT / "runs" / recipe
     runs.mkdir(parents=True, exist_ok=True)
@@ -82,12 +86,16 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict) 
     imitating = next(folder.glob("sft-*"), None)
     start = imitating or Path(resolved(recipe)["policy"]["pretrained"]).resolve()
     rows = read_metrics(run)
+    compare = {}
+    for word in TEMPERATURES if greedy else ("sampled",):
+        both = last_evaluations(imitating, run) if imitating and word == "sampled" else ()
+        compare[word] = gained(*(both or evaluated(recipe, start, run, word, env)))
     return {
         "wall_s": round(cost.wall_s, 1),
         "cpu_s": round(cost.cpu_s, 1),
         "imitation": part_of(read_metrics(imitating)) if imitating else None,
         "rl": part_of(rows),
-        **{word: compared(recipe, start, run, word, env) for word in TEMPERATURES},
+        **compare,
         "weights_changed": not same_weights(start, run),
         "curve": [[row["train_s"], row["success_once"]] for row in rows],
     }
@@ -107,12 +115,21 @@ def part_of(rows: Sequence[dict]) -> dict:
     return {"iterations": len(rows), "train_s": round(rows[-1]["train_s"], 1)}
 
 
-def compared(recipe: str, start: Path, run: Path, word: str, env: dict) -> dict:
-    """Success of both on the held-out prompts, and what the one has gained on the other."""
+def last_evaluations(*runs: Path) -> list[list[bool]]:
+    """Success on each held-out prompt in the evaluation that a run ends with; the prompts are the same for all runs."""
+    return [outcomes(max(run.glob("eval/v*"))) for run in runs]
+
+
+def evaluated(recipe: str, start: Path, run: Path, word: str, env: dict) -> list[list[bool]]:
+    """Success of both on each held-out prompt, in an evaluation of their own."""
     out = run / word
     asked = (f"recipe={recipe}", f"run.dir={out}", *held_out(), f"eval.temperature={TEMPERATURES[word]}")
     measure(program("evaluate", f"checkpoint=[{start},{run}]", *asked), env, TIMEOUT_S)
-    before, after = (outcomes(folder) for folder in in_order(out / "compare"))
+    return [outcomes(folder) for folder in in_order(out / "compare")]
+
+
+def gained(before: list[bool], after: list[bool]) -> dict:
+    """The rates of both, and the gain on the same prompts."""
     return {"start": summary(before), "final": summary(after), "gain": paired_gain(before, after)}
 
 
@@ -122,11 +139,12 @@ def describe(name: str, result: dict) -> str:
 
 
 def report(done: Sequence[tuple[str, dict]]) -> str:
+    """A table, the worst end first, and how many seeds ended above their start."""
     header = ["run", "start, T=1", "after RL", "gain on the same prompts", "greedy", "whole command s", "CPU s"]
     rows = []
-    for name, result in done:
-        one, greedy = result["sampled"], result["greedy"]
-        both = f"{greedy['start']['rate']:.1%} -> {greedy['final']['rate']:.1%}"
+    for name, result in sorted(done, key=lambda each: (each[0] == "control", each[1]["sampled"]["final"]["rate"])):
+        one, greedy = result["sampled"], result.get("greedy")
+        both = f"{greedy['start']['rate']:.1%} -> {greedy['final']['rate']:.1%}" if greedy else "-"
         costs = [f"{result['wall_s']:.0f}", f"{result['cpu_s']:.0f}"]
         rows.append([name, rate(one["start"]), rate(one["final"]), interval(one["gain"]), both, *costs])
     seeds = [result for name, result in done if name != "control"]
@@ -144,7 +162,9 @@ def is_apart(result: dict) -> bool:
 def is_flat(result: dict) -> bool:
     """Whether nothing has changed: neither weights nor any answer's success."""
     still = {"mean": 0.0, "bootstrap_interval": [0.0, 0.0]}
-    return not result["weights_changed"] and all(result[word]["gain"] == still for word in TEMPERATURES)
+    return not result["weights_changed"] and all(
+        result[word]["gain"] == still for word in TEMPERATURES if word in result
+    )
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def answers_of(run: Run, one: Evaluation) -> dict[str, object]:
     about = {
         "version": one.version,
         **({"env steps": f"{steps:,}"} if steps is not None else {}),
-        "sampling": sampling(one.temperature) if one.temperature is not None else "-",
+        "sampling": sampling(one.results) or "-",
     }
     return about | text_cells(one.results["overall"])
 

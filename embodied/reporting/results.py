@@ -284,8 +284,8 @@ def describe_answers(results: dict) -> str:
         parts.append(f"{found['truncated']['rate']:.1%} cut off")
     if found["tokens"] is not None:
         parts.append(f"{found['tokens']:.1f} tokens an answer")
-    how = results.get("protocol", {}).get("eval", {}).get("temperature")
-    begin = f"{sampling(how)}: " if how is not None else ""
+    how = sampling(results)
+    begin = f"{how}: " if how else ""
     return f"{begin}{', '.join(parts)} ({found['prompts']} prompts)"
 
 
@@ -294,9 +294,15 @@ def rate_in_words(name: str, rate: dict[str, Any]) -> str:
     return f"{name} {rate['rate']:.1%} [{low:.1%}, {high:.1%}]"
 
 
-def sampling(temperature: float) -> str:
-    """Describes how answers were sampled, in a word."""
-    return f"T={temperature:g}" if temperature else "greedy"
+def sampling(results: dict) -> str:
+    """`T=1`, `T=0.6, top_p 0.9, top_k 20` or `greedy`: how the answers of an evaluation were drawn; empty where its
+    results do not say it."""
+    how = results.get("protocol", {}).get("eval", {})
+    if how.get("temperature") is None:
+        return ""
+    usual = {"top_p": 1, "top_k": 0}
+    narrow = [f", {name} {how[name]:g}" for name in usual if how.get(name, usual[name]) != usual[name]]
+    return f"T={how['temperature']:g}{''.join(narrow)}" if how["temperature"] else "greedy"
 
 
 def warn_of_errors(results: dict) -> str:

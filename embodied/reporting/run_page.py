@@ -154,7 +154,7 @@ def tiles(run: Run) -> Html:
     if run.last:
         overall = run.last.results["overall"]
         if "text" in overall:
-            found += text_tiles(overall["text"], run.last.temperature)
+            found += text_tiles(overall["text"], sampling(run.last.results))
         found += start_tiles(run)
         for name in () if "text" in overall else MEASURES:
             if overall[name]:
@@ -193,9 +193,9 @@ def start_tiles(run: Run) -> list[tuple[str, str, str]]:
     return [("success at the start", percent(first["success_once"]), about)]
 
 
-def text_tiles(text: dict[str, Any], temperature: float | None) -> list[tuple[str, str, str]]:
+def text_tiles(text: dict[str, Any], drawn: str) -> list[tuple[str, str, str]]:
     """Rewards and lengths of a language policy's answers."""
-    how = "" if temperature is None else f", {sampling(temperature)}"
+    how = f", {drawn}" if drawn else ""
     samples, most = text["samples"], max(map(int, text["pass"]), default=1)
     rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
     rates += [(f"pass@{most}", text["pass"][str(most)])] if most > 1 else []

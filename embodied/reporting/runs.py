@@ -45,10 +45,6 @@ class Evaluation:
         return int(self.results["policy_version"])
 
     @property
-    def temperature(self) -> float | None:
-        return self.results.get("protocol", {}).get("eval", {}).get("temperature")
-
-    @property
     def of_text(self) -> bool:
         """True if a language policy was evaluated."""
         return "text" in self.results["overall"]

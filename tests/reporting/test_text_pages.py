@@ -35,13 +35,17 @@ def turn(answer, said="37+58=", **more):
     return {"said": said, "answer": answer, "facts": {"expected": "95"}, **given, **more}
 
 
-def write_evaluation(folder, told, temperature=1.0, videos=1, version=3):
+def write_evaluation(folder, told, temperature=1.0, videos=1, version=3, **drawn):
     """An evaluation on disk: `told` holds an episode and its turns each."""
     with TranscriptWriter(folder / PARTS, "sim-0") as writer:
         for episode, turns in told:
             writer.add(episode, turns)
     join_transcripts(folder, {episode.index for episode, _ in told})
-    protocol = {"name": "held-out-v1", "eval": {"temperature": temperature, "videos": videos}, "max_episode_steps": 1}
+    protocol = {
+        "name": "held-out-v1",
+        "eval": {"temperature": temperature, "videos": videos, **drawn},
+        "max_episode_steps": 1,
+    }
     episodes = [episode for episode, _ in told]
     write_results(folder, {"policy_version": version, "protocol": protocol, **summarize(episodes)}, episodes)
     return folder
@@ -185,6 +189,11 @@ def test_two_evaluations_at_other_temperatures_stand_apart(tmp_path, page_checke
     write_evaluation(run / "eval" / "v000003-greedy", [(spoken(0, True), [turn("95")])], temperature=0.0)
     page = page_checker(report(read_run(run), run))
     assert "greedy" in page.text and "T=1" in page.text
+
+
+def test_an_evaluation_of_the_likeliest_tokens_says_so(page_of):
+    page = page_of([(spoken(0, True), [turn("95")])], temperature=0.6, top_p=0.9, top_k=20)
+    assert "success, T=0.6, top_p 0.9, top_k 20" in page.text
 
 
 def compared(tmp_path, page_checker, first, second, **more):
