@@ -27,6 +27,11 @@ class EvaluationProtocol:
         """The env config evaluation envs are made from."""
         return config.model_copy(update=self.options)
 
+    @property
+    def published_name(self) -> str:
+        """Its name in the physics of published results."""
+        return self.name.partition("+")[0]
+
     def in_mujoco(self, versions: tuple[str, ...]) -> EvaluationProtocol:
         """This protocol where one of these versions of MuJoCo is installed, else another one that names the version."""
         try:

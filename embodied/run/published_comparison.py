@@ -56,7 +56,7 @@ def differing_settings(
     there = recipe.config
     protocol = choose_protocol(env_class(there.env), there.env, there.eval.protocol)
     env = protocol.apply(there.env).model_dump(mode="json")
-    wanted = settings(protocol.name, env, there.policy, there.eval.temperature) | model.options
+    wanted = settings(protocol.published_name, env, there.policy, there.eval.temperature) | model.options
     here = settings(results["protocol"]["name"], results["protocol"]["env"], policy, played.eval.temperature)
     if policy.name != there.policy.name:  # other options
         wanted = {key: value for key, value in wanted.items() if not key.startswith("policy.") or key == "policy.name"}

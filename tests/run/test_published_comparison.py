@@ -37,6 +37,15 @@ def test_the_same_protocol_is_told_from_another_one():
     assert other["differs"] == ["eval.temperature=1.0 here, 0.0 there", "env.image_size=128 here, 256 there"]
 
 
+def test_another_mujoco_than_the_published_one_is_told(monkeypatch):
+    monkeypatch.setattr("embodied.envs.evaluation_protocols.version", {"mujoco": "3.17.0"}.__getitem__)
+    results, *told = played()
+    results["protocol"]["name"] = "libero-v1+mujoco3.17.0"
+    assert compare_with_published(results, *told)["differs"] == [
+        "eval.protocol=libero-v1+mujoco3.17.0 here, libero-v1 there"
+    ]
+
+
 def test_a_suite_without_a_published_rate_is_refused():
     with pytest.raises(ConfigError, match=r"env\.task=libero_spatial\|.*and here is libero_90"):
         reference_of("openvla", "libero_90/3")
