@@ -10,12 +10,17 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+import numpy as np
+
 from embodied.config.recipe import RunConfig, load
+from embodied.core.errors import ConfigError
 from embodied.envs import env_class, speaks
+from embodied.envs.own_modules import file_name
 from embodied.run import launch
 from embodied.run.devices import check_simulator, machines
 
 ROWS = 4
+STEPS = 8  # random ones, between two looks at images
 ATOL = 1e-5  # a row's numbers may depend a little on which rows are simulated with it
 
 
@@ -24,16 +29,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    loaded = load(["run.iterations=1", *argv], entry="check")
+    own, problems, rest = launch.split(argv, ("images",))
+    images = own.get("images", False)
+    if problems or not isinstance(images, bool):
+        raise ConfigError("\n".join(problems) or f"images={images}: should be true or false")
+    loaded = load(["run.iterations=1", *rest], entry="check")
     if loaded is None:
         return
+    for line in launch.notes(loaded):
+        print(line)
     kind = env_class(loaded.config.env)
     for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
-        check(loaded.config.with_values("env", task=task))
+        check(loaded.config.with_values("env", task=task), images)
 
 
-def check(config: RunConfig) -> None:
-    """Print what is found out about one task, line by line."""
+def check(config: RunConfig, images: bool = False) -> None:
+    """Print what is found out about one task, line by line; with `images`, show what a policy sees of it."""
     kind = env_class(config.env)
     check_simulator(config, machines(config))
     kind.check(config.env)
@@ -47,6 +58,8 @@ def check(config: RunConfig) -> None:
         try:
             for name, text in {**env.facts(), **seen(env)}.items():
                 show(name, text)
+            if images:
+                show("images", write_images(env, config.run.dir / "images" / file_name(str(config.env.task))))
             if problem := env.video_problem():
                 show("video", f"none can be made here: {problem}")
             check_vector_env(env, ATOL)
@@ -56,6 +69,26 @@ def check(config: RunConfig) -> None:
             env.close()
     for number, line in enumerate(kind.prove(config.env, launch.proofs(config))):
         show("" if number else "physics", line)
+
+
+def write_images(env: Any, folder: Path) -> str:
+    """Write what every camera shows of each row, at the beginning and after some random steps; says where it is."""
+    from PIL import Image
+
+    spec = env.env_spec
+    if not spec.images:
+        raise ConfigError("images=true: no camera is observed; name some with env.cameras=[...]")
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    begun = env.reset(seed=0)[0]
+    chosen = rng.integers(spec.action.num_choices or 1, size=(ROWS, STEPS, spec.action.dim))
+    moved = rng.uniform(-1, 1, (ROWS, STEPS, spec.action.dim)).astype(np.float32)
+    later = env.step_chunk(chosen if spec.action.discrete else moved).obs
+    for when, obs in (("begin", begun), (f"after-{STEPS}-steps", later)):
+        for camera, seen in obs["images"].items():
+            for row, image in enumerate(np.asarray(seen)):
+                Image.fromarray(image).save(folder / f"{file_name(camera)}-{row}-{when}.png")
+    return f"what a policy sees, {2 * ROWS * len(spec.images)} PNG files: {folder}"
 
 
 def converse(kind: Any, env: Any, folder: Path) -> None:

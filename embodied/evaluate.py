@@ -168,6 +168,8 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
     env = config.env.model_copy(update={"task": loaded.config.env.task})
     played = config.model_copy(update={"env": env, "policy": sources[0].config})
     print(launch.describe(played, as_played(plan, config), weights=sources[0].folder))
+    for line in launch.notes(loaded):
+        print(line)
     if len(sources) > 1:
         print(f"policies    {', '.join(source.name for source in sources)}")
     for source in sources:

@@ -106,7 +106,7 @@ def follow(
     origin = origin_of(start, config, run, checkpoint) if start else None
     if loaded.dry_run:
         rehearse(config, *([origin] if origin else []))
-        print(launch.describe(config, plan, weights=config.resume))
+        print("\n".join([launch.describe(config, plan, weights=config.resume), *launch.notes(loaded)]))
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
         return 0
@@ -118,7 +118,7 @@ def follow(
         with closing(folder, interruption):
             console = Console(folder.path, folder.log.note, command=command, advice=without_success(config))
             folder.record(placement=asdict(plan))
-            console.say(launch.describe(config, plan, weights=checkpoint))
+            console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))
             console.say(launch.describe_saving(config))
             for line in folder.log.begin(config.run.log):
                 console.say(line)

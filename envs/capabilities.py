@@ -88,6 +88,10 @@ class EnvCapabilities:
         return config
 
     @classmethod
+    def seek_proof(cls, config: Any, proofs: Path, say: Callable[[str], object]) -> None:
+        """Find out what `proven` wants to know where that is quick, and `say` so. Called before training."""
+
+    @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
         """Lines for the first screen about a resolved config that would surprise."""
         return []

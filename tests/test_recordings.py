@@ -8,7 +8,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from embodied import evaluate
+from embodied import check, evaluate
 from embodied.reporting.results import read_results
 from embodied.reporting.video_recorder import EpisodeStatus
 from embodied.reporting.videos import Caption, beside, captioned
@@ -195,3 +195,16 @@ def test_a_dataset_does_not_depend_on_how_many_envs_play():
     first, again = (recorded(run(*KEPT, "checkpoint=random", f"eval.num_envs={n}")[0]) for n in (2, 5))
     for one, other in zip(first, again, strict=True):
         assert np.array_equal(one.obs["state"], other.obs["state"]) and np.array_equal(one.actions, other.actions)
+
+
+def test_check_writes_what_a_policy_sees(capsys):
+    from PIL import Image
+
+    asked = ["env.name=scripted:Switch", "env.kwargs={images: true}", "images=true", "run.dir=runs"]
+    assert check.main(asked) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("images"))
+    assert "8 PNG files: " in line
+    files = sorted(Path("runs/images").glob("*/*.png"))
+    assert len(files) == 2 * check.ROWS and np.asarray(Image.open(files[0])).ndim == 3
+    assert check.main([*asked[:1], "images=true"]) == 2
+    assert "no camera is observed; name some with env.cameras=" in capsys.readouterr().err

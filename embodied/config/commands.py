@@ -44,7 +44,12 @@ COMMANDS = {
         },
         unused=("run", "policy", "algo", "sft", "learner", "resume", "eval.interleave"),
     ),
-    "check": Command("check", "Check an env: what it offers, whether it keeps the contract.", {}, unused=NOT_ENV),
+    "check": Command(
+        "check",
+        "Check an env: what it offers, whether it keeps the contract.",
+        {"images": "true writes the images that a policy sees as PNG files, into run.dir/images/TASK [false]."},
+        unused=NOT_ENV,
+    ),
     "evaluate": Command(
         "evaluate",
         "Play a fixed list of episodes with a trained policy and report its success.",

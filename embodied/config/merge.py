@@ -18,7 +18,7 @@ import yaml
 from embodied.config.key_tree import Section, choices, path_mark
 from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
 from embodied.config.suggestions import nearest_key
-from embodied.config.yaml_values import read_yaml, yaml_problem
+from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
 from embodied.core.errors import ConfigError
 from embodied.core.files import BadPath, as_path
 
@@ -45,6 +45,8 @@ class Tree:
     sources: dict[str, str] = field(default_factory=dict)  # dotted key -> where it was set
     problems: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)  # printed only if there are problems
+    evaluates: bool = False  # then the policy sees what it was trained with
+    left_out: list[str] = field(default_factory=list)  # what the recipe sets for another task than the command line's
 
     def section(self, key: Key) -> dict | None:
         """The values below a key; None where there are none."""
@@ -247,7 +249,7 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
         if key[-1] == "name":
             switch(tree, root.at(key[:-1]), key[:-1], value)
     for key, value in source.values:
-        drop_superseded(tree, root, key, value)
+        drop_superseded(tree, root, key, value, source)
     for key, value in source.values:
         tree.put(key, own_path(root, key, value, source.folder), source.name)
 
@@ -276,9 +278,9 @@ def same_key(old: type, new: type, key: str) -> bool:
     return owners[0] is not None and owners[0] is owners[1] and (old is not new or key != "kwargs")
 
 
-def drop_superseded(tree: Tree, root: Section, key: Key, value: Any) -> None:
+def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Source) -> None:
     """Drop what earlier sources set and this value replaces: the alternatives of its key (`one_of`); where it names
-    another task or engine, what they set for theirs alone (`of_task`, `of_engine`)."""
+    another task or engine, what they set for theirs alone (`of_task`, `view_of_task`, `of_engine`)."""
     *above, name = key
     section, before = root.at(above), tree.section(tuple(above)) or {}
     if section is None:
@@ -286,9 +288,23 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any) -> None:
     alternatives, model = next(iter(section.variants.values())).one_of, section.variants.get(section.tag(before) or "")
     gone = [other for other in alternatives if other != name] if name in alternatives and value is not None else []
     if name in ("task", "engine") and model and before.get(name) not in (None, value):
-        gone += getattr(model, f"of_{name}")
+        theirs = [*getattr(model, f"of_{name}"), *(model.view_of_task if name == "task" and not tree.evaluates else ())]
+        gone += theirs
+        usual = {one: model.model_fields[one].default for one in theirs}
+        told = [one for one in theirs if before.get(one, usual[one]) != usual[one]]
+        told = [one for one in told if (*above, one) not in dict(source.values)]
+        if told and not source.folder.resolve().is_relative_to(RECIPES.resolve()):
+            whose = f"{'.'.join(key)}={write_yaml(before[name])}"
+            tree.left_out.append(
+                f"left out, since the recipe sets it for {whose}: {', '.join(settings(above, told, before))}"
+            )
     for other in gone:
         tree.drop((*above, other))
+
+
+def settings(above: list[str], names: list[str], values: dict) -> list[str]:
+    """env.image_fov=60 for each of these."""
+    return [f"{'.'.join([*above, name])}={write_yaml(values[name])}" for name in names]
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:

@@ -288,6 +288,7 @@ class Loaded:
     flags: frozenset[str]
     own: dict[str, tuple[str, ...]]  # the command's own arguments
     recipe: str | None = None  # its name or file
+    left_out: tuple[str, ...] = ()  # lines: what the recipe sets for another task than the command line's
 
     @property
     def name(self) -> str:
@@ -339,7 +340,7 @@ def load_recipe(*words: str | Mapping[str, Any]) -> RunConfig:
 
 
 def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], command: Command) -> Loaded:
-    schema, tree = root(RunConfig), Tree(problems=problems)
+    schema, tree = root(RunConfig), Tree(problems=problems, evaluates=command.name == "evaluate")
     own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, schema, problems)
     sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values)
@@ -362,7 +363,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
         problems += explain(err.errors(), schema, tree, incomplete, command)
     if problems:
         raise config_error(tree.doubts + problems)
-    return Loaded(config, tree.sources, flags, own, recipe)
+    return Loaded(config, tree.sources, flags, own, recipe, tuple(tree.left_out))
 
 
 def instead(key: str) -> str:

@@ -27,6 +27,8 @@ class Strict(BaseModel):
 
     of_task: ClassVar[tuple[str, ...]] = ()  # keys that belong to `task`: a later source that sets another unsets them
 
+    view_of_task: ClassVar[tuple[str, ...]] = ()  # likewise, but an evaluation keeps them: the policy saw `task` so
+
     of_engine: ClassVar[tuple[str, ...]] = ()  # likewise, to `engine`
 
     @field_validator("*", mode="before")

@@ -19,7 +19,7 @@ from embodied import _stop_at_once
 from embodied.config.cli import parse
 from embodied.config.merge import recipe_of_task
 from embodied.config.published_models import reference_of
-from embodied.config.recipe import RunConfig, load
+from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.envs import env_class, import_class, speaks
@@ -118,6 +118,9 @@ def planned(
     except MissingAsset:
         if not config.cluster.machines:  # which may have the files
             raise
+    if learn and not dry:
+        kind.seek_proof(config.env, proofs(config), say)
+        env = kind.proven(config.env, proofs(config))
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
     config = config.model_copy(update={"env": kind.resolve(env)})
@@ -339,6 +342,11 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join(lines)
+
+
+def notes(loaded: Loaded) -> list[str]:
+    """Lines that say what of the recipe does not hold for the task that the command line names."""
+    return [line for note in loaded.left_out for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)]
 
 
 def other_recipes(config: RunConfig) -> list[str]:

@@ -19,6 +19,7 @@ class ManiSkillConfig(CommonEnvConfig):
     needs = Requirement(("mani-skill", "sapien"), "maniskill", vulkan=True)
     task_base = "mani_skill.envs.sapien_env.BaseEnv"
     of_task: ClassVar = ("max_episode_steps", "solver_iterations", "retries")
+    view_of_task: ClassVar = ("image_fov", "image_region")
 
     name: Literal["maniskill"] = Field(
         "maniskill",

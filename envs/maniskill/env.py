@@ -41,6 +41,7 @@ from embodied.envs.own_modules import explained, try_out
 from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.system.vulkan_driver import ensure_vulkan
 
+PROOF_S = 60.0  # for which a training looks whether batched physics is equal for its task
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
 TO_THE_END = {"on_success": "continue", "on_failure": "continue", "solver_iterations": None}
 PROTOCOL = EvaluationProtocol("maniskill-v1", RULES, TO_THE_END)
@@ -115,6 +116,24 @@ class ManiSkillEnv(VectorEnv):
                 f"try env.backend=cpu{other}"
             )
         return config
+
+    @classmethod
+    def seek_proof(cls, config: ManiSkillConfig, proofs: Path, say: Callable[[str], object]) -> None:
+        """Find out, for at most PROOF_S, whether batched physics is equal for a task of which nothing is known yet."""
+        if config.backend != "auto" or not isinstance(config.task, str) or is_listed(config):
+            return
+        from embodied.envs.maniskill.equality_proof import prove_within, read_proof
+
+        config = config.model_copy(update={"control_mode": control_of(config)})
+        if read_proof(config, proofs):
+            return
+        say(
+            f"physics     is a batch of {config.task} equal to single envs? It is played both ways once, for "
+            f"{PROOF_S:g} s at most (env.backend=cpu: single envs without asking)"
+        )
+        found = prove_within(PROOF_S, config, proofs)
+        gain = f"; {found.speedup:.1f} times as fast as single envs here" if found.speedup else ""
+        say(f"            {f'yes{gain}' if found.equal else f'single envs are used: {found.problem}'}")
 
     @classmethod
     def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:

@@ -1,8 +1,8 @@
 """Is batched physics equal to single envs for a task? Played both ways, compared, timed, and kept for this machine.
 
-For tasks that come with ManiSkill the answer is in `BATCHED_TASKS`; for others `python -m embodied.check` writes a
-proof beside the profiles. It holds for the source of the task (its classes, own robots, `env.modules`), the versions of
-the simulator, and the options that decide what is simulated and rewarded.
+For tasks that come with ManiSkill the answer is in `BATCHED_TASKS`; for others `python -m embodied.check`, or the first
+training within a minute, writes a proof beside the profiles. It holds for the source of the task (its classes, own
+robots, `env.modules`), the versions of the simulator, and the options that decide what is simulated and rewarded.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ import hashlib
 import importlib
 import inspect
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -103,11 +107,47 @@ def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> 
     except Exception as err:
         problem = f"it fails: {type(err).__name__}: {err}{where(err)}"
     found = Proof(not problem, " ".join(problem.split()), worst, speedup, str(date.today()))
+    return found, keep(found, config, folder)
+
+
+def keep(found: Proof, config: ManiSkillConfig, folder: Path) -> Path:
     path = proof_path(config, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     said = {"task": config.task, "versions": versions(), **asdict(found)}
     path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    return found, path
+    return path
+
+
+PROVE = """import sys
+from pathlib import Path
+from embodied.envs import env_class
+from embodied.envs.config import ManiSkillConfig
+config = ManiSkillConfig.model_validate_json(sys.argv[1])
+from embodied.envs.maniskill.equality_proof import prove
+prove(env_class(config), config, Path(sys.argv[2]))
+"""
+
+
+def prove_within(limit_s: float, config: ManiSkillConfig, folder: Path) -> Proof:
+    """The same without images, in a process of its own that has so many seconds. The answer is kept in any case."""
+    plain = config.model_copy(update={"cameras": (), "privileged": False, "image_fov": None, "image_region": None})
+    command = [sys.executable, "-c", PROVE, plain.model_dump_json(), str(folder.absolute())]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        process.wait(limit_s)
+        problem = f"the process that looked ended with code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        problem = f"to find out took more than {limit_s:g} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if (found := read_proof(config, folder)) is None:
+        found = Proof(False, f"{problem}; {to_prove(config)} takes its time", {}, None, str(date.today()))
+        keep(found, config, folder)
+    return found
 
 
 def figures(worst: dict[str, float]) -> str:

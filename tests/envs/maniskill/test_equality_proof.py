@@ -13,8 +13,10 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class
 from embodied.envs.config import ManiSkillConfig
+from embodied.envs.maniskill import env as maniskill_env
 from embodied.envs.maniskill.equality_proof import compare
 from embodied.envs.maniskill.tasks import BATCHED_GAIN, BATCHED_TASKS
+from embodied.run import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
 pytest.importorskip("mani_skill")
@@ -89,6 +91,18 @@ def test_a_task_found_different_stays_with_single_envs_and_it_is_said_why(folder
     assert "does not hold here: it differs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("limit_s", [0.01, pytest.param(300.0, marks=pytest.mark.slow)])
+def test_training_finds_out_within_a_limit_and_once(folder, capsys, monkeypatch, limit_s):
+    monkeypatch.setattr(maniskill_env, "PROOF_S", limit_s)
+    config = load(["recipe=maniskill_ppo", f"env.task={write(folder, 3)}:Plain3-v1"]).config
+    physics = launch.planned(config)[0].env.backend
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"played both ways once, for {limit_s:g} s at most" in told
+    late = f"single envs are used: to find out took more than {limit_s:g} s; python -m embodied.check" in told
+    assert late == (limit_s < 1) and physics == ("cpu" if late else "cpu_batched")
+    assert launch.planned(config)[0].env.backend == physics and not capsys.readouterr().out
+
+
 def test_the_gain_that_the_first_screen_names_is_the_measured_one():
     measured = json.loads((ROOT / "benchmarks" / "results" / "maniskill_stepping.json").read_text())
     assert measured["task"] == "PushCube-v1"
@@ -113,6 +127,21 @@ def test_the_limits_that_are_known_without_maniskill_are_its_own():
 )
 def test_a_recipes_step_limit_is_that_of_its_own_task(arguments, limit):
     assert load(["recipe=maniskill_ppo", *arguments]).config.env.max_episode_steps == limit
+
+
+def test_the_view_of_a_recipes_task_is_not_that_of_another_unless_a_trained_policy_is_evaluated(tmp_path):
+    rgb = ["recipe=maniskill_ppo_rgb", "env.task=my_tasks:Mine-v1"]
+    loaded = load(rgb)
+    assert loaded.config.env.image_fov is loaded.config.env.image_region is None
+    (line,) = loaded.left_out
+    assert "for env.task=PushCube-v1: env.max_episode_steps=50, env.image_fov=60, env.image_region=[0.17" in line
+    mine = load([*rgb, "env.image_fov=50"])
+    assert mine.config.env.image_fov == 50 and "image_fov" not in mine.left_out[0]
+    assert load(rgb[:1]).config.env.image_fov == 60 and not load(["recipe=pullcube_ppo_rgb"]).left_out
+    (tmp_path / "mine.yaml").write_text("extends: maniskill_ppo_rgb\nenv: {task: RollBall-v1}\n")
+    assert "env.image_fov=60" in load([f"recipe={tmp_path / 'mine.yaml'}"]).left_out[0]
+    evaluated = load([*rgb, "checkpoint=random"], "evaluate").config.env
+    assert evaluated.image_fov == 60 and evaluated.image_region and evaluated.max_episode_steps is None
 
 
 def test_a_users_recipe_for_another_task_does_not_inherit_the_limit(tmp_path):
