@@ -81,7 +81,7 @@ def check_trains(loaded: Loaded) -> Loaded:
         evaluate = f"python -m embodied.evaluate checkpoint=FOLDER recipe={loaded.recipe}"
         raise ConfigError(
             f"recipe={loaded.recipe} evaluates published models: {evaluate}; to train one by RL: "
-            f"recipe={'|'.join(others)} policy.pretrained=FOLDER"
+            f"recipe={'|'.join(others)} policy.pretrained=FOLDER (docs/published.md)"
         )
     return loaded
 

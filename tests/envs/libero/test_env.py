@@ -180,13 +180,27 @@ def test_a_step_is_bitwise_libero_s_own(env):
 
 
 @needs_libero
+def test_things_settle_as_the_recipe_says_and_in_evaluations_as_the_protocol_does(monkeypatch):
+    config = LiberoConfig(name="libero", task=OBJECT, settling_steps=3, settling_gripper="still", num_envs=1)
+    made = make_env(config, 1)
+    played = []
+    kind = type(made._scene(OBJECT))
+    step = kind.step
+    monkeypatch.setattr(kind, "step", lambda scene, row, action: played.append(action) or step(scene, row, action))
+    start(made, EpisodeSpec(OBJECT, 0, 1, 0))
+    assert len(played) == 3 and not np.any(played)
+    evaluated = choose_protocol(env_class(config), config, None).apply(config)
+    assert (evaluated.settling_steps, evaluated.settling_gripper) == (10, "open")
+
+
+@needs_libero
 def test_the_numbered_stored_state_is_restored(env):
     stored = env._scene(SPATIAL).files.initial_states()
     rows = env._rows
     begun = []
     begin, step = type(env._scene(SPATIAL)).begin, type(env._scene(SPATIAL)).step
 
-    def at_once(scene, row, seed, state):
+    def at_once(scene, row, seed, state, *settling):
         """Without settling, so that the stored numbers are still there."""
         scene.step = lambda row, action: begun.append(row.data._data.qpos.copy()) or scene._show(row) or False
         try:
@@ -195,7 +209,7 @@ def test_the_numbered_stored_state_is_restored(env):
             del scene.step
 
     scene = env._scene(SPATIAL)
-    scene.begin = lambda row, seed, state: at_once(scene, row, seed, state)
+    scene.begin = lambda row, seed, state, *settling: at_once(scene, row, seed, state)
     start(env, EpisodeSpec(SPATIAL, 31, 0, 0), None, None)
     del scene.begin
     assert np.array_equal(begun[0], stored[31, 1 : 1 + len(begun[0])])
