@@ -44,9 +44,45 @@ SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_sof
 UNKNOWN = ("attn_logit_softcapping",)  # of attention, which kernels leave out without a word
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
 COUNTED = "embodied_counted"  # where nothing is computed, only what is kept is counted
+LOGITS_BYTES = 2**27  # of the log-probs of all words at some places, at most, at a time
+PARTS = 5  # as many bytes again are there at a time while a part is scored in the backward pass
 COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
 ROUNDING = 1e-3  # nats, which float32 stays far below
 TILE = 128  # of flex_attention's blocks, into which rows are divided
+
+
+class InParts(torch.autograd.Function):
+    """Scores a part of the places at a time, and again in the backward pass, so that the logits of all never exist.
+    Gradients of weights are summed in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, score: Any, most: int, parts: list, hidden: Tensor, *weights: Tensor) -> Any:
+        ctx.score, ctx.most, ctx.parts = score, most, parts
+        ctx.autocast = torch.is_autocast_enabled(hidden.device.type), torch.get_autocast_dtype(hidden.device.type)
+        room = [hidden.new_empty(PARTS * LOGITS_BYTES, dtype=torch.uint8)] if hidden.is_meta else []  # to be counted
+        ctx.save_for_backward(hidden, *weights, *room)
+        ctx.set_materialize_grads(False)
+        found = [score(hidden[first : first + most], *which) for first, *which in parts]
+        return tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        hidden, *weights = ctx.saved_tensors
+        ends = np.cumsum([len(takes) for _, takes, _ in ctx.parts])
+        wanted = [number for number, grad in enumerate(grads) if grad is not None]
+        sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
+        backwards = torch.empty_like(hidden)
+        enabled, dtype = ctx.autocast
+        for (first, *which), end in zip(ctx.parts, ends, strict=True):
+            part = hidden[first : first + ctx.most].detach().requires_grad_()
+            with torch.enable_grad(), torch.autocast(hidden.device.type, dtype, enabled=enabled):
+                found = ctx.score(part, *which)
+            of = [grads[number][end - len(which[0]) : end] for number in wanted]
+            own, *more = torch.autograd.grad([found[number] for number in wanted], [part, *weights], of)
+            backwards[first : first + ctx.most] = own
+            for total, grad in zip(sums, more, strict=True):
+                total += grad
+        return None, None, None, backwards, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
 class ValueHead(nn.Linear):
@@ -159,16 +195,11 @@ class LanguagePolicy(PublishedPolicy):
         way = attention_kernel(self.device, self.dtype)
         room = wide_row(way, self.model.config.hidden_size)
         packed = lay_out(tokens, mask, lengths, groups, wide=room)
-        chosen, takes, scored = (
-            tensor_of(each, self.device)
-            for each in (tokens[packed.scored].astype(np.int64), packed.takes, packed.scored)
-        )
+        takes, scored = (tensor_of(each, self.device) for each in (packed.takes, packed.scored))
         hidden = self.hidden(packed, way)
-        logits = self.head(hidden).to(self.exact)
-        likely = (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
-        entropy = -(likely.exp() * likely).sum(-1)
-        empty = likely.new_zeros(len(tokens))
-        logprobs, entropy = (empty.index_put((scored,), of) for of in (likely[takes, chosen], entropy[takes]))
+        found = self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))
+        empty = found[0].new_zeros(len(tokens))
+        logprobs, entropy = (empty.index_put((scored,), of) for of in found)
         values = empty
         if self.value_head is not None:
             values = empty.index_put((scored,), self.value_head(hidden)[takes].to(empty.dtype))
@@ -194,6 +225,32 @@ class LanguagePolicy(PublishedPolicy):
         seen = attention_mask(packed, way, self.device)
         states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False)
         return states.last_hidden_state.flatten(0, 1)[sources]
+
+    def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Log-probs of the tokens `chosen` [M] at the places `takes` [M] of `hidden` [U, D], and the entropies there: a
+        part of the places at a time, where the logits of all would be large."""
+        most = max(1, LOGITS_BYTES // (self.model.config.get_text_config().vocab_size * self.exact.itemsize))
+        if len(hidden) <= most:
+            return self.words_at(hidden, *(tensor_of(each, self.device) for each in (takes, chosen)))
+        order = np.argsort(takes, kind="stable")
+        firsts = range(0, len(hidden), most)
+        cuts = np.searchsorted(takes[order], firsts)[1:]
+        parts = [
+            (first, tensor_of(takes[mine] - first, self.device), tensor_of(chosen[mine], self.device))
+            for first, mine in zip(firsts, np.split(order, cuts), strict=True)
+        ]
+        head = self.model.get_input_embeddings() if self.tied else self.model.get_output_embeddings()
+        weights = [p for p in head.parameters() if p.requires_grad]
+        found = InParts.apply(self.words_at, most, parts, hidden, *weights)
+        back = tensor_of(np.argsort(order), self.device)
+        return found[0][back], found[1][back]
+
+    def words_at(self, hidden: Tensor, takes: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, of all places at once."""
+        logits = self.head(hidden).to(self.exact)
+        likely = (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+        entropy = -(likely.exp() * likely).sum(-1)
+        return likely[takes, chosen], entropy[takes]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [U, vocabulary]."""

@@ -294,7 +294,9 @@ class Pi0Policy(VLAPolicy):
         return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
 
     def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> Prefix:
-        """The prefix of images and prompts of at least `width` tokens, padding included."""
+        """The prefix of images and prompts of at least `width` tokens, padding included. In half precision all are of
+        one width, as in openpi: rows that are padded otherwise round otherwise, by 0.1 nats of a log-prob."""
+        width = self.settings.max_tokens if self.config.dtype == "bfloat16" else width
         texts = self.instructions(obs, len(state))
         states = (
             self._in_prompt(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)

@@ -64,3 +64,14 @@ def test_images_are_not_looked_at_again(family, monkeypatch):
 
 def size_of_one(tensor):
     return tensor[0].nbytes
+
+
+def test_half_precision_scores_what_is_kept_as_it_acted():
+    """Prompts that are cached are padded, and rows that are padded otherwise round otherwise."""
+    spec = EnvSpec(ActionSpec(2), state_dim=3, images=CAMERAS, instruction=True)
+    policy = make_policy(FAMILIES["pi0"].model_copy(update={"dtype": "bfloat16"}), spec, 0).eval()
+    batch = batch_of(policy)
+    kept = frozen_features(Model(policy, LearnerConfig()), batch, 2)
+    for known in (batch, replace(batch, replay=batch.replay | kept)):
+        found = policy(known.inputs(torch.arange(len(batch)))).logprobs
+        torch.testing.assert_close(found, batch.logprobs, atol=1e-5, rtol=0)

@@ -5,6 +5,9 @@ import pytest
 import torch
 from tiny_language import alone, answers, apart, build, inputs_of
 
+from embodied.policies.language import policy as module
+from embodied.policies.language.packing import lay_out
+
 DRAW = np.random.default_rng(3)
 
 
@@ -117,3 +120,29 @@ def test_recomputed_activations_give_the_same_gradient():
     assert len(policy.blocks()) == 3
     recompute(policy)
     assert torch.equal(results(policy, inputs)[2], known[2])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float64"},
+        {"dtype": "float64", "preset": "tiny_gpt2"},  # of which the head is the embeddings
+        {"dtype": "float64", "train_layers": 1},
+        {"dtype": "float64", "lora_rank": 2, "lora_targets": "reference"},
+        {"dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_log_probs_of_a_large_vocabulary_are_made_in_parts_and_never_kept(options, monkeypatch):
+    policy, inputs, kept = build(**options), inputs_of(*MIXED), []
+    places = len(lay_out(*(inputs[key].ravel() for key in ("actions", "mask", "lengths", "groups"))).sources)
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append((*each.shape,)) or each, lambda each: each):
+        whole = results(policy, inputs)
+        assert (places, 100) in kept
+        kept.clear()
+        monkeypatch.setattr(module, "LOGITS_BYTES", 5 * 100 * policy.exact.itemsize)
+        parts = results(policy, inputs)
+    assert (places, 100) not in kept
+    bar = 1e-12 if options["dtype"] == "float64" else 0.01  # a gradient in bfloat16 has two digits
+    for one, other in zip(whole, parts, strict=True):
+        assert (one - other).abs().max() <= bar * max(1.0, float(other.abs().max()))
