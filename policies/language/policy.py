@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,9 @@ class LanguagePolicy(PublishedPolicy):
         """Log-probs of the tokens `chosen` [M] at the places `takes` [M] of `hidden` [U, D], and the entropies there: a
         part of the places at a time, where the logits of all would be large."""
         most = max(1, LOGITS_BYTES // (self.model.config.get_text_config().vocab_size * self.exact.itemsize))
+        score = partial(self.words_at, self.temperature)
         if len(hidden) <= most:
-            return self.words_at(hidden, *(tensor_of(each, self.device) for each in (takes, chosen)))
+            return score(hidden, *(tensor_of(each, self.device) for each in (takes, chosen)))
         order = np.argsort(takes, kind="stable")
         firsts = range(0, len(hidden), most)
         cuts = np.searchsorted(takes[order], firsts)[1:]
@@ -241,14 +243,14 @@ class LanguagePolicy(PublishedPolicy):
         ]
         head = self.model.get_input_embeddings() if self.tied else self.model.get_output_embeddings()
         weights = [p for p in head.parameters() if p.requires_grad]
-        found = InParts.apply(self.words_at, most, parts, hidden, *weights)
+        found = InParts.apply(score, most, parts, hidden, *weights)
         back = tensor_of(np.argsort(order), self.device)
         return found[0][back], found[1][back]
 
-    def words_at(self, hidden: Tensor, takes: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def words_at(self, temperature: float, hidden: Tensor, takes: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The same, of all places at once."""
         logits = self.head(hidden).to(self.exact)
-        likely = (logits if self.temperature == 1 else logits / self.temperature).log_softmax(-1)
+        likely = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
         entropy = -(likely.exp() * likely).sum(-1)
         return likely[takes, chosen], entropy[takes]
 
@@ -403,7 +405,14 @@ class FirstLayers(LanguagePolicy):
     """The first layers of a published model in float32, to be compared with what transformers makes of them."""
 
     def __init__(self, config: LanguageConfig, spec: EnvSpec) -> None:
-        plain = {"dtype": "float32", "lora_rank": None, "train_layers": None, "value_head": False, "max_length": None}
+        plain = {
+            "dtype": "float32",
+            "temperature": 1.0,
+            "lora_rank": None,
+            "train_layers": None,
+            "value_head": False,
+            "max_length": None,
+        }
         super().__init__(config.model_copy(update=plain), spec)
 
     def choose_shape(self) -> PreTrainedConfig:

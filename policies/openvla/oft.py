@@ -114,8 +114,9 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     @classmethod
     def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:
-        """Models that read the robot's state see all cameras, others (RLinf's) the first, and no stop token."""
-        alone = "proprio_projector" not in read_published(config.pretrained).components
+        """Models of which nothing lies beside the weights are RLinf's, which see the first camera alone and no stop
+        token; others, such as those with a head for actions, are upstream's."""
+        alone = not read_published(config.pretrained).components
         more = {"cameras": config.cameras[:1], "stop_token": False} if alone else {}
         return super().choices(config, task) | more
 

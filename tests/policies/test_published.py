@@ -122,3 +122,14 @@ def test_a_published_folder_plays_libero(folders, tmp_path, capsys):
     (results,) = tmp_path.glob("*/results.json")
     content = json.loads(results.read_text())
     assert content["overall"]["success_once"]["count"] == 0 and content["policy"]["family"] == "openvla_oft"
+
+
+@needs_libero
+def test_a_head_for_actions_without_the_state_is_upstreams_with_its_cameras_and_stop_token(tmp_path, capsys):
+    make_policy(OpenVLAOFTConfig(name="openvla_oft", head="l1", proprio=False), SPEC, 0).save_published(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("openvla_oft")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"norm_stats": {"libero_goal": {"action": ACTION}}}))
+    assert main([f"checkpoint={tmp_path}", "env.name=libero", "env.task=libero_goal", "--dry-run"]) == 0
+    keys = told(capsys.readouterr().out)
+    assert keys["policy.cameras"] == "[agentview, wrist]" and "policy.stop_token" not in keys
