@@ -84,7 +84,7 @@ def test_images_are_the_right_way_up(env):
     assert np.abs(np.median(changed, axis=0) - expected).max() < 4
 
 
-def test_the_floor_is_as_bright_as_published_policies_know_it():
+def test_the_floor_is_as_bright_as_in_mujoco_3_3_2():
     """MuJoCo 3.3.2 draws this frame with a mean of 139, 3.3.3 with 103."""
     env = make_env(config(), 1)
     frame = env.reset(options={"episodes": [EpisodeSpec(TASK, 0, 0, 0)]})[0]["images"]["agentview"]

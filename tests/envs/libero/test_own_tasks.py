@@ -174,12 +174,12 @@ def test_what_cannot_be_a_task_or_its_states_is_refused_before_anything_starts(m
 
 
 def test_nothing_of_the_benchmark_would_be_refused():
-    from embodied.envs.libero.config import SUITES, tasks_of
+    from embodied.envs.libero.config import BENCHMARK, tasks_of
     from embodied.envs.libero.load_simulator import quiet, simulator
     from embodied.envs.libero.tasks import task_files
 
     simulator()
-    for task in tasks_of(tuple(SUITES)):
+    for task in tasks_of(tuple(BENCHMARK)):
         files = own_files(str(task_files(task).bddl))
         with quiet():
             check_buildable(files)
