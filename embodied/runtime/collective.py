@@ -61,7 +61,8 @@ class Threads:
 
 
 class Gloo:
-    """Ranks in processes of their own, on one machine or several. Where `device` is cuda, NCCL sums what is on GPUs."""
+    """Ranks in processes of their own, on one machine or several. Where `device` is cuda, NCCL sums what is on GPUs.
+    Every rank listens on a port, also after all have met, so that anybody who reaches it can hold connections open."""
 
     def __init__(
         self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, device: str = "cpu"
@@ -91,9 +92,9 @@ class Gloo:
         return [part[: int(count)].numpy() for part, count in zip(parts, counts, strict=True)]
 
 
-class SharedMemory(Gloo):
-    """Sums of processes on one machine, and gathers of what fits, go through shared memory, several times faster than
-    by gloo. The memory has no name and no place on a disk: one that is full would end the ranks by SIGBUS.
+class SharedMemory:
+    """Sums and gathers of processes on one machine go through shared memory, several times faster than by gloo, and
+    without a port. The memory has no name and no place on a disk: one that is full would end the ranks by SIGBUS.
 
     Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter,
     waits until all counters have come as far, and reads the parts in rank order. A slot is written again two rounds
@@ -102,8 +103,8 @@ class SharedMemory(Gloo):
     """
 
     def __init__(self, file: RendezvousFile, rank: int, world_size: int, *, role: str) -> None:
-        super().__init__(file, rank, world_size)
-        self.rank, self.role, self.timeout_s = rank, role, file.timeout_s
+        self.store = file.store("sums", world_size)
+        self.rank, self.world_size, self.role, self.timeout_s = rank, world_size, role, file.timeout_s
         self.round = 0
         self.slots: np.ndarray | None = None
 
@@ -127,7 +128,8 @@ class SharedMemory(Gloo):
         self._wait()
         counts = slots[:, :8].copy().view(np.int64)[:, 0].tolist()
         if max(counts) > fits:
-            return super().gather(rows)
+            self._map(HEAD + max(counts) * row)
+            return self.gather(rows)
         shown = [
             slot[HEAD : HEAD + count * row].copy().view(mine.dtype) for slot, count in zip(slots, counts, strict=True)
         ]
@@ -142,43 +144,53 @@ class SharedMemory(Gloo):
 
     def _wait(self) -> None:
         """Show the others that this rank has come as far, and wait for them."""
-        self.counters[self.rank, 0] = self.round
-        counters, until = self.counters[:, 0], time.monotonic() + self.timeout_s
+        self._wait_for(0, self.round)
+
+    def _wait_for(self, column: int, value: int) -> None:
+        self.counters[self.rank, column] = value
+        counters, until = self.counters[:, column], time.monotonic() + self.timeout_s
         tries = 0
-        while (counters < self.round).any():
+        while (counters < value).any():
             tries += 1
             if tries > SPINS:
                 time.sleep(0.0001)
                 if time.monotonic() > until:
-                    late = np.flatnonzero(counters < self.round).tolist()
+                    late = np.flatnonzero(counters < value).tolist()
                     raise DeadlineExceeded(f"{self.role} ranks {late} did not join a sum within {self.timeout_s:g} s")
 
     def _map(self, size: int) -> None:
-        """Rank 0 makes the memory, and all map it through that process."""
+        """Rank 0 makes the memory, and all map it through that process. Its number is told through the file first, then
+        through the memory so far."""
         size = -(-size // 64) * 64
         total = self.world_size * (64 + 2 * size)
         mine = os.memfd_create("embodied-sums", os.MFD_CLOEXEC) if self.rank == 0 else -1
         if self.rank == 0:
             os.ftruncate(mine, total)
-        (pid, fd), *_ = super().gather(np.array([os.getpid(), mine]))
+        place = np.array([os.getpid(), mine])
+        if self.slots is not None:
+            pid, fd = self.gather(place)[0]
+        else:
+            if self.rank == 0:
+                self.store.set("memory", " ".join(map(str, place)))
+            self.store.wait(["memory"], timedelta(seconds=self.timeout_s))
+            pid, fd = map(int, self.store.get("memory").split())
         opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         memory = np.frombuffer(map_shared(opened, total), np.uint8)
         os.close(opened)
-        super().gather(np.zeros(1))
-        if self.rank == 0:
-            os.close(mine)
         head = self.world_size * 64
         self.counters = memory[:head].view(np.uint64).reshape(self.world_size, 8)
         self.slots = memory[head:].reshape(self.world_size, 2, size)
         self.counters[self.rank, 0] = self.round
-        super().gather(np.zeros(1))
+        self._wait_for(1, 1)  # all have opened it
+        if self.rank == 0:
+            os.close(mine)
 
 
 class Measured:
     """Another collective; the time in it, waiting for the slowest rank included, is measured as "sync". A rank that
     waits there may be silent, so the one it waits for is found hung."""
 
-    def __init__(self, ranks: Threads | Gloo, worker: Worker) -> None:
+    def __init__(self, ranks: Threads | Gloo | SharedMemory, worker: Worker) -> None:
         self.ranks, self.worker = ranks, worker
 
     def sum(self, values: Tensor) -> Tensor:
@@ -190,7 +202,7 @@ class Measured:
             return self.ranks.gather(rows)
 
 
-Collective = Alone | Threads | Gloo | Measured
+Collective = Alone | Threads | Gloo | SharedMemory | Measured
 
 
 def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collective:
