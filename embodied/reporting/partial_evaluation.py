@@ -56,8 +56,9 @@ class PartialEvaluation:
             remove_transcripts(folder)
         self.session = provenance()
         self.notify, self.began = notify, len(self.finished)
-        self.began_s = clock()
-        self.tell_s = self.began_s + TELL_EVERY_S
+        self.began_s = self.ended_s = clock()  # `ended_s`: when an episode ended last
+        self.told, self.told_s = self.began, self.began_s  # episodes that were over at the last line, and when it came
+        self.wait_s = TELL_EVERY_S  # until the next line, if no episode ends
         for rest in folder.glob("videos/.recording-*"):  # by workers that were killed
             rest.unlink()
         (folder / RESULTS).unlink(missing_ok=True)  # of the same version, evaluated before the run was resumed
@@ -70,11 +71,16 @@ class PartialEvaluation:
         """Add finished episodes; they are written when it is time to."""
         before = len(self.finished)
         self.finished |= {one.index: one for one in episodes}
-        self.changed |= len(self.finished) > before
+        if len(self.finished) > before:
+            self.changed, self.ended_s = True, self.clock()
         if self.changed and self.clock() >= self.next_s:
             self.write()
-        if self.clock() >= self.tell_s and len(self.finished) < self.num_episodes:
-            self.tell_s = self.clock() + TELL_EVERY_S
+        new = len(self.finished) > self.told
+        quiet_s = self.clock() - self.told_s
+        if quiet_s >= (TELL_EVERY_S if new else self.wait_s) and len(self.finished) < self.num_episodes:
+            # A line that says nothing new comes half as often each time.
+            self.wait_s = TELL_EVERY_S if new else 2 * self.wait_s
+            self.told, self.told_s = len(self.finished), self.clock()
             self.notify(self.progress())
 
     def progress(self) -> str:
@@ -89,6 +95,8 @@ class PartialEvaluation:
             speed = played / (self.clock() - self.began_s)
             left_s = (self.num_episodes - over) / speed
             parts += [f"{speed:.3g} a second", f"about {left_s:,.0f} s left"]
+        if (quiet_s := self.clock() - self.ended_s) >= 2 * TELL_EVERY_S:
+            parts.append(f"none has ended for {quiet_s:,.0f} s")
         return "evaluation  " + ", ".join(parts)
 
     def write(self) -> None:

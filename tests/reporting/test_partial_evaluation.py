@@ -59,6 +59,18 @@ def test_what_a_killed_process_leaves_is_about_a_second_old(tmp_path):
     assert [one.index for one in read_episodes(tmp_path)] == list(range(9))
 
 
+def test_lines_that_say_nothing_new_become_rare_and_say_since_when(tmp_path):
+    now, lines = [0.0], []
+    kept = PartialEvaluation(tmp_path, ASKED, {"name": "toy"}, lambda: now[0], lines.append)
+    for second in range(1, 301):
+        now[0] = float(second)
+        kept.add(over(0) if second == 200 else [])
+    over_by_then = [int(line.split()[1]) for line in lines]
+    assert over_by_then == [0, 0, 0, 1, 1, 1]  # after 15, 45, 105, 200, 215 and 245 s
+    quiet = [line.rpartition("none has ended for ")[2] for line in lines if "none has ended" in line]
+    assert quiet == ["45 s", "105 s", "45 s"]
+
+
 def test_results_take_the_place_of_the_part(tmp_path):
     kept = begun(tmp_path, 1)
     kept.end()
