@@ -192,7 +192,7 @@ class HTTPEngine(Engine):
                 )
             return
         begin = Request("probe", [self.stops[0]], PROBED, 0)
-        found = await self.ask(body_of(begin, PROBED, [], 0, "probe", 0.0, self.server.model))
+        found = await self.ask(body_of(begin, PROBED, [], 0, "probe", SamplingRule(0.0), self.server.model))
         if found.dropped:
             raise ConfigError(f"{self.server.name}: {found.dropped} in its answers, so its weights cannot be compared")
         ids = torch.tensor([[*begin.tokens, *found.tokens]], device=self.policy.device)

@@ -133,13 +133,23 @@ def test_where_weights_are_not_to_change_they_have_to_be_those_of_the_policy(pol
 
 
 def test_weights_that_make_no_numbers_make_answers_that_are_dropped(policy, tmp_path):
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter *= float("nan")
     with served(of_other_weights(), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
         engine.load(policy.state_dict(), 1)
+        with torch.no_grad():
+            for parameter in server.policy.parameters():
+                parameter *= float("nan")
         assert {answer.dropped for answer in answers(engine, ASKED).values()} == {"a log-prob is not finite"}
         assert engine.metrics() == {"asked_again": 0, "unusable": 20}
+
+
+def test_a_server_keeps_its_weights_where_new_ones_are_not_finite(policy, tmp_path):
+    with torch.no_grad():
+        next(policy.parameters()).fill_(float("nan"))
+    with served(of_other_weights(), tmp_path) as server, engine_at(server.url, policy, tmp_path) as engine:
+        before = server.generation.fingerprint
+        with pytest.raises(EmbodiedError, match="numbers that are not finite"):
+            engine.load(policy.state_dict(), 1)
+        assert server.generation.fingerprint == before
 
 
 def test_what_is_given_up_leaves_the_server_at_once(policy, tmp_path):
