@@ -87,6 +87,16 @@ def test_rates_do_not_wait_for_films_of_failures(capsys, monkeypatch):
     assert "success_once" in output and "the results are whole" in output and "without rates" not in output
 
 
+def test_failures_of_tasks_that_are_played_apart_are_filmed_after_the_results_of_all(capsys):
+    tasks = ["checkpoint=scripted:Fails", *SWITCH, "env.task=[a,b]", "eval.episodes=6"]
+    folder, _ = run(*tasks, "eval.videos=1", "eval.failure_videos=2")
+    output = capsys.readouterr().out
+    assert 0 < output.index("results.json") < output.index("2 failures to film") < output.index("1 failure to film")
+    assert [name.split("_")[:3] for name in films(folder)] == [
+        [f"episode-00{number}", "failure", "ab"[number % 2]] for number in range(4)
+    ]
+
+
 def test_films_of_failures_change_no_result():
     plain, _ = run(*EVEN, "eval.videos=0")
     filmed, _ = run(*EVEN, "eval.videos=1", "eval.failure_videos=9", "eval.overlay=true", "eval.dataset=false")
