@@ -32,24 +32,21 @@ RUNS = ROOT / "runs" / "pushcube"
 
 def measure_seed(seed: int, env: dict) -> dict:
     """Train, and evaluate the final checkpoint, in one command."""
-    name, costs = f"seed-{seed}", []
+    name = f"seed-{seed}"
     command = train_command(RECIPE, f"seed={seed}", f"run.dir={RUNS}", f"run.name={name}", *held_out(EPISODES))
-    run = new_folder(RUNS, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
-    results, last, (trained,) = last_results(run, EPISODES), read_metrics(run)[-1], costs
+    run = new_folder(RUNS, name, lambda: measure(command, env, TIMEOUT_S))
+    results, last = last_results(run, EPISODES), read_metrics(run)[-1]
     assert results["policy_version"] == last["policy_version"], "this is not the final checkpoint"
     return {
         "env_steps": last["env_steps"],
         "train_s": last["train_s"],
-        "wall_s": round(trained.wall_s, 2),
-        "cpu_s": round(trained.cpu_s, 2),
-        "peak_bytes": trained.peak_bytes,
         "success_once": results["overall"]["success_once"],
         "success_at_end": results["overall"]["success_at_end"],
     }
 
 
 def report(done: list[dict]) -> str:
-    header = ["seed", "success_once", "success_at_end", "env steps", "training s", "whole run s", "CPU s", "peak MB"]
+    header = ["seed", "success_once", "success_at_end", "env steps", "training s"]
     rows = [
         [
             str(result["seed"]),
@@ -57,9 +54,6 @@ def report(done: list[dict]) -> str:
             rate(result["success_at_end"]),
             f"{result['env_steps']:,}",
             f"{result['train_s']:.1f}",
-            f"{result['wall_s']:.1f}",
-            f"{result['cpu_s']:.0f}",
-            f"{result['peak_bytes'] / 1e6:,.0f}",
         ]
         for result in sorted(done, key=lambda result: result["success_once"]["rate"])
     ]
