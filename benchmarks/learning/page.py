@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks import fault_page, libero_experts
 from benchmarks.common import RESULTS, ROOT, markdown
-from benchmarks.learning import images, tasks, vla_gain
+from benchmarks.learning import images, sums, tasks, vla_gain
 from benchmarks.learning.grpo_gain import interval, runs_of
 from benchmarks.learning.seeds import rate
 
@@ -73,7 +73,15 @@ def seen() -> str:
     return images.report(images.kept())
 
 
+def added(recipe: str) -> str:
+    """What one command makes of a small language model that learns to add, the worst seed first."""
+    done = runs_of(RESULTS / recipe)
+    return sums.report(done) if done else "None is measured yet."
+
+
 BLOCKS = {
+    "sums_grpo": ("reasoning.md", partial(added, "sums_grpo")),
+    "sums_ppo": ("reasoning.md", partial(added, "sums_ppo")),
     "gains": ("demonstrations.md", partial(gains, "task", TASKS)),
     "vlas": ("vla.md", partial(gains, "policy", VLAS)),
     "carrots": ("bridge.md", carrots),

@@ -150,8 +150,9 @@ def report(done: Sequence[tuple[str, dict]]) -> str:
     seeds = [result for name, result in done if name != "control"]
     apart = sum(map(is_apart, seeds))
     controls = ["exactly" if is_flat(result) else "NOT" for name, result in done if name == "control"]
-    ends = f"{apart} of {len(seeds)} end with their interval above the start's; control is {controls[0]} its start"
-    return f"{markdown(header, rows)}\n\n{ends}"
+    ends = f"{apart} of {len(seeds)} end with their interval above the start's"
+    control = f"; control is {controls[0]} its start" if controls else ""
+    return f"{markdown(header, rows)}\n\n{ends}{control}"
 
 
 def is_apart(result: dict) -> bool:
