@@ -29,7 +29,7 @@ from embodied.envs.own_modules import own_modules
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
 from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
-from embodied.policies import check_package, slow_imports
+from embodied.policies import check_package, policy_class, slow_imports
 from embodied.reporting.wandb_logger import check_log
 from embodied.run import memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
@@ -159,6 +159,9 @@ def planned(
     except PlacementError as err:
         raise ConfigError(f"placement: {err}") from None
     check_devices(config, plan)
+    on_cpu = any("policy" in host.roles and not host.device.startswith("gpu:") for host in plan.hosts)
+    if config.policy.speaks and config.policy.engine == "vllm" and on_cpu:
+        policy_class(config.policy.name).check_engine(config.policy)
     if not is_loop(roles):
         return config, plan  # nothing is known of what its workers hold
     plan = plan if learn else plan.only("sim", "policy")

@@ -49,6 +49,7 @@ LOGITS_BYTES = 2**27  # of the log-probs of all words at some places, at most, a
 PARTS = 5  # as many bytes again are there at a time while a part is scored in the backward pass
 COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
 ROUNDING = 1e-3  # nats, which float32 stays far below
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
 TILE = 128  # of flex_attention's blocks, into which rows are divided
 
 
@@ -386,6 +387,20 @@ class LanguagePolicy(PublishedPolicy):
     def choices(cls, config: LanguageConfig, task: str) -> dict[str, Any]:
         """Options for evaluating a published folder that the folder decides: none."""
         return {}
+
+    @classmethod
+    def check_engine(cls, config: LanguageConfig) -> None:
+        """Refuse a published model that vLLM cannot run on a CPU."""
+        folder = as_path(config.pretrained) if config.pretrained else None
+        if folder is None or not (folder / CONFIG).is_file():
+            return
+        shape = files.read_config(folder)
+        dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        if dim not in CPU_HEADS:
+            raise ConfigError(
+                f"policy.engine=vllm: on a CPU it runs heads of {', '.join(map(str, CPU_HEADS))} numbers, and those of "
+                f"{folder} have {dim}; try policy.engine=transformers"
+            )
 
     @classmethod
     def for_memory_estimate(cls, config: LanguageConfig, spec: EnvSpec) -> LanguagePolicy | None:

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from language_models import engine_of, gpt2, qwen3
+from tiny_language import publish
 
+from embodied import train
 from embodied.core.errors import ConfigError
+from embodied.policies.language.policy import CPU_HEADS
 
 installed = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not installed, reason="vLLM is not installed (make vllm)")
@@ -89,3 +92,15 @@ def test_a_recipe_for_vllm_without_it_names_the_command_that_installs_it():
 def test_float64_is_refused():
     with pytest.raises(ConfigError, match=r"try policy\.dtype=float32"):
         engine_of(gpt2(), engine="vllm", dtype="float64")
+
+
+@needs_vllm
+def test_heads_that_vllm_cannot_run_on_a_cpu_are_refused_before_anything_starts(tmp_path, capsys):
+    ask = "from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as kernels"
+    command = [sys.executable, "-W", "ignore", "-c", f"{ask}; print(kernels.get_supported_head_sizes())"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.stdout.splitlines()[-1] == str([*CPU_HEADS])
+    folder, recipe = publish(tmp_path, "qwen3", False), ["recipe=sums_grpo", "policy.engine=vllm", "--dry-run"]
+    assert train.main([*recipe, f"policy.pretrained={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert f"those of {folder} have 8; try policy.engine=transformers" in said and "Traceback" not in said
