@@ -323,6 +323,7 @@ def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, conso
 def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:
     """Evaluate the version that was saved, or resumed from, now or `beside` the next rollout; what an interruption
     leaves is resumed with the run."""
+    loop.act_with_newest()
     version = loop.version
     evaluation, checkpoint = folder.evaluation(version), folder.checkpoints / name_of(version)
     kept = begin_in_run(loop.evaluator, evaluation, checkpoint, console.now)

@@ -89,7 +89,8 @@ class LayoutReplay:
             now = self._overlapped(layer, at, now) if overlaps(self.dataflow) else self._play(turns, layer, at, now)
             targets = {e.target for e in self.dataflow.edges if e.next_iteration and e.target in at}
             devices = [device for name in sorted(targets) for device in self.names[at[name][0]]]
-            syncs.append((devices, float(self.pricer.sync_seconds(at, self.layout.stages))))
+            if self.dataflow.schedule != "async":  # else weights travel while a batch is collected
+                syncs.append((devices, float(self.pricer.sync_seconds(at, self.layout.stages))))
         for devices, seconds in syncs:
             self.schedule.show(devices, "weights", now, now + seconds)
             now += seconds
@@ -102,21 +103,27 @@ class LayoutReplay:
         """Learners on devices of their own, while the others collect."""
         collecting, learning = sides(self.pricer, layer)
         if self.dataflow.schedule == "async":
-            self.beside = (start, start + self._tried(learning, layer, at, start)[0])
+            update_s = self._tried(learning, layer, at, start)[0]
+            self.beside = (start, start + update_s)
             end = self._play(collecting, layer, at, start)
             self.beside = (start, end)
-            return max(end, self._play(learning, layer, at, start))
+            end = max(end, self._play(learning, layer, at, start))
+            weights_s = float(self.pricer.sync_seconds(at, self.layout.stages))
+            alone_s = [self._tried(side, layer, at, start, alone=True)[0] for side in (collecting, learning)]
+            return max(end, start + weights_s, start + (sum(alone_s) + weights_s) / (self.dataflow.level + 1))
         _, arrivals = self._tried(collecting, layer, at, start)
         self.beside = (min(arrivals), inf)
         end = self._play(collecting, layer, at, start)
         self.beside = (start, end)
         return self._learn_groups(learner_of(self.dataflow), at, start, self._arrivals(at, end))
 
-    def _tried(self, side: Sequence[NodeTurn], layer: Layer, at: dict, start: float) -> tuple[float, list[float]]:
+    def _tried(
+        self, side: Sequence[NodeTurn], layer: Layer, at: dict, start: float, alone: bool = False
+    ) -> tuple[float, list[float]]:
         """Seconds of one side, and when groups come, without a trace of it: learners as if the others worked all the
-        time, the others as if learners never did."""
+        time, unless `alone`, the others as if learners never did."""
         kept, self.schedule = self.schedule, Schedule()
-        self.beside = (start, inf) if learns(self.dataflow, side[0].node) else (inf, inf)
+        self.beside = (start, inf) if learns(self.dataflow, side[0].node) and not alone else (inf, inf)
         end = self._play(side, layer, at, start)
         self.schedule = kept
         return end - start, self._arrivals(at, end) if self.dataflow.schedule == "periodic" else []

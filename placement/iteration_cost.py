@@ -129,7 +129,7 @@ class Pricer:
     ) -> Array:
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
         if schedule_overlap.overlaps(self.dataflow):
-            return schedule_overlap.overlapped(self, layer, at, stages, swapped) + self.sync_seconds(at, stages)
+            return schedule_overlap.overlapped(self, layer, at, stages, swapped)
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
         return self.time_shared_s(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)

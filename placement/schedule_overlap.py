@@ -2,12 +2,14 @@
 
     sync      rollout, then update, then new weights
     periodic  learners take groups of episodes as they are finished; one step after the last; then new weights
-    async     learners update on an earlier batch while this one is collected; then new weights
+    async     learners update on an earlier batch while this one is collected, and new weights travel meanwhile
 
 Where learners work while the others collect, they have devices of their own, in the only layer of a layout. An
 iteration is then as long as the longer side, or, in groups, as the last group lets it be: with a rollout of R seconds,
 an update of U, and as many groups at the end of each of W waves of episodes, max(R + U / W, R / W + U). What both sides
-slow each other down (`Cost.alone`) they do while both are at work.
+slow each other down (`Cost.alone`) they do while both are at work. With a lag of k versions, and P seconds for new
+weights, an iteration under async also takes at least P, and (R + U + P) / (k + 1): a rollout waits for the weights of
+the update that is k + 1 rollouts older.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[Nod
 
 
 def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: frozenset[str]) -> Array:
-    """Seconds until rollout and update have ended, each on devices of its own."""
+    """Seconds until rollout and update have ended, each on devices of its own, and all have the new weights."""
     collecting, learning = sides(pricer, layer)
 
     def spent(side: Sequence[NodeTurn], beside: bool) -> Array:
@@ -110,12 +112,14 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
     possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # else a zone is too small for a worker
     rollout, update = ([np.where(possible, seconds, 0.0) for seconds in side] for side in (rollout, update))
     if pricer.dataflow.schedule == "async":
-        return np.where(possible, side_by_side(rollout, update), np.inf)
+        weights_s = pricer.sync_seconds(at, stages)
+        circle_s = (rollout[1] + update[1] + weights_s) / (pricer.dataflow.level + 1)
+        return np.where(possible, max_of(side_by_side(rollout, update), weights_s, circle_s), np.inf)
     tails = [tail_seconds(pricer, at, stages, beside) for beside in (True, False)]
     update = [np.maximum(whole - tail, 0.0) for whole, tail in zip(update, tails)]
     asker = next(c for c in pricer.dataflow.components if c.splits)
     shares = shares_of_waves(pricer.dataflow, asker.items)[pricer.count(asker.name, at, stages)]
-    return np.where(possible, in_waves(rollout, update, shares, tails[1]), np.inf)
+    return np.where(possible, in_waves(rollout, update, shares, tails[1]), np.inf) + pricer.sync_seconds(at, stages)
 
 
 def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False) -> Array:

@@ -21,7 +21,7 @@ from embodied.core.arrays import Observation, finite_rows, join_rows, num_rows, 
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
-from embodied.runtime import Channel, Needs, Worker
+from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.runtime.weights import Publication, WeightReader
@@ -89,6 +89,11 @@ class PolicyWorker(Worker):
         found = self.weights.load(publication, route, channel, whole)
         self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
         return self.weights.version
+
+    @served_while_busy
+    def fetch_weights(self, publication: Publication, route: str, channel: Channel) -> None:
+        """Begin to get hold of the next version, which `load_weights` will use, while it acts with the one before."""
+        self.weights.fetch(publication, route, channel)
 
     # Answering
 

@@ -70,8 +70,8 @@ class LearnerWorker(Worker):
         self, spec: EnvSpec, store: str, snapshot: bool, start: Path | None = None, in_turns: bool = True
     ) -> None:
         """The policy with its initial weights (the same on every rank), those of the policy folder `start` if there is
-        one, and a fresh optimizer. Published weights are known under the name `store`; they need a snapshot if somebody
-        outside the learners' processes acts, or if acting and updating do not take turns."""
+        one, and a fresh optimizer. Published weights are known under the name `store`. They need a snapshot if a worker
+        in another process acts, and one with room for two versions if acting and updating do not take turns."""
         self.belongings = DeviceTensors(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
@@ -91,7 +91,8 @@ class LearnerWorker(Worker):
         self.loaded = False  # since the last publication
         live = weights if in_turns and not self.config.shard else None
         snapshot = self.rank == 0 and (snapshot or live is None)
-        self.store = WeightStore(specs, snapshot, live, store)
+        changing = () if in_turns else self.moving
+        self.store = WeightStore(specs, snapshot, live, store, changing)
 
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
         policy = make_policy(self.policy_config, spec, self.seed).eval()
@@ -251,9 +252,9 @@ class LearnerWorker(Worker):
                 )
 
     @served_while_busy
-    def send_weights(self, channels: tuple[Channel, ...], whole: bool) -> None:
-        """Begin to put the published version into these channels; of no concern to an update in progress."""
-        self.store.send_aside(channels, whole)
+    def send_weights(self, channels: tuple[Channel, ...], whole: bool, version: int) -> None:
+        """Begin to put a published version into these channels, beside an update in progress."""
+        self.store.send_aside(channels, whole, version)
 
     @done_together
     def save(self, folder: Path) -> None:

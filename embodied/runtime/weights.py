@@ -7,6 +7,9 @@ Where a reader is decides how it gets at a version:
     same machine      "snapshot": one copy in shared memory, mapped and used in place by all readers
     another machine   "buckets": pieces through a channel into memory of its own
 
+Where rollouts lag behind updates, a snapshot has two areas for the tensors that training changes: the next version is
+written and sent while the one before it acts (`WeightStore(changing=...)`, `WeightReader.fetch`).
+
 Which tensors a version holds (all of them first and after a load, then those that training may change: a LoRA, nothing
 frozen) the worker that trains says, where it calls `WeightStore.publish`. How far behind a rollout's version may be is
 the loop's business (`workflows/rl_loop.py`); here an actor has the version it is meant to have, or an error. Besides
@@ -23,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -38,7 +42,7 @@ from embodied.runtime.tensor_bytes import Blob, Spec, checksum, place
 
 IN_FLIGHT_BYTES = 64 << 20  # of buckets: one that was put and one being put
 BUCKET_BYTES = IN_FLIGHT_BYTES // 2
-HEAD_BYTES = 64  # of a snapshot: 16 bytes that name its store, then the version it holds (int64)
+HEAD_BYTES = 64  # of a snapshot: 16 bytes that name its store, then the version in each of its areas (int64)
 NONE = -1  # no version: nothing was published, or it is just being written
 
 stores_here: weakref.WeakValueDictionary[str, WeightStore] = weakref.WeakValueDictionary()
@@ -56,10 +60,31 @@ class Publication:
     specs: dict[str, Spec]
     checksums: dict[str, int]  # of the snapshot
     changed: tuple[str, ...]
+    changing: frozenset[str] = frozenset()  # names that have two areas in the snapshot
+    area: int = 0  # that holds this version's
+
+    @property
+    def places(self) -> tuple[dict[str, int], int]:
+        """The offset of every tensor of this version in a snapshot, and the snapshot's size."""
+        areas, size = areas_of(self.specs, self.changing)
+        return areas[self.area], size
 
     @property
     def size_bytes(self) -> int:
         return sum(self.specs[name].size_bytes for name in self.changed)
+
+
+def areas_of(specs: Mapping[str, Spec], changing: frozenset[str]) -> tuple[list[dict[str, int]], int]:
+    """The offsets of all tensors, by area, and the size of the memory: two areas where there are `changing` names.
+
+    With tensors `frozen` and `trained` of 64 bytes each, and trained changing: [{frozen: 64, trained: 128},
+    {frozen: 64, trained: 192}], 256.
+    """
+    first, size = place(specs, HEAD_BYTES)
+    if not changing:
+        return [first], size
+    second, size = place({name: spec for name, spec in specs.items() if name in changing}, size)
+    return [first, {**first, **second}], size
 
 
 def new_name() -> str:
@@ -78,9 +103,11 @@ class WeightStore:
         snapshot: bool = True,
         live: Mapping[str, Any] | None = None,
         name: str | None = None,
+        changing: Iterable[str] = (),
     ) -> None:
         """`live` tensors are shared with readers in this process; without a snapshot all readers must be where a store
-        of this name is."""
+        of this name is. With the names of `changing` tensors, those of every publication after the first, the version
+        before stays readable while the next one is written."""
         self.name = name or new_name()
         self.specs = dict(specs)
         self.live = live
@@ -90,8 +117,10 @@ class WeightStore:
         self._acting = 0  # readers that use the live tensors right now
         self._turn = threading.Lock()
         self._writing = threading.Lock()  # nobody sends what is being overwritten
-        self._current: Publication | None = None
-        self._checksums: dict[str, int] = {}
+        self.changing = frozenset(changing)
+        self._area = 0  # that holds the current version
+        self._publications: dict[int, Publication] = {}  # by area
+        self._checksums: list[dict[str, int]] = [{}, {}]  # by area
         self._memory: np.ndarray | None = None
         if snapshot:
             self._make_snapshot()
@@ -121,32 +150,46 @@ class WeightStore:
             raise EmbodiedError(f"version {version} cannot be published while an update is open")
         if version <= self.version:
             raise EmbodiedError(f"version {version} cannot follow version {self.version}: versions only grow")
+        if self.changing and self.version != NONE:
+            self._area = 1 - self._area
         changed = tuple(self.specs) if self._memory is None else self._write(version, blobs)
-        self._current = Publication(
-            version, self.version, self.name, os.getpid(), self._fd, self.specs, dict(self._checksums), changed
+        publication = Publication(
+            version,
+            self.version,
+            self.name,
+            os.getpid(),
+            self._fd,
+            self.specs,
+            dict(self._checksums[self._area]),
+            changed,
+            self.changing,
+            self._area,
         )
+        self._publications[self._area] = publication
         self.version = self.visible = version
-        return self._current
+        return publication
 
     def current(self) -> Publication:
         """The last published version, for a reader that has none (it takes all of it, not only what changed)."""
-        if self._current is None:
+        if not self._publications:
             raise StaleWeights("no weights have been published yet")
-        return self._current
+        return self._publications[self._area]
 
-    def send(self, channels: tuple[Channel, ...], whole: bool = False) -> None:
-        """Put the current version into these channels in buckets: what changed, or all of it."""
+    def send(self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None) -> None:
+        """Put this version, or the current one where it has been overwritten, into these channels in buckets: the
+        tensors that changed, or all of them."""
         with self._writing:
-            publication = self.current()
+            readable = (publication for publication in self._publications.values() if publication.version == version)
+            publication = next(readable, self.current())
             for bucket in self._buckets(publication, self.specs if whole else publication.changed):
                 put_all(channels, bucket)
 
-    def send_aside(self, channels: tuple[Channel, ...], whole: bool = False) -> None:
+    def send_aside(self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None) -> None:
         """Sends in a thread of its own; errors close the channels with their cause."""
 
         def work() -> None:
             try:
-                self.send(channels, whole)
+                self.send(channels, whole, version)
             except Exception as error:
                 for channel in channels:
                     channel.close(f"sending weights failed: {type(error).__name__}: {error}")
@@ -179,39 +222,46 @@ class WeightStore:
     # Inside
 
     def _make_snapshot(self) -> None:
-        self._offsets, size = place(self.specs, HEAD_BYTES)
+        self._offsets, size = areas_of(self.specs, self.changing)
         self._fd = os.memfd_create("embodied-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size)
         self._memory = np.frombuffer(map_shared(self._fd, size), np.uint8)
         self._memory[:16] = np.frombuffer(self.name.encode(), np.uint8)
-        self._head = self._memory[16:24].view(np.int64)
-        self._head[0] = NONE
+        self._head = self._memory[16:32].view(np.int64)
+        self._head[:] = NONE
 
-    def _part(self, name: str) -> np.ndarray:
+    def _part(self, name: str, area: int) -> np.ndarray:
         assert self._memory is not None
-        start = self._offsets[name]
+        start = self._offsets[area][name]
         return self._memory[start : start + self.specs[name].size_bytes]
 
     def _write(self, version: int, blobs: Iterable[tuple[str, Blob]]) -> tuple[str, ...]:
         with self._writing:
-            self._head[0] = NONE
+            area = self._area
+            self._head[area] = NONE
             changed = []
             for name, blob in blobs:
                 if blob.spec != self.specs[name]:
                     raise EmbodiedError(f"weight {name} is {blob.spec} but was announced as {self.specs[name]}")
-                self._part(name)[:] = blob.data
-                self._checksums[name] = checksum(self._part(name))
+                part = self._part(name, area)
+                part[:] = blob.data
+                for checksums in [self._checksums[area]] if name in self.changing else self._checksums:
+                    checksums[name] = checksum(part)
                 changed.append(name)
-            if missing := self.specs.keys() - self._checksums.keys():
+            if missing := self.specs.keys() - self._checksums[area].keys():
                 raise EmbodiedError(f"the first published version lacks {', '.join(sorted(missing)[:4])}")
-            self._head[0] = version
+            if missing := {*self.changing} - {*changed}:
+                raise EmbodiedError(
+                    f"version {version} lacks {', '.join(sorted(missing)[:4])}, which every version has"
+                )
+            self._head[area] = version
         return tuple(changed)
 
     def _buckets(self, publication: Publication, names: Iterable[str]) -> Iterator[Bucket]:
         parts: list[tuple[str, int, np.ndarray]] = []
         size = number = 0
         for name in names:
-            whole, start = self._part(name), 0
+            whole, start = self._part(name, publication.area), 0
             while start < len(whole):
                 part = whole[start : start + BUCKET_BYTES - size]
                 parts.append((name, start, part))
@@ -243,7 +293,8 @@ class WeightReader:
         self._route = self._owner = ""
         self._store: WeightStore | None = None
         self._memory = np.empty(0, np.uint8)
-        self._offsets: dict[str, int] = {}
+        self._area = 0
+        self._fetch: Fetch | None = None
 
     def route(self, publication: Publication) -> str:
         """Returns how this process gets at a store's weights: "shared", "snapshot" or "buckets"."""
@@ -266,16 +317,18 @@ class WeightReader:
         first = self._route != route or self._owner != publication.store
         whole = whole or first or self.version != publication.follows
         names = publication.specs if whole else publication.changed
-        self.version, self._route, self._owner = None, route, publication.store
+        self.version, self._route, self._owner, self._area = None, route, publication.store, publication.area
         if route == "shared":
             self._store = stores_here[publication.store]
             assert self._store.live is not None
             self.version = publication.version
             return {name: self._store.live[name] for name in names}
         if first:
-            self._memory, self._offsets = memory_for(publication, route)
-        blobs = {name: Blob(publication.specs[name], self._part(publication, name)) for name in names}
-        if route == "buckets":
+            self._memory = memory_for(publication, route)
+        blobs = self._blobs(publication, names)
+        if (fetch := self._fetched(publication)) and not whole:
+            came = fetch.result()
+        elif route == "buckets":
             assert channel is not None
             came = self._receive(publication, channel, names)
         else:
@@ -284,6 +337,14 @@ class WeightReader:
             return {}
         self.version = publication.version
         return blobs
+
+    def fetch(self, publication: Publication, route: str, channel: Channel) -> None:
+        """Begin to get hold of the next version, in a thread of its own while this reader acts: take its buckets, or
+        check its snapshot. `load` of the same version waits for the end of this, and then uses it."""
+        work = partial(self._receive, publication, channel, publication.changed)
+        if route == "snapshot":
+            work = partial(self._check, publication, self._blobs(publication, publication.changed))
+        self._fetch = Fetch(publication, work)
 
     @contextmanager
     def acting(self, version: int) -> Iterator[None]:
@@ -302,19 +363,26 @@ class WeightReader:
 
     # Inside
 
-    def _part(self, publication: Publication, name: str) -> np.ndarray:
-        start = self._offsets[name]
-        return self._memory[start : start + publication.specs[name].size_bytes]
+    def _blobs(self, publication: Publication, names: Iterable[str]) -> dict[str, Blob]:
+        offsets, specs = publication.places[0], publication.specs
+        return {n: Blob(specs[n], self._memory[offsets[n] : offsets[n] + specs[n].size_bytes]) for n in names}
+
+    def _fetched(self, publication: Publication) -> Fetch | None:
+        """The fetch of this version, which is over then; one of another version is waited for, and forgotten."""
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.wait()
+        return fetch if fetch is not None and fetch.publication.version == publication.version else None
 
     def _check_snapshot(self) -> None:
         """Raises if the owner overwrites the snapshot while it is used."""
-        if self._route == "snapshot" and (now := int(self._head[0])) != self.version:
+        if self._route == "snapshot" and (now := int(self._head[self._area])) != self.version:
             what = "is being overwritten" if now == NONE else f"holds version {now} by now"
             raise StaleWeights(f"this worker acts with version {self.version}, but its snapshot {what}")
 
     @property
     def _head(self) -> np.ndarray:
-        return self._memory[16:24].view(np.int64)
+        return self._memory[16:32].view(np.int64)
 
     def _check(self, publication: Publication, blobs: dict[str, Blob]) -> bool:
         """Returns whether the snapshot holds this version undamaged; False where a newer one has taken its place."""
@@ -328,7 +396,7 @@ class WeightReader:
         return not self._overwritten(publication)
 
     def _overwritten(self, publication: Publication) -> bool:
-        held = int(self._head[0])
+        held = int(self._head[publication.area])
         if NONE < held < publication.version:
             raise StaleWeights(f"the snapshot holds version {held}, not {publication.version}")
         return held != publication.version
@@ -336,6 +404,7 @@ class WeightReader:
     def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
         """Returns whether this version came, whole; False where a newer one came instead."""
         missing = {name: publication.specs[name].size_bytes for name in names}
+        memory, offsets = self._memory, publication.places[0]
         number, last = 0, False
         while not last:
             bucket: Bucket = channel.get()
@@ -347,7 +416,7 @@ class WeightReader:
                 missing = {name: publication.specs[name].size_bytes for name in names}
             for (name, start, data), expected in zip(bucket.parts, bucket.checksums, strict=True):
                 check(name, data, expected, publication.version)
-                self._part(publication, name)[start : start + len(data)] = data
+                memory[offsets[name] + start : offsets[name] + start + len(data)] = data
                 missing[name] -= len(data)
             number, last = bucket.number + 1, bucket.last
         if short := [name for name, left in missing.items() if left]:
@@ -355,18 +424,43 @@ class WeightReader:
         return True
 
 
+class Fetch:
+    """A version on its way, in a thread of its own."""
+
+    def __init__(self, publication: Publication, work: Callable[[], bool]) -> None:
+        """`work` returns whether this version came, and not a newer one instead."""
+        self.publication, self._work = publication, work
+        self._came: bool | Exception = False
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def result(self) -> bool:
+        if isinstance(self._came, Exception):
+            raise self._came
+        return self._came
+
+    def _run(self) -> None:
+        try:
+            self._came = self._work()
+        except Exception as error:  # `result` raises it where the version is wanted
+            self._came = error
+
+
 def check(name: str, data: np.ndarray, expected: int, version: int) -> None:
     if checksum(data) != expected:
         raise EmbodiedError(f"weight {name} of version {version} was damaged on its way: its checksum differs")
 
 
-def memory_for(publication: Publication, route: str) -> tuple[np.ndarray, dict[str, int]]:
-    offsets, size = place(publication.specs, HEAD_BYTES)
+def memory_for(publication: Publication, route: str) -> np.ndarray:
+    _, size = publication.places
     if route == "buckets":
-        return np.zeros(size, np.uint8), offsets
+        return np.zeros(size, np.uint8)
     fd = open_snapshot(publication)
     try:
-        return np.frombuffer(map_private(fd, size), np.uint8), offsets
+        return np.frombuffer(map_private(fd, size), np.uint8)
     finally:
         os.close(fd)
 
@@ -383,7 +477,7 @@ def open_snapshot(publication: Publication) -> int:
 
 
 Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
-Send = Callable[[tuple[Channel, ...], bool], object]  # puts the current version's buckets there: all, or what changed
+Send = Callable[[tuple[Channel, ...], bool, int], object]  # puts a version's buckets there: all, or what changed
 
 
 @dataclass(frozen=True)
@@ -399,16 +493,23 @@ class WeightSync:
     start again or did not hold their devices.
 
     A worker's first answer says on which way it gets at weights; a successor on the same host takes the same way.
+    `deliver` makes a version the current one. Where rollouts lag behind, `announce` begins its way while the one before
+    it still acts.
     """
 
     def __init__(self, cluster: Cluster, readers: WorkerGroup, device_sharing: DeviceSharing) -> None:
         self.readers, self.device_sharing = readers, device_sharing
         ranks = range(len(readers))
-        self.channels = [cluster.channel(f"weights-{r}", home=readers[r], capacity=1) for r in ranks]
+        # By a version's area, so that a worker which loads the current version again does not meet the next one.
+        self.channels = [
+            [cluster.channel(f"weights-{r}/{area}", home=readers[r], capacity=1) for area in range(2)] for r in ranks
+        ]
         self.routes: list[str] = []
         self.loads: dict[int, Handle] = {}  # the last of each worker
         self.brought: dict[int, int] = {}  # the version that this was of
+        self.fetching: set[int] = set()  # workers that the next version is on its way to
         self.current: Publication | None = None
+        self.learned = NONE  # version that the trainer's weights are: newer than the current one where rollouts lag
         self.send: Send | None = None
         self.store: WeightStore | None = None  # of adopted weights
         self.times = (0.0, 0.0)  # between which the current weights were on their way
@@ -418,6 +519,13 @@ class WeightSync:
         if self.current is None:
             raise StaleWeights("no weights have been published yet")
         return self.current.version
+
+    def announce(self, publication: Publication, send: Send) -> None:
+        """Begin to bring the next version to all workers that have the one before it, while they act with that."""
+        self.fetching = {rank for rank in range(len(self.readers)) if self._holds(rank, publication.follows)}
+        self._send(self.fetching, publication, send, whole=False)
+        for rank, route, channel in self._places(self.fetching, publication):
+            self.readers[rank].fetch_weights(publication, route, channel)
 
     def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
         """Bring a version to the workers, which use nothing else from now on; to those that do not hold their devices
@@ -450,12 +558,22 @@ class WeightSync:
 
     def _load(self, ranks: Iterable[int], whole: bool) -> list[Handle]:
         assert self.current is not None
-        places = [(rank, self.routes[rank], self.channels[rank]) for rank in ranks]
-        far = tuple(channel for _, route, channel in places if route == "buckets")
-        if far:
-            assert self.send is not None
-            self.send(far, whole)
+        assert self.send is not None
+        ranks, version = list(ranks), self.current.version
+        fetching = set() if whole else self.fetching & {*ranks}
+        self.fetching = self.fetching - {*ranks}
+        self._send([rank for rank in ranks if rank not in fetching], self.current, self.send, whole)
+        places = self._places(ranks, self.current)
         new = {r: self.readers[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
         self.loads |= new
-        self.brought |= dict.fromkeys(new, self.current.version)
+        self.brought |= dict.fromkeys(new, version)
         return list(new.values())
+
+    def _send(self, ranks: Iterable[int], publication: Publication, send: Send, whole: bool) -> None:
+        """Begin to send to those of these workers that get weights in buckets."""
+        far = tuple(channel for _, route, channel in self._places(ranks, publication) if route == "buckets")
+        if far:
+            send(far, whole, publication.version)
+
+    def _places(self, ranks: Iterable[int], publication: Publication) -> list[tuple[int, str, Channel]]:
+        return [(rank, self.routes[rank], self.channels[rank][publication.area]) for rank in ranks]

@@ -155,7 +155,10 @@ class Workflow(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights used for rollouts."""
+        """Version of the learners' weights, which the next checkpoint holds."""
+
+    def act_with_newest(self) -> None:
+        """Let policies act with this version, before they are evaluated."""
 
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
         """Evaluate this version while the next batch is collected with it; call `finish` before another one is."""

@@ -167,7 +167,7 @@ class GroupCollector:
             return None
         scores = np.array([group.scores for group in batch.groups])
         blocks = self._learner_blocks(scores.size)
-        about = (self.rollouts.weight_sync.version, scores.ravel(), self.advantages(scores))
+        about = (self.rollouts.weight_sync.learned, scores.ravel(), self.advantages(scores))
         parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
         shares = zip(self.trajectories, batch.sources, parts, strict=True)
         return self.learners.update.each([(*share, iteration, total) for share in shares])

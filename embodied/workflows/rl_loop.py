@@ -10,8 +10,8 @@ steps of an iteration happen, never what they compute:
 
     sync      collect a batch with version n, update on it, publish version n + 1
     periodic  the same, but learners take groups of episodes as they finish (`GroupStream`) and make one step at the end
-    async     update on the batch that was collected up to `pipeline.async_level` iterations ago, while the next is
-              collected with version n; then publish n + 1
+    async     rollout n uses version max(0, n - `pipeline.async_level`), so update, publishing and collecting overlap
+              (`LaggingVersions`)
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
+from embodied.runtime.weights import Publication
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.group_collector import GroupCollector
+from embodied.workflows.lagging_versions import LaggingVersions
 from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
@@ -106,10 +108,8 @@ class EmbodiedLoop:
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
         self.rollouts, self.device_sharing = self.workers.rollouts, self.workers.device_sharing
-        # Batches that are collected and not learned from. With schedule=async rollout n uses version max(0, n - level);
-        # nothing else is in flight between iterations.
-        self.level = config.pipeline.async_level if config.pipeline.schedule == "async" else 0
-        self.ahead: deque[Batch] = deque()
+        self.ahead: deque[Batch] = deque()  # batches that are collected and not learned from
+        self.lagging = LaggingVersions(self) if config.pipeline.schedule == "async" else None
         self.dropped = 0
         self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
 
@@ -123,22 +123,24 @@ class EmbodiedLoop:
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect a batch, update, publish. Returns the finished episodes and the iteration's metrics."""
         restarts, started = self.rollouts.restarts, perf_counter()
-        while len(self.ahead) < max(1, min(self.level, total - iteration)):
+        if self.lagging:
+            self.lagging.collect_ahead(total - iteration)
+        else:
             self.ahead.append(self.collect())
         batch = self.ahead.popleft()
         # Advantages: GAE at each learner, or each group's scores compared. Then epochs of minibatches; rank 0 reports.
         with self.timers.measure("update"), self.device_sharing.phase(UPDATE):
             before_s = perf_counter() - started
-            updating = self.source.update(batch, iteration, total)
-            if self.level and iteration + self.level < total:  # meanwhile, with the version that the update starts from
-                self.device_sharing.ends_with(UPDATE, updating)
-                self.ahead.append(self.collect())
+            if self.lagging:
+                updating = self.lagging.update(batch, iteration, total)
+            else:
+                updating = self.source.update(batch, iteration, total)
             losses = self.settled(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
             losses["time/first_backward_s"] += before_s
         self._end_evaluation()
         # The learners' weights are the next version, which policies load before they act again.
-        publish_s = self.publish(self.version + 1)
+        publish_s = self.lagging.updated() if self.lagging else self.publish(self.version + 1)
         own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
         return batch.finished, self.source.metrics(batch) | own | losses
 
@@ -146,7 +148,14 @@ class EmbodiedLoop:
         """A batch of the current version: sims step envs, policies answer with its weights, and trajectories go to the
         learners' channels."""
         with self.timers.measure("rollout"), self.device_sharing.phase(ROLLOUT):
-            return self.source.collect(self.version)
+            if self.lagging:
+                self.lagging.choose_version()
+            return self.source.collect(self.weight_sync.version)
+
+    def act_with_newest(self) -> None:
+        """Let policies act with the learners' weights, once the rollouts that lag behind are collected."""
+        if self.lagging:
+            self.lagging.act_with_newest()
 
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
         """Let the next rollout, which uses the same weights, hold the conversations of this evaluation too. `finish` is
@@ -166,9 +175,16 @@ class EmbodiedLoop:
                 publishing = self.learners.publish(version)
                 publication = self.settled(publishing)[0]
             with self.device_sharing.phase(ROLLOUT):
-                loading = self.weight_sync.deliver(publication, self.learners[0].send_weights, self.rollouts.ask)
-                self.rollouts.settle(*loading)
+                self.deliver(publication)
+        self.weight_sync.learned = version
+        if self.lagging:
+            self.lagging.begin(version)
         return publishing.seconds("max")
+
+    def deliver(self, publication: Publication) -> None:
+        """Let policies load a published version, and act with nothing else from now on."""
+        loading = self.weight_sync.deliver(publication, self.learners[0].send_weights, self.rollouts.ask)
+        self.rollouts.settle(*loading)
 
     def settled(self, handle: Handle) -> list[Any]:
         """The learners' results; sim and policy workers that die meanwhile are replaced meanwhile."""
@@ -179,8 +195,8 @@ class EmbodiedLoop:
 
     @property
     def version(self) -> int:
-        """Version of the weights used for rollouts."""
-        return self.weight_sync.version
+        """Version of the learners' weights, which the next checkpoint holds."""
+        return self.weight_sync.learned
 
     @property
     def exhausted(self) -> str:
@@ -308,7 +324,7 @@ class HorizonCollector:
         return batch
 
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
-        ids, calls, version = batch.env_ids, [], self.rollouts.weight_sync.version
+        ids, calls, version = batch.env_ids, [], self.rollouts.weight_sync.learned
         for channel, block in zip(self.trajectories, self.blocks, strict=True):
             first, last = np.searchsorted(ids, (block.start, block.stop)).tolist()
             part = BatchPart(ids, first, last, version)

@@ -59,6 +59,7 @@ class RolloutManager:
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
+        self.background: list[BackgroundTask] = []  # done while a round is played, whichever it is
         self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
         self.rounds = 0
         self.restarts = 0
@@ -108,7 +109,8 @@ class RolloutManager:
         routes = {sim: self._route(sim, stages, policies) for sim in sims}
         calls = {sim: begin(sim, route) for sim, route in routes.items()}
         router = self.router(self, routes, calls, policies, sampling, stream)
-        while losses := self._losses(calls.values(), [one for one in (router, background) if one]):
+        tasks = [task for task in (router, background, *self.background) if task]
+        while losses := self._losses(calls.values(), tasks):
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
             router.begin_again(self._replace(losses))

@@ -118,8 +118,9 @@ LINE = Curve((0, 80), (0.0, 80.0))  # a learner that takes a second for each of 
     ("schedule", "step_s", "seconds"),
     [
         ("sync", 2, 40 + 80 + 1),
-        ("async", 2, 80 + 1),  # the longer side, then the weights
-        ("async", 5, 100 + 1),
+        ("async", 2, 80),  # the longer side, beside which weights travel
+        ("async", 5, 100),
+        ("async", 4, (80 + 80 + 1) / 2),  # a rollout waits for the update on the one before the last
         # Four rows play the first two groups of two in ten decisions. They take 40 s, and the others come meanwhile.
         ("periodic", 2, 20 + 80 + 1),
         ("periodic", 5, 100 + 40 + 1),  # or before them
@@ -145,7 +146,7 @@ def test_groups_of_which_no_sim_has_all_rows_are_finished_later():
     assert schedule.seconds == price.seconds == pytest.approx(100 + 80 + 1)
 
 
-@pytest.mark.parametrize(("step_s", "seconds"), [(2, 40 + 40 * 0.5 + 1), (8, 80 + 80 * 0.5 + 1)])
+@pytest.mark.parametrize(("step_s", "seconds"), [(2, 40 + 40 * 0.5), (8, 80 + 80 * 0.5)])
 def test_sides_slow_each_other_down_only_while_both_work(step_s, seconds):
     # Both take twice as long together: 80 s of update beside 40 s of rollout, then half of it alone; or 80 s of update
     # beside 160 s of rollout, then half of that.
