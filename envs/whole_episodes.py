@@ -50,11 +50,12 @@ class EpisodeKeeper(Worker):
         return ranks
 
     @served_while_busy
-    def hand_on(self, episodes: list[int], source: str, channel: Channel) -> bool:
-        """Send these episodes, which have ended, and forget them; False where not all are here."""
+    def hand_on(self, episodes: list[int], source: str, channel: Channel, keep: bool = False) -> bool:
+        """Send these episodes, which have ended, and forget them unless they are to be kept; False where not all are
+        here."""
         if not self.ended.keys() >= {*episodes}:
             return False
-        part = join([self.ended.pop(episode) for episode in episodes])
+        part = join([self.ended[episode] if keep else self.ended.pop(episode) for episode in episodes])
         channel.put(replace(part, source=source), weight=part.num_steps)
         return True
 

@@ -71,7 +71,7 @@ class RunConfig(Strict):
             checks.append(lambda: self.check_speech(isinstance(self.env, TextConfig)))
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
-            checks += [self._reference_fits, self._schedule_fits, self._answers_fit, self._interleaving_fits]
+            checks += [self._schedule_fits, self._answers_fit, self._interleaving_fits]
         elif "sft" not in unused:
             checks.append(self._nothing_is_collected)
         problems: list[str] = []
@@ -135,13 +135,6 @@ class RunConfig(Strict):
                 "whole rollouts"
             )
 
-    def _reference_fits(self) -> None:
-        if self.algo.kl_coef and self.learner.shard:
-            raise ValueError(
-                "learner.shard=true splits the policy, and algo.kl_coef needs a whole frozen copy of it; "
-                "try learner.shard=false or algo.kl_coef=0"
-            )
-
     def _schedule_fits(self) -> None:
         schedule, level, algo = self.pipeline.schedule, self.pipeline.async_level, self.algo
         if schedule != "async" and level != 1:
@@ -161,11 +154,6 @@ class RunConfig(Strict):
             )
         if schedule == "periodic" and (reason := algo.why_not_periodic()):
             raise ValueError(f"pipeline.schedule=periodic: {reason}")
-        if schedule == "periodic" and self.learner.shard:
-            raise ValueError(
-                "pipeline.schedule=periodic: every learner works on groups of its own as they come, but with "
-                "learner.shard=true all must run the network together; try learner.shard=false"
-            )
 
     def _answers_fit(self) -> None:
         """Refuse options of answers where no policy speaks and learns from whole groups of conversations."""

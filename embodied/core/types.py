@@ -262,6 +262,7 @@ class GroupPart:
     ids: np.ndarray  # int [S], its episodes, ascending
     advantages: np.ndarray | None  # [S]
     scores: np.ndarray | None = None  # [S], returns
+    is_padding: bool = False  # another rank's, for a pass through a sharded network that counts nothing
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,15 @@ class Accumulation:
         self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=device)  # gap and k3 of a decision
         self.ids, self.moments = np.zeros(0, np.int64), np.zeros(0)  # [R], and of each episode's observations
 
-    def add(self, group: Trajectory, advantages: np.ndarray | None, scores: np.ndarray | None = None) -> None:
-        """Learn from a group of S episodes with these advantages [S], or with these scores [S] and values."""
+    def add(
+        self,
+        group: Trajectory,
+        advantages: np.ndarray | None,
+        scores: np.ndarray | None = None,
+        is_padding: bool = False,
+    ) -> None:
+        """Learn from S episodes of a group with these advantages [S], or with these scores [S] and values. Padding
+        belongs to another rank, which needs this rank to run a sharded network as often."""
         check_version(group, self.version)
         if self.packing is None:
             share = self._decisions(group, advantages)
@@ -95,7 +102,10 @@ class Accumulation:
             about = self.config, Alone(), self.model.dtype, self.device, self.reference, self.packing, self.model
             share = build_token_batch(group, part, *about)
             counts = [share.loss_count, share.weight_sum]
-        sums, largest = gradient(self.model, self.config, share, torch.arange(share.num_units), 1, 0)
+        units = torch.arange(0 if is_padding else share.num_units)
+        sums, largest = gradient(self.model, self.config, share, units, 1)
+        if is_padding:
+            return
         self.sums += sums
         self.counts += torch.tensor([*counts, len(group.ids)], dtype=torch.float64, device=self.device)
         self.largest = torch.maximum(self.largest, largest)

@@ -53,7 +53,8 @@ class Memory:
         """Bytes of each of so many learners that hold shards: weights (the trained ones in float32), two moments and
         the gradient twice of its rows, and the whole gradient in float32."""
         rows = self.weights - self.trained + 5 * EXACT * self.num_trained
-        return rows // ranks + EXACT * self.num_trained + self.gathered + self.activations + self.reference
+        rows += self.weights if self.reference else 0  # of the reference, which shares nothing with the policy then
+        return rows // ranks + EXACT * self.num_trained + self.gathered + self.activations
 
     def __str__(self) -> str:
         parts = [f"weights {self.weights / 1e9:.3g}", f"training {self.training / 1e9:.3g}"]

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
@@ -22,7 +23,7 @@ from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
 from embodied.learners.sharding import HALVES, is_sharded, local, part_of
 from embodied.policies.base import Policy, Scores
-from embodied.runtime.collective import Collective
+from embodied.runtime.collective import Alone, Collective
 from embodied.runtime.tensor_bytes import (
     Blob,
     Spec,
@@ -49,6 +50,7 @@ class Model:
         first = next(policy.parameters())
         self.device = first.device.type
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
+        self.collective: Collective = Alone()  # with the ranks that must run it equally often, where it is sharded
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
         if config.checkpoint_activations:
             recompute(policy)
@@ -88,6 +90,12 @@ class Model:
     def passes(self, count: int) -> int:
         """The number of times that the network runs for so many items."""
         return -(-count // (self.config.micro_batch_size or max(count, 1)))
+
+    def most_passes(self, passes: int) -> int:
+        """The passes of the rank that needs most of them, where all ranks must run the network equally often."""
+        if not self.config.shard:
+            return 0
+        return max(int(row[0]) for row in self.collective.gather(np.array([passes])))
 
     def micro_batches(self, items: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
         """Parts of the items, and whether they count: padding, which does not, makes up for missing passes."""
@@ -175,6 +183,8 @@ class PolicyOptimizer:
         parts = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
         if self.sharded:
             self.flat = torch.cat(parts)
+            if count is not None:
+                self.flat /= count
             squares = norm_of(self.flat).square().view(1)
             totals = self.collective.sum(torch.cat([stats.double(), squares]))
             return totals[:-1], math.sqrt(totals[-1])

@@ -22,7 +22,22 @@ from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int) -> None:
+def form_shards(rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, device: str) -> None:
+    """Meet the ranks that `shard` splits weights over."""
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=rendezvous.store("shards", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
+    )
+    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
+
+
+def shard(policy: nn.Module) -> None:
     """Keep this rank's part of every parameter. Gradients are sums over ranks, not means."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -33,19 +48,10 @@ def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, ran
         register_fsdp_forward_method,
     )
 
-    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
-    device = next(policy.parameters()).device.type
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        store=rendezvous.store("shards", world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=rendezvous.timeout_s),
-    )
-    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
-    mesh = init_device_mesh(device, (world_size,))
+    mesh = init_device_mesh(next(policy.parameters()).device.type, (dist.get_world_size(),))
     half = next((p.dtype for p in policy.parameters() if p.dtype in HALVES), None)
     dtypes = [(part, {p.dtype for p in part.parameters()}) for part in policy.children()]
+    trained = any(p.requires_grad for p in policy.parameters())
     exact = [part for part, found in dtypes if half and found and not found & {*HALVES}]
     for p in policy.parameters():
         if p.requires_grad and p.dtype in HALVES:
@@ -54,7 +60,7 @@ def shard(policy: nn.Module, rendezvous: RendezvousFile | RendezvousAddress, ran
     for part in exact:
         fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for part in [*policy.blocks(), policy]:
-        fully_shard(part, mesh=mesh, mp_policy=precision)
+        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=None if trained else True)
     register_fsdp_forward_method(policy, "imitate")
     for module in policy.modules():
         if isinstance(module, FSDPModule):
@@ -73,6 +79,11 @@ def is_sharded(tensor: Tensor) -> bool:
     """Returns whether a tensor is a DTensor. A process that never imported that class, which is slow, has none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_weights(policy: nn.Module) -> list[Tensor]:
+    """This rank's rows of all weights and buffers."""
+    return [local(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
 
 
 def local(tensor: Tensor) -> Tensor:

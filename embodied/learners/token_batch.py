@@ -198,7 +198,7 @@ def build_token_batch(
     if compared is not None and config.kl_in == "reward":
         away, compared = divergences(batch, compared), None
     if isinstance(config, PPOConfig):
-        kind, values = JudgedTokens, values_of(model, batch, collective)
+        kind, values = JudgedTokens, values_of(model, batch)
         found, more = judged(trajectory, trained, scores, values, away, mine, config, collective)
     else:
         kind, advantages = ComparedTokens, part.advantages[part.first : part.last] if mine else np.zeros(len(lengths))
@@ -223,12 +223,9 @@ def build_token_batch(
     )
 
 
-def values_of(model: Model, batch: ConversationBatch, collective: Collective) -> np.ndarray:
+def values_of(model: Model, batch: ConversationBatch) -> np.ndarray:
     """Float64 [K], what every token that counts was worth, before any step of the update."""
-    passes = 0
-    if model.config.shard:  # all ranks must run the network equally often
-        passes = max(int(row[0]) for row in collective.gather(np.array([len(batch.every(model, 1))])))
-    return scores_of(model, batch, 1, passes, lambda scores: scores.values).double().cpu().numpy()
+    return scores_of(model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
 
 
 def judged(

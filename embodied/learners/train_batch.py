@@ -59,11 +59,11 @@ class RankBatch:
         """The same batch with more inputs of its items."""
         return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
 
-    def corrected(self, model: Model, config: PPOConfig | GRPOConfig, passes: int) -> RankBatch:
-        """The same batch with all log-probs under the weights that the update starts from, computed in at least so many
-        passes: for items that are stale, or sampled by an engine that reckons otherwise."""
+    def corrected(self, model: Model, config: PPOConfig | GRPOConfig) -> RankBatch:
+        """The same batch with all log-probs under the weights that the update starts from: for items that are stale, or
+        sampled by an engine whose log-probs differ numerically."""
         batch = self.batch
-        proximal = logprobs_of(model, batch, step_items(config, len(batch)), passes)
+        proximal = logprobs_of(model, batch, step_items(config, len(batch)))
         masked = None
         if self.episodes is not None:
             masked = out_of_bounds(proximal, batch.logprobs, batch.mask, self.episodes, config)
@@ -324,15 +324,15 @@ def divergences(batch: ItemBatch, reference: Tensor) -> np.ndarray:
     return differences.sum((1, 2)).double().cpu().numpy()
 
 
-def logprobs_of(model: Model, batch: ItemBatch, size: int, passes: int = 0) -> Tensor:
-    """Log-probs of all items under a policy, without gradient, in at least so many passes."""
-    return scores_of(model, batch, size, passes, lambda scores: scores.logprobs)
+def logprobs_of(model: Model, batch: ItemBatch, size: int) -> Tensor:
+    """Log-probs of all items under a policy, without gradient."""
+    return scores_of(model, batch, size, lambda scores: scores.logprobs)
 
 
-def scores_of(model: Model, batch: ItemBatch, size: int, passes: int, which: Callable[[Scores], Tensor]) -> Tensor:
-    """One of the scores of all items under a policy, without gradient, in at least so many passes."""
+def scores_of(model: Model, batch: ItemBatch, size: int, which: Callable[[Scores], Tensor]) -> Tensor:
+    """One of the scores of all items under a policy, without gradient."""
     parts = batch.every(model, size)
-    padding = [batch.padding] * (passes - len(parts))
+    padding = [batch.padding] * (model.most_passes(len(parts)) - len(parts))
     with torch.no_grad():
         found = [which(model.score(batch.inputs(part))) for part in (*parts, *padding)]
     return take(torch.cat(found[: len(parts)]), torch.argsort(torch.cat(parts)))

@@ -31,8 +31,7 @@ def update_policy(
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     factor = lr_factor(config.lr_schedule, iteration / total)
     if config.decoupled or config.episode_mask != "none":  # scored before any step
-        every = share.batch.every(model, step_items(config, len(share.batch))) if optimizer.sharded else ()
-        share = share.corrected(model, config, most(optimizer, len(every)))
+        share = share.corrected(model, config)
     names = (*share.sums, *model.policy.own_losses, "mismatch_k3")
     history: list[dict[str, float]] = []
     largest, mismatch = None, 0.0  # of the first gradient step, before which no weight has changed
@@ -41,9 +40,8 @@ def update_policy(
         kl_sum = 0.0
         for minibatch in minibatches(order, step_items(config, share.num_units)):
             mine = share.batch.owned(minibatch)
-            passes = most(optimizer, share.batch.passes(model, mine)) if optimizer.sharded else 0
             first = largest is None
-            stats, found = gradient(model, config, share, mine, share.divisor(len(minibatch)), passes, compare=first)
+            stats, found = gradient(model, config, share, mine, share.divisor(len(minibatch)), compare=first)
             totals, norm = optimizer.exchange(stats)
             divisor = share.stats_divisor(len(minibatch))
             numbers = {name: value / divisor for name, value in zip(names, totals.tolist(), strict=True)}
@@ -80,21 +78,15 @@ def frozen_features(model: Model, batch: ItemBatch, size: int) -> dict[str, Tens
     return features.kept
 
 
-def most(optimizer: PolicyOptimizer, passes: int) -> int:
-    """The passes of the rank that has most of them, where all must run the network equally often: it is sharded."""
-    if not optimizer.sharded:
-        return 0
-    return max(int(row[0]) for row in optimizer.collective.gather(np.array([passes])))
-
-
 def gradient(
-    model: Model, config: AlgoConfig, share: RankBatch, mine: Tensor, count: float, passes: int, compare: bool = True
+    model: Model, config: AlgoConfig, share: RankBatch, mine: Tensor, count: float, compare: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leave the gradient of this rank's units of a minibatch in the parameters; return the sums of its statistics and
     the largest of its mismatches, if it is to `compare` log-probs with those at act time."""
     batch = share.batch
     sums = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses) + 1)
     largest = sums.new_full((2,), -math.inf)
+    passes = model.most_passes(batch.passes(model, mine)) if model.config.shard else 0
     micro_batches = batch.micro_batches(model, mine, passes)
     for number, (part, counts) in enumerate(micro_batches, 1):
         scores = model.score(batch.inputs(part))

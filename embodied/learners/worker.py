@@ -7,6 +7,7 @@ weights it publishes what training changes.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable, Set
 from pathlib import Path
@@ -23,7 +24,7 @@ from embodied.learners.accumulation import Accumulation, Groups
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
-from embodied.learners.sharding import leave, load_whole, local, shard, whole_tensors
+from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
 from embodied.learners.update import frozen_features, update_policy
@@ -75,15 +76,18 @@ class LearnerWorker(Worker):
         self.belongings = DeviceTensors(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
-        # The policy as the run begins
-        self.reference = Model(self.policy.reference(), self.config, self.tick) if self.algo.kl_coef else None
+        self.reference = self._copied_policy() if self.algo.kl_coef else None
         self.model = Model(self.policy, self.config, self.tick)
         self.packing = packing_of(self.policy, self.config, self.algo)
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         if self.config.shard:
-            shard(self.policy, self.rendezvous, self.rank, self.world_size)
+            form_shards(self.rendezvous, self.rank, self.world_size, self.model.device)
+            for model in filter(None, (self.model, self.reference)):
+                shard(model.policy)
         self.collective = join(self.rendezvous, self, self.model.device)
+        for model in filter(None, (self.model, self.reference)):
+            model.collective = self.collective
         self.optimizer = PolicyOptimizer(self.policy, self.algo, self.collective, self.dtypes)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
@@ -93,6 +97,11 @@ class LearnerWorker(Worker):
         snapshot = self.rank == 0 and (snapshot or live is None)
         changing = () if in_turns else self.moving
         self.store = WeightStore(specs, snapshot, live, store, changing)
+
+    def _copied_policy(self) -> Model:
+        """The policy as the run begins. Weights that are not trained are the policy's own, unless they are sharded."""
+        policy = copy.deepcopy(self.policy).requires_grad_(False) if self.config.shard else self.policy.reference()
+        return Model(policy, self.config, self.tick)
 
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
         policy = make_policy(self.policy_config, spec, self.seed).eval()
@@ -162,8 +171,8 @@ class LearnerWorker(Worker):
                 break
             part, group = found
             with self.computing.measured():
-                sums.add(group, part.advantages, part.scores)
-            if not self.started:  # as in `update`
+                sums.add(group, part.advantages, part.scores, part.is_padding)
+            if not self.started and not part.is_padding:  # as in `update`
                 sums.observe(group)
         with self.store.updating(), self.computing.measured():
             numbers = sums.step(self.optimizer, groups.end)
@@ -222,12 +231,10 @@ class LearnerWorker(Worker):
             give_back_unused()
 
     def _weights(self) -> list[Tensor]:
-        weights = [*self.policy.parameters(), *self.policy.buffers()]
-        return [local(tensor) for tensor in weights] if self.config.shard else weights
+        return local_weights(self.policy)
 
     def _reference(self) -> list[Tensor]:
-        policy = self.reference.policy if self.reference else None
-        return [*policy.parameters(), *policy.buffers()] if policy else []
+        return local_weights(self.reference.policy) if self.reference else []
 
     # Weights and checkpoints
 

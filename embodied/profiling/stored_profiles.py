@@ -244,10 +244,9 @@ def plan_from_profile(
 
 
 def periodic_is_the_same(config: RunConfig) -> bool:
-    """True if periodic learns what sync does: not where sync carries groups over that periodic discards, and not at all
-    where learners hold shards."""
+    """True if periodic learns what sync does: not where sync carries groups over that periodic discards."""
     algo = config.algo
-    if not algo.whole_episodes or config.learner.shard:
+    if not algo.whole_episodes:
         return False
     return algo.filter != "resample" or algo.surplus == "discard"
 

@@ -347,25 +347,30 @@ def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 @dataclass
 class GroupTransfer:
-    """A group on its way from sims to a learner rank."""
+    """A group on its way from sims to learner ranks."""
 
     group: Group
-    rank: int
-    calls: dict[str, Handle]  # by source
+    shares: dict[int, range]  # by rank, the places of its episodes in the group
+    calls: dict[int, dict[str, Handle]]  # by rank and source
+
+    @property
+    def handles(self) -> list[Handle]:
+        return [call for calls in self.calls.values() for call in calls.values()]
 
     def done(self) -> bool:
-        return all(call.done() for call in self.calls.values())
+        return all(call.done() for call in self.handles)
 
     def arrived(self) -> bool:
         """True if all of it was sent; not where a sim died first."""
-        return all(call.succeeded() and call.wait()[0] for call in self.calls.values())
+        return all(call.succeeded() and call.wait()[0] for call in self.handles)
 
 
 class GroupStream:
     """Hands the groups of an iteration on as soon as it is certain that it will learn from them.
 
-    Each goes as a whole to the learner rank that has had the fewest env steps, or tokens, so far. That rank learns from
-    it when all of it was sent; what a sim that died had sent of a group before counts for nothing.
+    Each goes as a whole to the learner rank that has had the fewest env steps, or tokens, so far. Where ranks hold
+    shards of the weights, all of them take every group together, some of its episodes each. A rank learns from a group
+    when all of it was sent. Episodes of a group that a sim sent before it died count for nothing.
     """
 
     def __init__(self, collector: GroupCollector, batch: GroupedEpisodes) -> None:
@@ -408,7 +413,7 @@ class GroupStream:
         """Hand on, at the end of a round, until the learners have all that is certain now."""
         self.go_on()
         while self.under_way:
-            self.rollouts.settle(*(call for one in self.under_way for call in one.calls.values()))
+            self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
             self.go_on()
 
     def saved(self, episodes: Collection[int]) -> list[RolloutStats]:
@@ -427,16 +432,25 @@ class GroupStream:
     def _send(self, group: Group) -> GroupTransfer:
         collector = self.collector
         collector.handed += 1
-        rank, results = int(np.argmin(self.had)), [self.batch.ended[episode] for episode in group.episodes]
-        self.had[rank] += sum(result.tokens or result.length for result in results)
-        shares: dict[int, list[int]] = {}
-        for episode in group.episodes:
-            shares.setdefault(self.played_by[episode], []).append(episode)
-        calls = {
-            collector.source(sim): self.rollouts.sims[sim].hand_on(mine, collector.source(sim), self.channels[rank])
-            for sim, mine in shares.items()
-        }
-        return GroupTransfer(group, rank, calls)
+        size = len(group.episodes)
+        if collector.config.learner.shard:
+            shares = dict(enumerate(env_blocks(size, len(self.channels))))
+        else:
+            rank, results = int(np.argmin(self.had)), [self.batch.ended[episode] for episode in group.episodes]
+            self.had[rank] += sum(result.tokens or result.length for result in results)
+            shares = {rank: range(size)}
+        calls = {}
+        for rank, share in sorted(shares.items(), key=lambda item: len(item[1])):  # copies for padding come first
+            sent: dict[int, list[int]] = {}
+            for place in share or range(1):
+                sent.setdefault(self.played_by[group.episodes[place]], []).append(group.episodes[place])
+            calls[rank] = {
+                collector.source(sim): self.rollouts.sims[sim].hand_on(
+                    episodes, collector.source(sim), self.channels[rank], keep=not share
+                )
+                for sim, episodes in sent.items()
+            }
+        return GroupTransfer(group, shares, calls)
 
     def _learn(self, sent: GroupTransfer) -> None:
         if not sent.arrived():
@@ -445,7 +459,11 @@ class GroupStream:
         self.batch.groups = sorted([*self.batch.groups, sent.group])
         scores, episodes = np.array([sent.group.scores]), np.array(sent.group.episodes)
         advantages = self.collector.advantages(scores)
-        self.channels[sent.rank].put(GroupPart(tuple(sent.calls), episodes, advantages, scores[0]))
+        for rank, share in sent.shares.items():
+            at = list(share or range(1))
+            compared = None if advantages is None else advantages[at]
+            part = GroupPart(tuple(sent.calls[rank]), episodes[at], compared, scores[0][at], is_padding=not share)
+            self.channels[rank].put(part)
 
 
 def sampled(episodes: list[int], count: int) -> frozenset[int]:

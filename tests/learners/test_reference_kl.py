@@ -96,14 +96,17 @@ def test_a_command_says_how_far_it_is_from_the_reference(tmp_path, kl_in):
     assert len(kl) == 2 and kl[1] != 0
 
 
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_two_learners_take_the_steps_of_one(tmp_path, kl_in):
+@pytest.mark.parametrize(("kl_in", "shard"), [("loss", False), ("loss", True), ("reward", False)])
+def test_two_learners_take_the_steps_of_one(tmp_path, kl_in, shard):
     told = ["run.iterations=2", "run.env_steps=null", "env.num_envs=4", "algo.rollout_decisions=8", "eval.episodes=1"]
-    told += ["algo.minibatch_size=16", "cluster.backend=inline", "policy.dtype=float64", "policy.hidden=[8]"]
+    told += ["algo.minibatch_size=16", "policy.dtype=float64", "policy.hidden=[8]"]
     found = []
     for learners in (1, 2):
         place = f'placement={{"sim,policy": "cpu:0", learner: "cpu:0-{learners - 1}*{learners}"}}'
-        more = ["algo.kl_coef=0.1", f"algo.kl_in={kl_in}", place, f"run.dir={tmp_path / str(learners)}"]
+        apart = (
+            ["learner.shard=true", "cluster.backend=local"] if shard and learners == 2 else ["cluster.backend=inline"]
+        )
+        more = ["algo.kl_coef=0.1", f"algo.kl_in={kl_in}", place, f"run.dir={tmp_path / str(learners)}", *apart]
         assert main(["recipe=pointmass_ppo", *told, *more]) == 0
         (path,) = (tmp_path / str(learners)).glob("*/metrics.jsonl")
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -118,7 +121,6 @@ def test_two_learners_take_the_steps_of_one(tmp_path, kl_in):
         (["algo.kl_in=reward"], r"do nothing with algo\.kl_coef=0"),
         (["algo.kl_estimator=k1"], r"do nothing with algo\.kl_coef=0"),
         (["algo.kl_coef=0.1", "algo.kl_in=reward", "algo.kl_estimator=k2"], r"leave out algo\.kl_estimator"),
-        (["algo.kl_coef=0.1", "learner.shard=true"], "needs a whole frozen copy"),
     ],
 )
 def test_what_cannot_hold_is_refused(options, reason):

@@ -236,7 +236,7 @@ def test_more_learners_than_groups_give_the_same_weights(schedule, tmp_path):
         ("policy.dtype=float32", "learner.precision=bf16"),
         pytest.param(("learner.shard=true",), marks=pytest.mark.slow),
         ("learner.checkpoint_activations=true",),
-        pytest.param(("policy.lora_rank=4", "learner.shard=true"), marks=pytest.mark.slow),
+        pytest.param(("policy.lora_rank=4", "learner.shard=true", "algo.kl_coef=0.05"), marks=pytest.mark.slow),
         ("learner.pack_tokens=8",),
         ("policy.temperature=0.7",),
         ("learner.share_prompts=false",),

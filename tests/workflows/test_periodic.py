@@ -180,6 +180,21 @@ def test_processes_give_the_same_weights(sync, tmp_path, backend):
     assert_alike(rows, sync[0])
 
 
+@pytest.mark.parametrize(
+    "learners", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["a_share_each", "more_ranks_than_episodes"]
+)
+def test_ranks_with_shards_take_every_group_together_and_compare_it_with_the_reference(tmp_path, learners):
+    options = ["algo.kl_coef=0.1", "algo.group_size=2", "algo.groups=3"]
+    with Run(tmp_path / "whole", *options, placement=TWO_SIMS) as run:
+        rows, weights = run.train(), run.weights()
+    assert any(row["train/reference_kl"] > 1e-6 for _, row in rows)
+    place = {"sim": "fake:0-1", "policy": "fake:2", "learner": f"fake:3-{2 + learners}"}
+    with Run(tmp_path / "shards", PERIODIC, *options, "learner.shard=true", placement=place, backend="local") as run:
+        found = run.train()
+        assert far(run.weights(), weights) < 1e-10
+    assert_alike(found, rows)
+
+
 # What the comparison must notice
 
 
@@ -316,7 +331,6 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
     ("asked", "said"),
     [
         (["algo.surplus=carry"], "algo.surplus=carry keeps some of older ones; try algo.surplus=discard"),
-        (["learner.shard=true"], "all must run the network together; try learner.shard=false"),
     ],
 )
 def test_what_cannot_be_periodic_is_refused(asked, said):
