@@ -31,7 +31,7 @@ from embodied.envs.episode_player import PolicyClient, Record, Refill, Stage, sp
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.whole_episodes import EpisodeKeeper, EpisodeStream
 from embodied.runtime import Channel, Needs
-from embodied.runtime.device_memory import AllocatedMemory
+from embodied.runtime.device_memory import AllocatedMemory, give_back_unused
 
 
 class SimWorker(EpisodeKeeper):
@@ -40,6 +40,7 @@ class SimWorker(EpisodeKeeper):
         self.stages: list[Stage] = []
         self.eval_env = None
         self.memory = AllocatedMemory()  # of its GPU, by all its simulators
+        self.away: dict[str, np.ndarray] | None = None  # state of the envs, while their simulators are freed
 
     def spec(self) -> EnvSpec:
         """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
@@ -66,8 +67,30 @@ class SimWorker(EpisodeKeeper):
         return self.eval_env.env_spec
 
     def needs(self, shared: bool = False) -> Needs:
-        """The memory that its simulators took when they were built. They stay: their state is in there."""
-        return Needs(self.memory.num_bytes, self.memory.num_bytes)
+        """The memory that its simulators took when they were built. They stay if their state cannot be saved."""
+        return Needs(self.memory.num_bytes, 0 if self._can_leave() else self.memory.num_bytes)
+
+    def _can_leave(self) -> bool:
+        """True if no episode is open between rollouts, or all can be saved."""
+        return self.whole_episodes or all(stage.env.saves_state for stage in self.stages)
+
+    def offload(self) -> None:
+        """Free the simulators; what they need to go on is saved."""
+        if self.memory.num_bytes and self.away is None and self._can_leave():
+            self.away = {} if self.whole_episodes else self.get_state()
+            self.close()
+            self.eval_env = None
+            give_back_unused()
+
+    def onload(self) -> None:
+        """Build the simulators again, which go on as if they had stayed."""
+        if self.away is None:
+            return
+        state, self.away = self.away, None
+        for stage in self.stages:
+            stage.env = make_env(self.config, stage.env.num_envs)
+            if state:
+                stage.obs = text_arrays(stage.env.set_state(env_state(stage, state)))
 
     def collect(
         self,
@@ -147,11 +170,14 @@ class SimWorker(EpisodeKeeper):
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing
         begun).
         """
+        if self.away is not None:
+            return self.away
         parts = [stage_state(stage) for stage in self.stages if stage.obs is not None]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     def set_state(self, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
         """Continue from `get_state` of all workers. Returns how many open episodes had to be abandoned."""
+        self.onload()
         return sum(restore_stage(stage, state, episodes) for stage in self.stages)
 
     def close(self) -> None:
@@ -175,15 +201,24 @@ def stage_state(stage: Stage) -> dict[str, np.ndarray]:
     return {"env_ids": stage.env_ids, "rows.initial": stage.initial, **state}
 
 
-def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
+def places(stage: Stage, state: dict[str, np.ndarray]) -> np.ndarray:
+    """The places of a stage's env rows in the state of all."""
     place = {int(env): at for at, env in enumerate(state["env_ids"])}
-    at = np.array([place[int(env)] for env in stage.env_ids])
+    return np.array([place[int(env)] for env in stage.env_ids])
+
+
+def env_state(stage: Stage, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The simulator's part of the state; empty where it cannot be saved."""
+    return {name[4:]: array[places(stage, state)] for name, array in state.items() if name.startswith("env.")}
+
+
+def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
+    at = places(stage, state)
     rows = {name[5:]: array[at] for name, array in state.items() if name.startswith("rows.")}
     stage.initial[:] = rows.get("initial", rows["episode"])  # older checkpoints know of no retries
     stage.rows.set_state(rows, specs_of(rows["episode"], stage.initial, episodes))
-    env_state = {name[4:]: array[at] for name, array in state.items() if name.startswith("env.")}
-    if env_state:
-        stage.obs = text_arrays(stage.env.set_state(env_state))
+    if saved := env_state(stage, state):
+        stage.obs = text_arrays(stage.env.set_state(saved))
         stage.playing[:] = True
         return 0
     open_episodes = int((stage.rows.length > 0).sum())

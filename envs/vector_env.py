@@ -195,6 +195,11 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         """Reward and success of the rows that took the latest env step: [N] and bool [N]."""
         return self._rewards, self._success
 
+    @property
+    def saves_state(self) -> bool:
+        """True if `get_state` has what it takes to go on."""
+        return type(self)._get_state is not VectorEnv._get_state
+
     def get_state(self) -> dict[str, np.ndarray]:
         """Everything that later steps depend on, one array row per env; empty where the simulator cannot be saved."""
         state = self._get_state()

@@ -20,12 +20,19 @@ class EpisodeKeeper(Worker):
     """Keeps whole episodes where they were played until learners want them, for sim workers of every kind."""
 
     def __init__(
-        self, config, stages: int = 1, journal: Channel | None = None, eval_config=None, eval_rows: int = 1
+        self,
+        config,
+        stages: int = 1,
+        journal: Channel | None = None,
+        eval_config=None,
+        eval_rows: int = 1,
+        whole_episodes: bool = False,
     ) -> None:
         """Every training episode, or its end, is noted in `journal`. Evaluations go on in `eval_rows` separate envs of
-        `eval_config`; without stages there are no others."""
+        `eval_config`; without stages there are no others. With `whole_episodes` none is open between rollouts."""
         self.config, self.num_stages, self.journal = config, stages, journal
         self.eval_config, self.eval_rows = eval_config or config, eval_rows
+        self.whole_episodes = whole_episodes
         self.stopped = False
         self.whole: Trajectory | None = None  # whole episodes that the learners may still want
         self.ended: dict[int, Trajectory] = {}  # the same one by one, where they are handed on while others are played

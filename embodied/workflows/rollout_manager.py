@@ -177,8 +177,9 @@ class RolloutManager:
             present = self.device_sharing.has_memory
             absent = [policy for policy in policies if not present(self.policies.workers[policy])]
             loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded into that memory
-            self.cluster.rebuilt_by(host, built, loads)
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
+            loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
+            self.cluster.rebuilt_by(host, built, loads)
             self.restarts += 1
             self.abandoned_episodes += abandoned
             self._report_restart(restart, failure, abandoned)

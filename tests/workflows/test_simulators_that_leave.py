@@ -1,0 +1,59 @@
+"""Simulators give their memory back between rollouts, and go on as if they had stayed."""
+
+import numpy as np
+import pytest
+from stepped import GRPO, ITERATIONS, PPO, Run
+
+from embodied.envs import sim_worker
+from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.vector_env import VectorEnv
+from embodied.runtime.device_memory import AllocatedMemory
+
+
+class OnGPU(AllocatedMemory):
+    """As on a GPU, where a simulator's memory is counted."""
+
+    def __init__(self):
+        self.num_bytes = 1000
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The envs that sim workers build, whose memory counts."""
+    envs, make = [], sim_worker.make_env
+    monkeypatch.setattr(sim_worker, "AllocatedMemory", OnGPU)
+    monkeypatch.setattr(sim_worker, "make_env", lambda *args: envs.append(make(*args)) or envs[-1])
+    return envs
+
+
+def played(folder, recipe, leaves):
+    folder.mkdir()
+    with Run(folder, *recipe, "pipeline.stages=2") as run:
+        sims, numbers = run.loop.workers.sims, []
+        for number in range(ITERATIONS):
+            numbers.append(run.loop.iterate(number, ITERATIONS)[1]["train/grad_norm"])
+            if leaves:
+                sims.offload().wait()
+                run.loop.source.save()  # a checkpoint needs no simulator
+                sims.onload().wait()
+        return numbers, run.weights()
+
+
+@pytest.mark.parametrize("recipe", [PPO, GRPO], ids=["open_episodes", "whole_episodes"])
+def test_a_simulator_that_left_goes_on_as_if_it_had_stayed(recipe, built, tmp_path):
+    numbers, weights = played(tmp_path / "stays", recipe, leaves=False)
+    stayed = len(built)
+    found, others = played(tmp_path / "leaves", recipe, leaves=True)
+    assert len(built) == stayed * (2 + ITERATIONS)
+    assert found == numbers and all(np.array_equal(weights[name], others[name]) for name in weights)
+
+
+def test_simulators_whose_open_episodes_cannot_be_saved_stay(built, tmp_path, monkeypatch):
+    monkeypatch.setattr(PointMassEnv, "_get_state", VectorEnv._get_state)
+    with Run(tmp_path, *PPO) as run:
+        before = len(built)
+        needs = run.loop.workers.sims.needs().wait()
+        assert all(need.num_bytes == need.kept_bytes == 1000 for need in needs)
+        run.loop.workers.sims.offload().wait()
+        run.loop.workers.sims.onload().wait()
+        assert len(built) == before
