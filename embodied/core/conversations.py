@@ -55,6 +55,7 @@ class Prompt:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
     max_tokens: int | None = None  # of the answer; None: the policy's own limit
     override: SamplingOverride | None = None  # None: that of the round
+    has_more_turns: bool = False  # whether the env may reply to the answer, and ask for another one
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class PromptQueue:
         self.first: set[str] = set()  # engines that the round begins with: nothing is handed out before all have spoken
         self.waiting: deque[tuple[str, Prompt]] = deque()  # (source, prompt)
         self.had_by: dict[tuple[str, int], str] = {}  # (source, number of the prompt) -> engine; "" while it waits
+        self.written_by: dict[tuple[str, int], str] = {}  # (source, episode) -> engine that has its keys and values
         self.room: dict[str, int] = {}  # by engine, conversations that it could have more
         self.open: dict[str, int] = {}  # by engine, conversations that it has
 
@@ -133,23 +134,32 @@ class PromptQueue:
         return bool(lost)
 
     def hand_out(self, engines: list[str]) -> dict[str, list[PromptBatch]]:
-        """Returns as much as these engines have room for, so that they have about as many each; neighbours stay
-        together."""
+        """Returns as much as these engines have room for. A conversation goes on where it was, if there is room; with
+        the others engines have about as many each, and neighbours stay together."""
         if any(name in self.first and name not in self.room for name in engines):
             return {}
-        shares = dict.fromkeys((name for name in engines if name in self.room), 0)
-        for _ in range(len(self.waiting)):
+        taken: dict[str, list[tuple[str, Prompt]]] = {name: [] for name in engines if name in self.room}
+        others: deque[tuple[str, Prompt]] = deque()
+        for source, prompt in self.waiting:
+            name = self.written_by.get((source, prompt.episode), "")
+            goes_on = len(prompt.tokens) > 0 and name in taken and self.room[name] > len(taken[name])
+            (taken[name] if goes_on else others).append((source, prompt))
+        shares = {name: len(mine) for name, mine in taken.items()}
+        for _ in range(len(others)):
             free = [name for name in shares if self.room[name] > shares[name]]
             if not free:
                 break
             shares[min(free, key=lambda name: self.open[name] + shares[name])] += 1
-        return {name: self._batches(name, share) for name, share in shares.items() if share}
+        for name, mine in taken.items():
+            mine += [others.popleft() for _ in range(shares[name] - len(mine))]
+        self.waiting = others
+        return {name: self._batches(name, mine) for name, mine in taken.items() if mine}
 
-    def _batches(self, engine: str, share: int) -> list[PromptBatch]:
-        taken = [self.waiting.popleft() for _ in range(share)]
+    def _batches(self, engine: str, taken: list[tuple[str, Prompt]]) -> list[PromptBatch]:
         self.had_by |= {(source, prompt.number): engine for source, prompt in taken}
-        self.room[engine] -= share
-        self.open[engine] += share
+        self.written_by |= {(source, prompt.episode): engine for source, prompt in taken if prompt.has_more_turns}
+        self.room[engine] -= len(taken)
+        self.open[engine] += len(taken)
         return [
             PromptBatch(source, tuple(prompt for _, prompt in mine))
             for source, mine in groupby(taken, lambda one: one[0])

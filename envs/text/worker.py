@@ -400,7 +400,8 @@ class ConversationClient:
         for one in conversations:
             self.number += 1
             tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
-            prompt = Prompt(self.number, one.spec.index, one.said, tokens, override=one.part.override)
+            more = len(one.turns) + 1 < one.part.turns
+            prompt = Prompt(self.number, one.spec.index, one.said, tokens, None, one.part.override, more)
             self.open[self.number] = prompt, one
         self._put([self.open[number][0] for number in range(before + 1, self.number + 1)])
 

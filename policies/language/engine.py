@@ -50,6 +50,7 @@ class Request:
     max_tokens: int  # of the answer
     episode: int  # with a token's index in the stream it keys the token's noise
     sampling: Sampling | None = None  # None: as the round says; only our own engine knows others
+    keep: bool = False  # whether another request may follow that begins with these tokens and their answer
 
 
 @dataclass(frozen=True)

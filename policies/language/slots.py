@@ -2,7 +2,8 @@
 
 Running conversations are the first rows of a cache of keys and values, without gaps. Of each one all tokens but the
 last are in the cache; a step feeds the last ones, wherever they are in their conversations, and so writes the next.
-A conversation that ends frees its row at once: the last row moves into its place.
+A conversation that ends frees its row at once: the last row moves into its place. Where another turn may follow, its
+keys and values move to a row that nothing runs in, and the next turn computes only what has been added since.
 
 A token depends on its conversation, its episode and its index there, never on what runs beside it or ran there before:
 its noise is addressed by these, and the model reads nothing else.
@@ -38,7 +39,8 @@ class KeyValues:
         self.rows, self.limit = rows, limit
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor]] = []
-        self.at: tuple[Tensor, Tensor | slice] = ()  # the rows, and the places there, that the model writes to
+        # The rows, and the places there, that the model writes to: one for each row, or several, [rows, new].
+        self.at: tuple[Tensor, Tensor | slice] = ()
         self.seen = 0  # tokens of every row that attention looks at; 0: those that the model has just made
         self.bias: Tensor | None = None  # [rows, 1, 1, seen], added to attention's scores: 0 for what a row has
 
@@ -66,12 +68,16 @@ class KeyValues:
             for part, new in zip(kept, (keys, values)):
                 part[rows, :, places] = new
             return keys, values
+        if places.ndim == 2:
+            for part, new in zip(kept, (keys, values)):
+                part[rows[:, None], :, places] = new.transpose(1, 2)
+            return kept[0][rows, :, : self.seen], kept[1][rows, :, : self.seen]
         for part, new in zip(kept, (keys, values)):
             part[rows, :, places] = new[:, :, 0]
         return kept[0][: len(rows), :, : self.seen], kept[1][: len(rows), :, : self.seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before those that the model is given, as transformers asks for it."""
+        """Tokens before those that the model is given, as transformers asks for it, which only counts them."""
         return max(self.seen - 1, 0)
 
     def copy(self, sources: Any, targets: Any, length: int) -> None:
@@ -98,6 +104,8 @@ class SlotEngine(Engine):
         self.cache = KeyValues(self.slots, self.max_length)
         self.rows: list[Request] = []  # that run, by row
         self.waiting: list[Request] = []  # added since the last step
+        # By free row, the tokens of a conversation whose keys and values lie there until its next turn, oldest first.
+        self.between_turns: dict[int, np.ndarray] = {}
         self.lengths = np.zeros(self.slots, np.int64)  # tokens in the cache
         self.pending = np.zeros(self.slots, np.int64)  # the token after them
         self.counts = np.zeros(self.slots, np.int64)  # tokens written
@@ -109,7 +117,7 @@ class SlotEngine(Engine):
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
         self.round = Sampling(0, "", SamplingRule(), frozenset())
         self.fast: Step | None = None
-        self.totals = dict.fromkeys(("prefilled", "copied"), 0)  # tokens, whose keys and values were
+        self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # tokens, whose keys and values were
 
     @property
     def running(self) -> int:
@@ -118,6 +126,7 @@ class SlotEngine(Engine):
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
         self.round = Sampling(seed, f"act/{stream}", rule, self.stops)
+        self.between_turns = {}  # of other weights
         self.model.eval()
         self.device = self.model.device
         if self.model.config._attn_implementation != "sdpa":  # learning may choose another
@@ -170,7 +179,7 @@ class SlotEngine(Engine):
         refused = [r for r in self.waiting if self.longest_answer(r) <= 0]
         self.waiting = [r if r.sampling else replace(r, sampling=self.round) for r in self.waiting]
         first, known = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
-        self.rows += [r for r in self.waiting if self.longest_answer(r) > 0]
+        had = self.move_in([r for r in self.waiting if self.longest_answer(r) > 0])
         self.waiting = []
         fresh: dict[bytes, int] = {}  # the row that each new prefix is computed for
         copies = []
@@ -178,6 +187,8 @@ class SlotEngine(Engine):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
             self.counts[row], self.limits[row] = 0, self.longest_answer(request)
+            if row in had:
+                continue
             if (words := prefix(request)) in known:
                 copies.append((known[words], row))
             else:
@@ -186,6 +197,7 @@ class SlotEngine(Engine):
         self.draw_noise(np.arange(first, len(self.rows)))
         self.prefill(sorted(fresh.values(), key=lambda row: self.lengths[row]))
         self.share(copies)
+        self.prefill_rest(sorted(had, key=lambda row: self.lengths[row] - had[row]), had)
         return [unanswered(request) for request in refused]
 
     def widen(self) -> None:
@@ -217,6 +229,76 @@ class SlotEngine(Engine):
                 use_cache=True,
             )
             self.totals["prefilled"] += int(self.lengths[batch].sum())
+
+    # Conversations that come back for another turn
+
+    def kept_of(self, request: Request) -> int | None:
+        """The free row that has the longest beginning of a conversation; None if none has."""
+        tokens, best = np.asarray(request.tokens[:-1], np.int64), None
+        for row, kept in self.between_turns.items():
+            longer = best is None or len(kept) > len(self.between_turns[best])
+            if longer and len(kept) <= len(tokens) and np.array_equal(kept, tokens[: len(kept)]):
+                best = row
+        return best
+
+    def move_in(self, requests: list[Request]) -> dict[int, int]:
+        """Give each of these conversations a row, with the keys and values that were kept of it; returns the number of
+        tokens that each of these rows has."""
+        first, kept = len(self.rows), self.between_turns
+        rows = range(first, first + len(requests))
+        lies_in = {place: self.kept_of(request) for place, request in enumerate(requests)}
+        at = {row: place for place, row in lies_in.items() if row in rows}  # they stay where they are
+        others = iter([place for place in range(len(requests)) if place not in at.values()])
+        at |= {row: next(others) for row in rows if row not in at}
+        had = {}
+        for row in rows:
+            source = lies_in[at[row]]
+            if source in kept:
+                tokens = kept.pop(source)
+                if source != row:
+                    self.cache.copy(source, row, len(tokens))
+                had[row] = len(tokens)
+            kept.pop(row, None)
+        self.rows += [requests[at[row]] for row in rows]
+        self.totals["kept"] += sum(had.values())
+        return had
+
+    def prefill_rest(self, rows: list[int], had: dict[int, int]) -> None:
+        """Compute the keys and values of these rows' prefixes but for the tokens that they have."""
+        rows = [row for row in rows if self.lengths[row] > had[row]]
+        while rows:
+            count = max(PREFILL_TOKENS // int(self.lengths[rows[-1]] - had[rows[-1]]), 1)
+            batch, rows = rows[:count], rows[count:]
+            before = np.array([had[row] for row in batch])
+            width = int((self.lengths[batch] - before).max())
+            seen = min(int(before.max()) + width, self.max_length)
+            self.cache.reserve(seen)
+            ids = np.zeros((len(batch), width), np.int64)
+            for line, row, start in zip(ids, batch, before):
+                line[: self.lengths[row] - start] = self.rows[row].tokens[start:-1]
+            places = self.on(before)[:, None] + torch.arange(width, device=self.device)
+            self.cache.at, self.cache.seen = (self.on(np.array(batch)), places.clamp(max=self.cache.length - 1)), seen
+            mask = torch.arange(seen, device=self.device) <= places[:, :, None]
+            self.model.base_model(
+                input_ids=self.on(ids),
+                attention_mask=mask[:, None],
+                position_ids=places.clamp(max=self.max_length - 1),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
+            self.totals["prefilled"] += int((self.lengths[batch] - before).sum())
+
+    def keep_for_next_turn(self, row: int) -> None:
+        """Move the keys and values of a conversation that has ended to a free row, if there is one."""
+        request, last = self.rows[row], len(self.rows) - 1
+        free = [other for other in range(last + 1, self.slots) if other not in self.between_turns]
+        place = row if row == last else free[-1] if free else None
+        if place is None:
+            return
+        tokens = np.concatenate([request.tokens, self.written[row, : self.counts[row] - 1]]).astype(np.int64)
+        if place != row:
+            self.cache.copy(row, place, len(tokens))
+        self.between_turns[place] = tokens
 
     def share(self, copies: list[tuple[int, int]]) -> None:
         """Copy prefixes from the rows that have them to others that begin alike."""
@@ -278,6 +360,8 @@ class SlotEngine(Engine):
             why = "a log-prob is not finite" if bad[row] else ""
             answers.append(self.answer(row, truncated=not (stopped[row] or why), dropped=why))
         for row in map(int, ended[::-1]):
+            if stopped[row] and not bad[row] and self.rows[row].keep:
+                self.keep_for_next_turn(row)
             self.take_out(row, clear=bool(bad[row]))
         return answers
 

@@ -133,7 +133,8 @@ class LanguageWorker(PolicyWorker):
                 refused.append((source, self._no_room(asked, version, why)))
                 continue
             most = min(prompt.max_tokens or self.config.max_tokens, room)
-            self.engine.add(Request(asked, tokens, most, prompt.episode, self._sampling(prompt.override)))
+            sampling = self._sampling(prompt.override)
+            self.engine.add(Request(asked, tokens, most, prompt.episode, sampling, prompt.has_more_turns))
         return refused
 
     def _no_room(self, asked: OpenPrompt, version: int, why: str) -> Completion:

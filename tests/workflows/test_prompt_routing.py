@@ -1,6 +1,7 @@
 """Several engines write the answers to one queue of prompts: each has as many as it has room for, none is lost and none
 is asked twice without need."""
 
+import numpy as np
 import pytest
 
 from embodied.core.conversations import Prompt, PromptBatch, Vacancy
@@ -93,3 +94,16 @@ def test_prompts_of_sims_that_ask_no_more_are_dropped(desk):
     desk.add(asked("t", 1))
     desk.keep(lambda source: source == "t")
     assert handed(desk, "a", "b") == {"a": [("t", 1)]}
+
+
+def test_a_conversation_goes_on_where_its_last_turn_was_written(desk):
+    desk.add(PromptBatch("sim-0", tuple(Prompt(i, i, "", has_more_turns=True) for i in range(4))))
+    before = desk.hand_out(["a", "b"])
+    desk.make_room(Vacancy("b", 2))  # its two have ended, and go on with another turn
+    wrote = [prompt.episode for batch in before["b"] for prompt in batch.prompts]
+    tokens = np.array([1, 2])
+    desk.add(PromptBatch("sim-0", tuple(Prompt(10 + i, i, "", tokens) for i in reversed(wrote))))
+    found = desk.hand_out(["a", "b"])
+    assert {name: [p.episode for batch in batches for p in batch.prompts] for name, batches in found.items()} == {
+        "b": wrote[::-1]
+    }

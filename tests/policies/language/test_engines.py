@@ -241,14 +241,44 @@ def test_tokens_come_as_often_as_the_model_says():
 def test_a_prompt_that_several_ask_is_computed_once():
     engine = engine_of(qwen3(), max_running=8)
     answers(engine, [question(i, [7] * 21, 5) for i in range(6)])
-    assert engine.metrics() == {"prefilled": 20, "copied": 100}
+    assert engine.metrics() == {"prefilled": 20, "copied": 100, "kept": 0}
     engine.begin(1, 0, "train", SamplingRule())
     engine.add(question(0, [7] * 21, 30))
     engine.step()
     engine.add(question(1, [7] * 21, 30))  # while the other runs
     engine.step()
-    assert engine.metrics() == {"prefilled": 20, "copied": 20}
+    assert engine.metrics() == {"prefilled": 20, "copied": 20, "kept": 0}
     engine.abort()
+
+
+def next_turn(request, answer, said):
+    return replace(request, tokens=[*request.tokens, *map(int, answer.tokens), *said])
+
+
+@SHAPES
+@pytest.mark.parametrize("max_running", [9, 6, 4])
+def test_a_next_turn_computes_only_what_was_added_and_writes_the_same(name, max_running):
+    model, draws = MODELS[name](), np.random.default_rng(max_running)
+    stops = tuple(range(2, WORDS, 3))
+    engine, fresh = engine_of(model, stops, max_running=max_running), engine_of(model, stops)
+    asked = [replace(question(i, draws.integers(2, WORDS, 12).tolist()), keep=True) for i in range(6)]
+    engine.begin(1, 3, "train", SamplingRule())
+    for turn in range(3):
+        found, wanted = drained(engine, asked), answers(fresh, asked)
+        assert written(found) == written(wanted)
+        for request in asked:
+            logprobs = logprobs_by_the_model(model, request, found[request.key])
+            np.testing.assert_allclose(found[request.key].logprobs, logprobs, rtol=0, atol=tolerance(name))
+        numbers = engine.metrics()
+        assert numbers["kept"] + numbers["prefilled"] + numbers["copied"] == sum(len(r.tokens) - 1 for r in asked)
+        if turn and max_running > 4:  # else conversations take the rows of those between two turns
+            assert numbers["kept"] >= 0.5 * sum(len(request.tokens) for request in asked)
+        said = [draws.integers(2, WORDS, draws.integers(1, 9)) for _ in asked]
+        asked = [next_turn(request, found[request.key], more) for request, more in zip(asked, said, strict=True)]
+        draws.shuffle(asked)
+    engine.begin(2, 3, "train", SamplingRule())  # weights may be others now
+    drained(engine, asked)
+    assert engine.metrics()["kept"] == 0
 
 
 def test_an_answer_ends_with_its_stop_token_or_is_cut_off():
