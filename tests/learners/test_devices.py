@@ -29,11 +29,17 @@ PLAYED = Trajectory(
 )
 
 
+def scored_alike(scores):
+    """A model with the same scores for everything."""
+    config = SimpleNamespace(micro_batch_size=None)
+    return SimpleNamespace(config=config, score=lambda inputs: scores, most_passes=lambda passes: 0)
+
+
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_groups_are_learned_from_on_the_learners_device(kl_coef):
     numbers = torch.zeros(3, 1, 2, device="meta", requires_grad=True)
     scores = SimpleNamespace(logprobs=numbers, entropy=numbers)
-    reference = SimpleNamespace(config=SimpleNamespace(micro_batch_size=None), score=lambda inputs: scores)
+    reference = scored_alike(scores)
     part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
     config = GRPOConfig(name="grpo", groups=1, group_size=2, kl_coef=kl_coef)
     share = build_rank_batch(PLAYED, part, config, Alone(), torch.float32, "meta", reference if kl_coef else None)
@@ -45,10 +51,10 @@ def test_groups_are_learned_from_on_the_learners_device(kl_coef):
 def test_stale_groups_are_corrected_on_the_learners_device():
     numbers = torch.zeros(3, 1, 2, device="meta", requires_grad=True)
     scores = SimpleNamespace(logprobs=numbers, entropy=numbers)
-    model = SimpleNamespace(config=SimpleNamespace(micro_batch_size=None), score=lambda inputs: scores)
+    model = scored_alike(scores)
     part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
     config = GRPOConfig(name="grpo", decoupled=True, episode_mask="mean", episode_mask_low=0.5)
-    share = build_rank_batch(PLAYED, part, config, Alone(), torch.float32, "meta").corrected(model, config, 1)
+    share = build_rank_batch(PLAYED, part, config, Alone(), torch.float32, "meta").corrected(model, config)
     loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
     found = (loss, *stats.values(), share.masked, *mismatch_of(share.batch, torch.arange(3), numbers.detach()))
     assert {number.device.type for number in found} == {"meta"}

@@ -225,7 +225,9 @@ def test_a_rank_without_a_part_counts_no_decision_and_as_many_passes_as_others()
         policy, collective = toy.make(), Threads(room, rank)
         share = build_rank_batch(*mine, config, collective, torch.float64)
         passes, model = [], Model(policy, LearnerConfig(micro_batch_size=5), tick=lambda: passes.append(rank))
-        corrected = share.corrected(model, config, 7)
+        model.most_passes = lambda passes: 7
+        corrected = share.corrected(model, config)
+        model.most_passes = lambda passes: 0
         assert len(passes) == 7 and len(corrected.proximal) == len(share.batch)
         optimizer = PolicyOptimizer(policy, config, collective)
         found[rank] = update_policy(model, optimizer, config, share, 0, 0, 10)

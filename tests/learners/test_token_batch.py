@@ -138,7 +138,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(options):
     reference = Speaking(seed=3) if config.kl_coef else None
     ours, theirs = Speaking(), Speaking()
     share = share_of(ours, data, config, reference=reference, pack_tokens=20)
-    gradient(Model(ours, LearnerConfig()), config, share, torch.arange(EPISODES), share.divisor(EPISODES), 0)
+    gradient(Model(ours, LearnerConfig()), config, share, torch.arange(EPISODES), share.divisor(EPISODES))
     by_hand(theirs, data, config, reference).backward()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-12, rtol=1e-9, msg=name)
@@ -207,12 +207,12 @@ def test_minibatches_hold_whole_groups_and_add_up_to_the_batch():
     config, policy = config.model_copy(update={"groups": 6}), Speaking()
     share = share_of_six(policy, data, config)
     whole, parts = Speaking(), Speaking()
-    gradient(Model(whole, LearnerConfig()), config, share, torch.arange(18), share.divisor(18), 0)
+    gradient(Model(whole, LearnerConfig()), config, share, torch.arange(18), share.divisor(18))
     order = share.order(0, 0, 0)
     assert sorted(order.tolist()) == list(range(18)) and order.tolist() != list(range(18))
     for minibatch in order.reshape(3, 6):
         assert (np.bincount(minibatch // SIZE)[np.unique(minibatch // SIZE)] == SIZE).all()
-        gradient(Model(parts, LearnerConfig()), config, share, share.batch.owned(minibatch), share.divisor(6), 0)
+        gradient(Model(parts, LearnerConfig()), config, share, share.batch.owned(minibatch), share.divisor(6))
     for mine, other in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad / 3, other.grad, atol=1e-12, rtol=1e-9)
 
@@ -245,7 +245,7 @@ def test_answers_that_were_all_cut_off_teach_nothing():
         assert far(weights, Speaking().state_dict()) == 0 and numbers["train/grad_norm"] == 0
     policy, config = Speaking(), algo(truncated="mask")
     share = share_of(policy, data, config)
-    gradient(Model(policy, LearnerConfig()), config, share, torch.arange(EPISODES), 1.0, 0)
+    gradient(Model(policy, LearnerConfig()), config, share, torch.arange(EPISODES), 1.0)
     assert not policy.seen, "what counts for nothing does not pass through the network"
 
 
@@ -331,6 +331,8 @@ def test_a_pack_has_no_more_tokens_than_it_may_but_for_one_long_conversation():
 def test_passes_that_make_up_for_those_of_other_ranks_count_nothing():
     config, data, policy = algo(kl_coef=0.1), talks(Speaking(), GROUPS, SIZE, stale=0.2), Speaking()
     share = share_of(policy, data, config, reference=Speaking(seed=3))
-    sums, largest = gradient(Model(policy, LearnerConfig()), config, share, torch.arange(0), 1.0, 3)
+    model = Model(policy, LearnerConfig(shard=True))
+    model.most_passes, policy.set_requires_gradient_sync = lambda passes: 3, lambda last: None
+    sums, largest = gradient(model, config, share, torch.arange(0), 1.0)
     assert len(policy.seen) == 3 and not sums.any() and largest.isneginf().all()
     assert not any(p.grad.any() for p in policy.parameters())

@@ -178,7 +178,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(options):
     reference = Judging(seed=3) if config.kl_coef else None
     share = share_of(Judging(), data, scores, config, reference=reference, pack_tokens=20)
     ours, theirs = Judging(seed=1), Judging(seed=1)  # after some steps, in which values have moved
-    gradient(Model(ours, LearnerConfig()), config, share, torch.arange(EPISODES), share.divisor(EPISODES), 0)
+    gradient(Model(ours, LearnerConfig()), config, share, torch.arange(EPISODES), share.divisor(EPISODES))
     loss = by_hand(theirs, Judging(), data, scores, config, reference)
     loss.backward()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):

@@ -123,10 +123,9 @@ def test_what_does_not_fit_is_refused_with_a_recipe_that_does(counted_as):
     with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than there is; try learner\.shard=true$"):
         planned(oft, "8xGPU", whole)
     assert planned(oft, "8xGPU", "learner.shard=true")[1].count("learner") == 8
-    # no shards of norms in float32, nor beside a frozen copy of the policy
-    for recipe, *more in (["libero_ppo_pi0"], [oft, whole, "algo.kl_coef=0.1"]):
-        with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than there is; try a smaller policy"):
-            planned(recipe, "8xGPU", *more)
+    assert planned(oft, "8xGPU", "learner.shard=true", "algo.kl_coef=0.1")[1].count("learner") == 8
+    with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than there is; try a smaller policy"):
+        planned("libero_ppo_pi0", "8xGPU")  # no shards of norms in float32
     with pytest.raises(ConfigError, match=r"gpu:0: .* of 80 GB\n.*held by 8xGPU with learner\.shard=true"):
         planned("libero_grpo_openvla_oft", "1xGPU")  # in shards, of which there would be one
     counted_as(weights=10e9, training=20e9, activations=20e9)

@@ -5,6 +5,8 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import EmbodiedError
+from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.vector_env import VectorEnv
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
@@ -138,15 +140,16 @@ ON_ONE = {"sim": "fake:0", "policy": "fake:0", "learner": "fake:0"}
 LEARNER = LEARNING * WEIGHTS
 
 
-def test_simulators_are_counted_and_stay_and_so_is_what_computing_takes(card, roomy, tmp_path):
+def test_simulators_are_counted_and_leave_and_so_is_what_computing_takes(card, roomy, tmp_path):
     tight = Trained(tmp_path, ON_ONE, 4000 + LEARNER + 5000 + 100)
     # The policy acts with the learner's weights, in one process.
     assert tight.bytes == {"sim-0": 4000, "policy-0": 5000, "learner-0": LEARNER + 5000}
-    assert {worker for _, worker in tight.moves} == {"policy-0", "learner-0"}
+    assert {worker for _, worker in tight.moves} == {"sim-0", "policy-0", "learner-0"}
     assert all(np.allclose(tight.weights[name], roomy.weights[name], rtol=0, atol=1e-12) for name in roomy.weights)
 
 
-def test_a_learner_that_does_not_fit_beside_simulators_is_refused_with_the_sum(card, tmp_path):
+def test_a_learner_that_does_not_fit_beside_simulators_that_stay_is_refused_with_the_sum(card, tmp_path, monkeypatch):
+    monkeypatch.setattr(PointMassEnv, "_get_state", VectorEnv._get_state)
     with pytest.raises(EmbodiedError, match=r"update does not fit on fake:0: learner-0 .* \+ sim-0 4e-06 GB are more"):
         Trained(tmp_path, ON_ONE, LEARNER + 3000)
 

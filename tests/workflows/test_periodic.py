@@ -222,9 +222,9 @@ def test_a_group_that_sync_would_not_take_is_noticed(sync, tmp_path, monkeypatch
 def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
     hand_on = SimWorker.hand_on
 
-    def older(sim, episodes, *to):
+    def older(sim, episodes, *to, **how):
         sim.ended |= {one: replace(sim.ended[one], versions=sim.ended[one].versions - 1) for one in episodes}
-        return hand_on(sim, episodes, *to)
+        return hand_on(sim, episodes, *to, **how)
 
     older.served_while_busy = True
     monkeypatch.setattr(SimWorker, "hand_on", older)
@@ -272,9 +272,9 @@ def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monke
 def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_counted(tmp_path, monkeypatch):
     hand_on, asked = SimWorker.hand_on, []
 
-    def forgetful(sim, episodes, *to):
+    def forgetful(sim, episodes, *to, **how):
         asked.append(episodes)
-        return len(asked) > 1 and hand_on(sim, episodes, *to)
+        return len(asked) > 1 and hand_on(sim, episodes, *to, **how)
 
     forgetful.served_while_busy = True
     monkeypatch.setattr(SimWorker, "hand_on", forgetful)
