@@ -135,7 +135,7 @@ def subject(run: Run) -> str:
 
 def what_is_played(env: dict[str, Any]) -> str:
     tasks = env.get("task")
-    return f"{env.get('name')} {', '.join(tasks) if isinstance(tasks, list) else tasks}"
+    return f"{env.get('name')} {', '.join(map(str, tasks)) if isinstance(tasks, list) else tasks}"
 
 
 def span_of_time(run: Run) -> str:

@@ -184,6 +184,8 @@ def read_config(path: Path, problems: list[str]) -> str:
             raise ValueError(str(err)) from None
         if not isinstance(recipe, dict):
             raise ValueError("it holds no mapping")
+        if odd := [key for key in ("env", "policy", "algo") if not isinstance(recipe.get(key) or {}, dict)]:
+            raise ValueError(f"{odd[0]} is no mapping")
         return text
     return ""
 

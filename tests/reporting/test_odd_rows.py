@@ -110,6 +110,7 @@ TRACES = {
 DAMAGES = {
     **{f"{f} {k} {v!r:.12}": put(f, k, v) for f, keys in KEYS.items() for k in keys for v in ODD},
     **{f"{f} is {t[:9]!r}": text(f, t) for f in FILES for t in TEXTS},
+    **{f"config.yaml says {t}": text("config.yaml", t) for t in ("env: 3", "policy: [1]", "env: {task: [3]}")},
     **{f"{EPISODES} {column} {value:.12}": cell(column, value) for column, value in CELLS},
     **{f"{TRACE} {kind}": text(TRACE, content) for kind, content in TRACES.items()},
 }
