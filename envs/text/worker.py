@@ -48,6 +48,7 @@ from embodied.envs.whole_episodes import EpisodeKeeper
 from embodied.runtime import Channel, Needs, Timers
 
 LOOK_S = 0.01  # between two looks for answers while env steps run
+LONGEST_PROBLEM = 1_000  # characters, in a table of episodes
 SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
 
@@ -469,7 +470,7 @@ def hear(one: Conversation, completion: Completion) -> bool:
     if last and not turn.done:
         turn = one.env.cut_short(turn)
     if turn.dropped:
-        one.problem = turn.dropped
+        one.problem = " ".join(str(turn.dropped).split())[:LONGEST_PROBLEM]
         one.hear(completion, Turn(), 0.0)
         return True
     reward = float(turn.success) if one.part.config.reward == "success" else float(turn.reward)

@@ -228,7 +228,7 @@ class Undecided(Counting):
 
     def step(self, answer):
         if answer == "?":
-            return Turn(dropped="it cannot be scored")
+            return Turn(dropped="it cannot\nbe scored" + 200_000 * " ")
         return replace(super().step(answer), done=False, said="on?")
 
     def cut_short(self, turn):
