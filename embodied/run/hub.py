@@ -69,7 +69,7 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
             continue
         if (folder := as_path(name)).exists():
             if key == "pretrained":
-                check_model(folder, policy, weights=not elsewhere)
+                check_model(folder, policy, weights=dry and not elsewhere)  # else workers say it
         elif elsewhere and not policy.speaks:  # published models are of full size, whatever their adapters
             changes |= {"preset": "full"} if key == "pretrained" else {key: None}
         else:
