@@ -51,9 +51,9 @@ def config_hash(config: dict) -> str:
     return hashlib.sha256(json.dumps(settings(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def still_says(recipe: str, kept: dict) -> bool:
+def still_says(recipe: str, kept: dict, *overrides: str) -> bool:
     """Whether a recipe says what these settings of an earlier day say. An option that came since may have its default
-    alone, with which everything is as it was."""
+    alone, with which everything is as it was; what evaluations record changes no result."""
 
     def same(kept: dict, now: dict, chosen: dict) -> bool:
         return not chosen.keys() - kept.keys() and all(
@@ -63,7 +63,14 @@ def still_says(recipe: str, kept: dict) -> bool:
             for key, value in kept.items()
         )
 
-    return same(kept, settings(resolved(recipe)), settings({"run": {}} | resolved(recipe, defaults=False)))
+    now, chosen = resolved(recipe, *overrides), {"run": {}} | resolved(recipe, *overrides, defaults=False)
+    return same(unrecorded(kept), unrecorded(settings(now)), unrecorded(settings(chosen)))
+
+
+def unrecorded(config: dict) -> dict:
+    """The config without what says how many videos evaluations make."""
+    kept = {key: value for key, value in config.get("eval", {}).items() if key not in ("videos", "failure_videos")}
+    return config | {"eval": kept} if "eval" in config else config
 
 
 def code_commit() -> str:

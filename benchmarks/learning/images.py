@@ -24,6 +24,8 @@ from benchmarks.common import (
     measure,
     read_metrics,
     resolved,
+    settings,
+    still_says,
     train_command,
 )
 from benchmarks.learning.seeds import evaluate, once, parser, program, rate
@@ -102,9 +104,10 @@ def kept() -> list[tuple[str, int, dict]]:
     """The results that lie there and are of recipes as they are now."""
     found = []
     for case, asked in CASES.items():
-        config = config_hash(resolved(*asked))
         results = (json.loads(path.read_text()) for path in sorted(PLACE.glob(f"{case}-seed-*.json")))
-        found += [(case, result["seed"], result) for result in results if result["config"] == config]
+        found += [
+            (case, each["seed"], each) for each in results if still_says(asked[0], each.get("settings", {}), *asked[1:])
+        ]
     return found
 
 
@@ -113,9 +116,9 @@ def main() -> None:
     ask.add_argument("case", choices=CASES)
     options = ask.parse_args()
     case, env, done = options.case, environment(), {}
-    config = config_hash(resolved(*CASES[case]))
+    config = resolved(*CASES[case])
     for seed in options.seeds:
-        recipe = {"seed": seed, "config": config}
+        recipe = {"seed": seed, "config": config_hash(config), "settings": settings(config)}
         played = lambda seed=seed: measure_seed(case, seed, env, options.resume)  # noqa: E731
         done[seed] = once(PLACE / f"{case}-seed-{seed}.json", recipe, options.resume, played)
         print(f"seed {seed}: {rate(done[seed]['final'])} of fresh episodes", flush=True)

@@ -72,7 +72,9 @@ def test_an_option_that_came_since_changes_nothing_unless_a_recipe_chooses_it():
     kept = settings(resolved("pullcube_ppo"))
     assert still_says("pullcube_ppo", kept)
     del kept["env"]["fast_images"], kept["collect"]  # neither of which the recipe sets
+    kept["eval"]["failure_videos"] = 99  # which changes no result
     assert still_says("pullcube_ppo", kept)
+    assert not still_says("pullcube_ppo", kept, "eval.episodes=7")
     assert not still_says("pullcube_ppo", kept | {"gone": 1})
     del kept["env"]["stagger"]  # which it does
     assert not still_says("pullcube_ppo", kept)
