@@ -54,14 +54,17 @@ class ClusterConfig(Strict):
 
 class FaultsConfig(Strict):
     timeout_s: float = Field(
-        600.0, gt=0, description="Seconds without a sign of life from those waited for, after which the run fails."
+        600.0,
+        gt=0,
+        description="Seconds without a sign of life from the workers waited for, after which those that can be "
+        "replaced are, and otherwise the run fails.",
     )
     max_restarts: int = Field(
         5, ge=0, description="How often a process of sim or policy workers is started again within faults.window_s."
     )
     window_s: float = Field(1800.0, gt=0, description="Seconds over which these restarts are counted.")
     hang_s: float = Field(
-        180.0, gt=0, description="Seconds of silence after which a sim or policy worker at work is killed as hung."
+        180.0, gt=0, description="Seconds of silence after which a sim or policy worker is killed as hung."
     )
 
     @model_validator(mode="after")
