@@ -65,6 +65,16 @@ def experts() -> str:
     return libero_experts.report(json.loads(found.read_text())["tasks"]) if found.exists() else "None is measured yet."
 
 
+def robustness() -> str:
+    """Success of a policy on a task of a suite and on the same task of its perturbations."""
+    found = json.loads((RESULTS / "libero_robustness.json").read_text())["per_task"]
+    rows = [
+        [task, f"{about['success_once']['count']} of {about['episodes']}", rate(about["success_once"])]
+        for task, about in found.items()
+    ]
+    return markdown(["task", "solved", "success_once"], rows)
+
+
 def solved() -> str:
     return tasks.report(tasks.kept())
 
@@ -88,6 +98,7 @@ BLOCKS = {
     "tasks": ("maniskill.md", solved),
     "images": ("images.md", seen),
     "experts": ("libero.md", experts),
+    "robustness": ("libero.md", robustness),
     "kills": ("faults.md", fault_page.kills),
     "simulator kills": ("faults.md", fault_page.simulator_kills),
     "schedule kills": ("faults.md", fault_page.schedule_kills),
