@@ -60,7 +60,8 @@ class InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, score: Any, most: int, parts: list, hidden: Tensor, *weights: Tensor) -> Any:
         ctx.score, ctx.most, ctx.parts = score, most, parts
-        ctx.autocast = torch.is_autocast_enabled(hidden.device.type), torch.get_autocast_dtype(hidden.device.type)
+        ctx.kind = "cpu" if hidden.is_meta else hidden.device.type  # of autocast, which does not know meta
+        ctx.autocast = torch.is_autocast_enabled(ctx.kind), torch.get_autocast_dtype(ctx.kind)
         room = [hidden.new_empty(PARTS * LOGITS_BYTES, dtype=torch.uint8)] if hidden.is_meta else []  # to be counted
         ctx.save_for_backward(hidden, *weights, *room)
         ctx.set_materialize_grads(False)
@@ -77,7 +78,7 @@ class InParts(torch.autograd.Function):
         enabled, dtype = ctx.autocast
         for (first, *which), end in zip(ctx.parts, ends, strict=True):
             part = hidden[first : first + ctx.most].detach().requires_grad_()
-            with torch.enable_grad(), torch.autocast(hidden.device.type, dtype, enabled=enabled):
+            with torch.enable_grad(), torch.autocast(ctx.kind, dtype, enabled=enabled):
                 found = ctx.score(part, *which)
             of = [grads[number][end - len(which[0]) : end] for number in wanted]
             own, *more = torch.autograd.grad([found[number] for number in wanted], [part, *weights], of)
