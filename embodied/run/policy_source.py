@@ -21,7 +21,7 @@ from embodied.run.hub import fetch, is_hub_id
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
-    from embodied.runtime.weights import Weights
+    from embodied.runtime.weight_sync import Weights
 
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
@@ -88,7 +88,7 @@ def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = No
     """`loaded` says how a model that others published is evaluated, and the options of a class of the user's. `trusted`
     is the class that the user names apart from it."""
     from embodied.policies.policy_folder import published_family, read_blobs, read_description
-    from embodied.runtime.weights import Weights
+    from embodied.runtime.weight_sync import Weights
 
     if checkpoint in BUILT_IN or is_class(checkpoint):
         return find_class(checkpoint, loaded)
@@ -291,7 +291,7 @@ def published_spec(config: Any, env: Any) -> EnvSpec:
 def weights_of(config: Any, spec: EnvSpec) -> Weights:
     """Weights of the folder, in the order and under the names of the policy that acts in this env."""
     from embodied.policies import make_policy
-    from embodied.runtime.weights import Weights
+    from embodied.runtime.weight_sync import Weights
 
     return Weights(0, make_policy(config, spec).stored_weights())
 

@@ -1,5 +1,5 @@
 """Versioned weights: written once by the trainer (`WeightStore`), seen by readers (`WeightReader`) only when published,
-and never half-changed. The driver brings each version to all readers (`WeightSync`).
+and never half-changed. The driver brings each version to all readers (`weight_sync.py`).
 
 Where a reader is decides how it gets at a version:
 
@@ -27,16 +27,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from embodied.core.errors import EmbodiedError, StaleWeights
 from embodied.runtime.channel import Channel, put_all
-from embodied.runtime.cluster import Cluster
-from embodied.runtime.device_sharing import DeviceSharing
-from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.shared_memory import map_private, map_shared
 from embodied.runtime.tensor_bytes import Blob, Spec, checksum, place
 
@@ -474,106 +470,3 @@ def open_snapshot(publication: Publication) -> int:
         os.close(fd)
         raise FileNotFoundError("another machine's or another user's file")
     return fd
-
-
-Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
-Send = Callable[[tuple[Channel, ...], bool, int], object]  # puts a version's buckets there: all, or what changed
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A version that comes from a checkpoint instead of a trainer."""
-
-    version: int
-    blobs: dict[str, Blob]
-
-
-class WeightSync:
-    """Driver side: has every worker of a group load what is published, and knows the current version for those that
-    start again or did not hold their devices.
-
-    A worker's first answer says on which way it gets at weights; a successor on the same host takes the same way.
-    `deliver` makes a version the current one. Where rollouts lag behind, `announce` begins its way while the one before
-    it still acts.
-    """
-
-    def __init__(self, cluster: Cluster, readers: WorkerGroup, device_sharing: DeviceSharing) -> None:
-        self.readers, self.device_sharing = readers, device_sharing
-        ranks = range(len(readers))
-        # By a version's area, so that a worker which loads the current version again does not meet the next one.
-        self.channels = [
-            [cluster.channel(f"weights-{r}/{area}", home=readers[r], capacity=1) for area in range(2)] for r in ranks
-        ]
-        self.routes: list[str] = []
-        self.loads: dict[int, Handle] = {}  # the last of each worker
-        self.brought: dict[int, int] = {}  # the version that this was of
-        self.fetching: set[int] = set()  # workers that the next version is on its way to
-        self.current: Publication | None = None
-        self.learned = NONE  # version that the trainer's weights are: newer than the current one where rollouts lag
-        self.send: Send | None = None
-        self.store: WeightStore | None = None  # of adopted weights
-        self.times = (0.0, 0.0)  # between which the current weights were on their way
-
-    @property
-    def version(self) -> int:
-        if self.current is None:
-            raise StaleWeights("no weights have been published yet")
-        return self.current.version
-
-    def announce(self, publication: Publication, send: Send) -> None:
-        """Begin to bring the next version to all workers that have the one before it, while they act with that."""
-        self.fetching = {rank for rank in range(len(self.readers)) if self._holds(rank, publication.follows)}
-        self._send(self.fetching, publication, send, whole=False)
-        for rank, route, channel in self._places(self.fetching, publication):
-            self.readers[rank].fetch_weights(publication, route, channel)
-
-    def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
-        """Bring a version to the workers, which use nothing else from now on; to those that do not hold their devices
-        when they do (`catch_up`)."""
-        if not self.routes:
-            self.routes = ask(lambda: self.readers.route(publication))
-        self.current, self.send = publication, send
-        self.times = (perf_counter(),) * 2
-        ranks = [rank for rank, worker in enumerate(self.readers.workers) if self.device_sharing.takes_part(worker)]
-        behind = [rank for rank in ranks if not self._holds(rank, publication.follows)]
-        return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
-
-    def reload(self, ranks: Iterable[int]) -> list[Handle]:
-        """Bring all of the current version to workers that have just been built, without publishing again."""
-        return [] if self.current is None else self._load(list(ranks), whole=True)
-
-    def catch_up(self, ranks: Iterable[int]) -> list[Handle]:
-        """Bring the current version to those of these workers to which it was not brought."""
-        return self.reload([rank for rank in ranks if self.brought.get(rank) != self.version])
-
-    def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
-        """Deliver weights that this process holds."""
-        self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
-        return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
-
-    def _holds(self, rank: int, version: int) -> bool:
-        """True if a worker is known to have this version; one that was still building then may have missed it."""
-        load = self.loads.get(rank)
-        return load is not None and load.succeeded() and load.wait()[0] == version
-
-    def _load(self, ranks: Iterable[int], whole: bool) -> list[Handle]:
-        assert self.current is not None
-        assert self.send is not None
-        ranks, version = list(ranks), self.current.version
-        fetching = set() if whole else self.fetching & {*ranks}
-        self.fetching = self.fetching - {*ranks}
-        self._send([rank for rank in ranks if rank not in fetching], self.current, self.send, whole)
-        places = self._places(ranks, self.current)
-        new = {r: self.readers[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
-        self.loads |= new
-        self.brought |= dict.fromkeys(new, version)
-        return list(new.values())
-
-    def _send(self, ranks: Iterable[int], publication: Publication, send: Send, whole: bool) -> None:
-        """Begin to send to those of these workers that get weights in buckets."""
-        far = tuple(channel for _, route, channel in self._places(ranks, publication) if route == "buckets")
-        if far:
-            send(far, whole, publication.version)
-
-    def _places(self, ranks: Iterable[int], publication: Publication) -> list[tuple[int, str, Channel]]:
-        return [(rank, self.routes[rank], self.channels[rank][publication.area]) for rank in ranks]

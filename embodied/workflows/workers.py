@@ -17,7 +17,8 @@ from embodied.envs import env_class, speaks
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
-from embodied.runtime.weights import Weights, WeightSync, new_name
+from embodied.runtime.weight_sync import Weights, WeightSync
+from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, Role, check_roles
 from embodied.workflows.prompt_routing import PromptRouter
 from embodied.workflows.rollout_manager import RequestRouter, RolloutManager
