@@ -396,6 +396,11 @@ class LanguagePolicy(PublishedPolicy):
         if folder is None or not (folder / CONFIG).is_file():
             return
         shape = files.read_config(folder)
+        if any(getattr(shape, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise ConfigError(
+                f"policy.engine=vllm: on a CPU new weights do not reach its experts, and {folder} is a "
+                f"{shape.model_type}; try policy.engine=transformers"
+            )
         dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         if dim not in CPU_HEADS:
             raise ConfigError(

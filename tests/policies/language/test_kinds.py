@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from language_models import drained
+from language_models import answers
 from safetensors.torch import load_file, save_file
 from tiny_language import SPEC, build, inputs_of, theirs, write
 
@@ -77,8 +77,7 @@ def test_a_folder_of_any_kind_scores_writes_and_is_saved_as_in_transformers(kind
     assert counted.num_weights == sum(p.numel() for p in policy.parameters()) and counted.activations > 0
 
     engine = make_engine(policy.config, policy)
-    engine.begin(0, 0, "train", 0.0)
-    (answer,) = drained(engine, [Request(0, PROMPT, 6, 0)]).values()
+    (answer,) = answers(engine, [Request(0, PROMPT, 6, 0)], 0.0).values()
     likely = expected(model, tuple(answer.tokens.tolist()))
     np.testing.assert_allclose(answer.logprobs, likely, atol=1e-5)
 
