@@ -1,4 +1,4 @@
-"""Brings each published version of the weights to all policy workers (the driver's side of `weights.py`)."""
+"""Brings each published version of the weights to all workers that read it (the driver's side of `weights.py`)."""
 
 from __future__ import annotations
 
