@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 VALUES = "values"
+LANGUAGE_FOLDERS = "embodied.policies.language.folder"  # imported when needed: it imports transformers
 PRISMATIC = ("openvla", "openvla_oft")
 OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 TOKENIZER = "tokenizer.json"
@@ -120,9 +122,7 @@ def read_blobs(folder: Path) -> dict[str, Blob]:
     below, names = read_blobs(Path(base)), config.get("base_names", {})
     names = {own_layer(name): own_layer(stored) for name, stored in names.items()}
     if set(names.values()) - below.keys() and published_family(Path(base)) == "language":
-        from embodied.policies.language.folder import read_modules
-
-        below |= read_modules(Path(base))
+        below |= import_module(LANGUAGE_FOLDERS).read_modules(Path(base))
     if lost := sorted(set(names.values()) - below.keys()):
         raise CheckpointError(f"{folder} holds adapters for another model than that in {base}: {lost[0]} is not there")
     return {own: below[stored] for own, stored in names.items()} | blobs

@@ -191,7 +191,7 @@ def read_weights(folder: Path, model: Any, tied: str | None) -> dict[str, Blob]:
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightSource:
     """The names in a folder that a weight of a module comes from: one, or several that a rule makes it of."""
 
     names: list[str]
@@ -212,23 +212,23 @@ class MadeBlob(Blob):
         return self.make()
 
 
-def origins(model: Any, stored: Iterable[str]) -> dict[str, Origin]:
+def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
     """Where a folder with these names has the weights of the model's modules; other names stand for themselves."""
     rules, own = get_model_conversion_mapping(model), model.state_dict()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    found: dict[str, Origin] = {}
+    found: dict[str, WeightSource] = {}
     for name in sorted(stored, key=by_number):
         new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if new not in own:
             new, pattern = rename_source_key(name, [], [], model.base_model_prefix, own)
         if pattern is None:
-            found[new if new in own else name] = Origin([name])
+            found[new if new in own else name] = WeightSource([name])
             continue
         rule = of_pattern[pattern]
         for target in rule.target_patterns:
-            origin = found.setdefault(new.replace(rule.target_patterns[0], target), Origin([], rule, first=new))
+            origin = found.setdefault(new.replace(rule.target_patterns[0], target), WeightSource([], rule, first=new))
             origin.names.append(name)
             origin.patterns.append(pattern)
     return found
@@ -247,7 +247,7 @@ def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
     return found
 
 
-def convert(model: Any, name: str, origin: Origin, stored: dict[str, Blob], spec: Spec) -> np.ndarray:
+def convert(model: Any, name: str, origin: WeightSource, stored: dict[str, Blob], spec: Spec) -> np.ndarray:
     """The bytes of a weight that a rule makes of some of a folder's."""
     rule = copy.deepcopy(origin.rule)
     for pattern, source in zip(origin.patterns, origin.names, strict=True):

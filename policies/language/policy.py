@@ -8,7 +8,6 @@ folder it lies apart, so that what others load is the model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,16 +18,17 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, GPT2Config, PreTrainedConfig, Qwen3Config
-from transformers.integrations.moe import ExpertsInterface
+from transformers import GPT2Config, PreTrainedConfig, Qwen3Config
 
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
 from embodied.core.types import EnvSpec
 from embodied.policies.base import Scores
+from embodied.policies.language import attention
 from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
+from embodied.policies.language.chunked_scores import LOGITS_BYTES, InParts
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.packing import Packed, into_passes, lay_out
@@ -43,49 +43,9 @@ KINDS = {"full_attention", "sliding_attention"}  # of layers
 SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_softcapping": "gemma"}
 """Keys by which a head is more than a product, and how the types of models begin that know them."""
 UNKNOWN = ("attn_logit_softcapping",)  # of attention, which kernels leave out without a word
-DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
-COUNTED = "embodied_counted"  # where nothing is computed, only what is kept is counted
-LOGITS_BYTES = 2**27  # of the log-probs of all words at some places, at most, at a time
-PARTS = 5  # as many bytes again are there at a time while a part is scored in the backward pass
 COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
 ROUNDING = 1e-3  # nats, which float32 stays far below
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
-TILE = 128  # of flex_attention's blocks, into which rows are divided
-
-
-class InParts(torch.autograd.Function):
-    """Scores a part of the places at a time, and again in the backward pass, so that the logits of all never exist.
-    Gradients of weights are summed in float32 at least."""
-
-    @staticmethod
-    def forward(ctx: Any, score: Any, most: int, parts: list, hidden: Tensor, *weights: Tensor) -> Any:
-        ctx.score, ctx.most, ctx.parts = score, most, parts
-        ctx.kind = "cpu" if hidden.is_meta else hidden.device.type  # of autocast, which does not know meta
-        ctx.autocast = torch.is_autocast_enabled(ctx.kind), torch.get_autocast_dtype(ctx.kind)
-        room = [hidden.new_empty(PARTS * LOGITS_BYTES, dtype=torch.uint8)] if hidden.is_meta else []  # to be counted
-        ctx.save_for_backward(hidden, *weights, *room)
-        ctx.set_materialize_grads(False)
-        found = [score(hidden[first : first + most], *which) for first, *which in parts]
-        return tuple(torch.cat(each) for each in zip(*found, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        hidden, *weights = ctx.saved_tensors
-        ends = np.cumsum([len(takes) for _, takes, _ in ctx.parts])
-        wanted = [number for number, grad in enumerate(grads) if grad is not None]
-        sums = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in weights]
-        backwards = torch.empty_like(hidden)
-        enabled, dtype = ctx.autocast
-        for (first, *which), end in zip(ctx.parts, ends, strict=True):
-            part = hidden[first : first + ctx.most].detach().requires_grad_()
-            with torch.enable_grad(), torch.autocast(ctx.kind, dtype, enabled=enabled):
-                found = ctx.score(part, *which)
-            of = [grads[number][end - len(which[0]) : end] for number in wanted]
-            own, *more = torch.autograd.grad([found[number] for number in wanted], [part, *weights], of)
-            backwards[first : first + ctx.most] = own
-            for total, grad in zip(sums, more, strict=True):
-                total += grad
-        return None, None, None, backwards, *(s.to(w.dtype) for s, w in zip(sums, weights, strict=True))
 
 
 class ValueHead(nn.Linear):
@@ -195,8 +155,8 @@ class LanguagePolicy(PublishedPolicy):
         where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt. A token's
         value is that of the text before it."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
-        way = attention_kernel(self.device, self.dtype)
-        room = wide_row(way, self.model.config.hidden_size)
+        way = attention.attention_kernel(self.device, self.dtype)
+        room = attention.wide_row(way, self.model.config.hidden_size)
         packed = lay_out(tokens, mask, lengths, groups, wide=room)
         takes, scored = (tensor_of(each, self.device) for each in (packed.takes, packed.scored))
         hidden = self.hidden(packed, way)
@@ -223,9 +183,9 @@ class LanguagePolicy(PublishedPolicy):
         )
         if self.model.config._attn_implementation != way:
             self.model.set_attn_implementation(way)
-            if way == COUNTED:
+            if way == attention.COUNTED:
                 self.model.set_experts_implementation(way)
-        seen = attention_mask(packed, way, self.device)
+        seen = attention.attention_mask(packed, way, self.device)
         states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False)
         return states.last_hidden_state.flatten(0, 1)[sources]
 
@@ -527,86 +487,3 @@ def longest(config: LanguageConfig, shape: PreTrainedConfig) -> int:
                 f"try policy.max_length={number}"
             )
     return config.max_length or min(known.values())
-
-
-# Which tokens of packed rows see which: the one place that knows the kernel that computes attention
-
-
-def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of attention: on GPUs one that leaves out what nobody sees, elsewhere one with a dense mask."""
-    if device.type == "meta":
-        return COUNTED
-    return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
-
-
-def wide_row(kernel: str, dim: int) -> float:
-    """Places of a row at which attention costs a model of this width as much as all else: a dense mask is computed
-    through, whatever it hides (12 dim^2 products a token beside 2 dim a place, which are three times as slow)."""
-    return 2.0 * dim if kernel == DENSE else math.inf
-
-
-def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
-    """Says which places see which, for transformers' `attention_mask`. Places without a token see such places, so that
-    no row of numbers is empty."""
-    if kernel == COUNTED:  # without one, models of which a token is padding would look for it
-        rows, width = packed.ids.shape
-        return torch.ones(rows, 1, width, width, dtype=torch.bool, device=device)
-    blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
-    if kernel == DENSE:
-        return dense(blocks, segments)
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    rows, width = blocks.shape
-    return create_block_mask(rule(blocks, segments), rows, None, width, width, device=device, BLOCK_SIZE=TILE)
-
-
-def dense(blocks: Tensor, segments: Tensor) -> Tensor:
-    """bool [B, 1, W, W]: what is before a place, in its block, and shared by that block or of its own segment."""
-    same = blocks[:, :, None] == blocks[:, None, :]
-    mine = segments[:, :, None] == segments[:, None, :]
-    return (same & (mine | (segments == 0)[:, None, :])).tril()[:, None]
-
-
-def rule(blocks: Tensor, segments: Tensor) -> Any:
-    """The same, place by place."""
-
-    def sees(row: Tensor, head: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        theirs = segments[row, other]
-        mine = (segments[row, one] == theirs) | (theirs == 0)
-        return (one >= other) & (blocks[row, one] == blocks[row, other]) & mine
-
-    return sees
-
-
-class CountedAttention(torch.autograd.Function):
-    """Keeps for the backward pass what both kernels do: what goes in and what comes out, no attention mask."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, out)
-        return out
-
-
-def counted_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, None]:
-    """Attention on the meta device, as transformers calls it: [B, heads, W, D] -> [B, W, heads, D]."""
-    return CountedAttention.apply(query, key, value).transpose(1, 2).contiguous(), None
-
-
-def counted_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """A layer of experts on the meta device, as transformers calls it: every token goes through as many as it chose."""
-    one, turned = hidden.repeat_interleave(chosen.shape[-1], dim=0), getattr(module, "is_transposed", False)
-
-    def linear(inputs: Tensor, matrices: Tensor) -> Tensor:
-        return inputs @ (matrices[0] if turned else matrices[0].T)
-
-    inner = linear(one, module.gate_up_proj if module.has_gate else module.up_proj)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = linear(inner, module.down_proj) * weights.reshape(-1, 1)
-    return out.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
-
-
-AttentionInterface.register(COUNTED, counted_attention)
-ExpertsInterface.register(COUNTED, counted_experts)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tiny_language import answers, apart, build, inputs_of
 from torch.nn.attention.flex_attention import create_mask
 
+from embodied.policies.language.attention import dense, rule
 from embodied.policies.language.packing import first_fit, into_passes, lay_out
-from embodied.policies.language.policy import dense, rule
 
 
 def flat(inputs):
