@@ -58,7 +58,7 @@ SAME_ONLY_AT = {  # options that TRL has no counterpart for, and the value at wh
     "algo.epochs": 1,
     "algo.minibatch_size": None,
     "algo.kl_coef": 0.0,
-    "algo.lr_schedule": "constant",
+    "algo.lr_schedule": "linear",
     "pipeline.schedule": "sync",
 }
 

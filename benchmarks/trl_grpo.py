@@ -58,7 +58,7 @@ def make_trainer(settings: dict, folder: str, rows: list[dict]):
         adam_epsilon=settings["adam_eps"],
         weight_decay=0.0,
         max_grad_norm=settings["max_grad_norm"],
-        lr_scheduler_type="constant",
+        lr_scheduler_type="linear",
         beta=0.0,
         loss_type="dapo",
         scale_rewards="none",

@@ -167,10 +167,9 @@ def test_the_automatic_schedule_is_periodic_where_that_pays_by_the_profile(tmp_p
     assert plan.reason.startswith("periodic, custom: the fastest" if schedule == "periodic" else "collocated: ")
 
 
-@pytest.mark.parametrize("option", ["algo.filter=resample", "learner.shard=true"])
-def test_the_automatic_schedule_is_sync_where_periodic_would_learn_something_else(tmp_path, option):
-    """Sync carries over what resampling played beyond a batch, and periodic discards it; shards work together."""
-    config = grouped(tmp_path, "pipeline.schedule=auto", option)
+def test_the_automatic_schedule_is_sync_where_periodic_would_learn_something_else(tmp_path):
+    """Sync carries over the groups that resampling played beyond a batch, and periodic discards them."""
+    config = grouped(tmp_path, "pipeline.schedule=auto", "algo.filter=resample")
     store_costs(config, 1.0, EVEN)
     assert auto(config)[0].pipeline.schedule == "sync"
 

@@ -25,6 +25,7 @@ AS_PLAYED = (
     "video_size",
     "initial_states",
 )
+ONE_SEED = 500
 APART = (*OF_TRAINING, *OF_FOLDER, *AS_PLAYED, "lora_targets", "lora_init", "lora_path", "initial_log_scale", "reward")
 
 
@@ -44,7 +45,15 @@ def compare_with_published(results: dict[str, Any], played: Any, policy: Any) ->
     if ours:
         difference, *interval = independent_difference(ours["count"], ours["of"], count, model.episodes)
         found |= {"difference": difference, "interval": interval}
-    return found | {"differs": differing_settings(model, suite, results, played, policy)}
+    differs = differing_settings(model, suite, results, played, policy)
+    return found | {"differs": differing_episodes(model, suite, task, ours) + differs}
+
+
+def differing_episodes(model: PublishedModel, suite: str, task: Any, ours: dict[str, Any] | None) -> list[str]:
+    """The part of the published evaluation that was played, of which one seed has at most `ONE_SEED` episodes."""
+    whole, count = min(model.episodes, ONE_SEED), ours["of"] if ours else 0
+    found = [f"env.task={write_yaml(task)} here, {suite} there"] if task not in (suite, [suite]) else []
+    return found + ([f"{count} episodes here, {whole} there"] if count < whole else [])
 
 
 def differing_settings(

@@ -381,3 +381,5 @@ def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
         raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
     if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:
         raise ValueError(f"{odd[0]} should hold counts")
+    if (state["rows.episode"] < 0).any():
+        raise ValueError("rows.episode holds a negative number, and episodes are counted from 0")

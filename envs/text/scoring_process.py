@@ -36,7 +36,7 @@ class Scorer:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.asked = threading.Lock()  # by one at a time
+        self._asking = threading.Lock()  # held by the thread whose question is answered
         self._begin()
 
     @property
@@ -48,7 +48,7 @@ class Scorer:
         """The score of an answer, and what went wrong with it; after so many seconds it is 0."""
         if len(question["answer"]) > LONGEST:
             return 0.0, f"longer than {LONGEST} characters"
-        with self.asked:
+        with self._asking:
             return self._score(seconds, question)
 
     def _score(self, seconds: float, question: dict[str, Any]) -> tuple[float, str]:

@@ -410,7 +410,7 @@ class FirstLayers(LanguagePolicy):
         """The largest difference of log-probs, in nats, over two short texts that begin alike."""
         words = self.model.config.get_text_config().vocab_size
         ids = (np.arange(1, 18) * 7919 % words).astype(np.int64)
-        texts = [ids[:12], np.concatenate([ids[:8], ids[12:]])]
+        texts = [text[: self.max_length] for text in (ids[:12], np.concatenate([ids[:8], ids[12:]]))]
         theirs = files.logprobs_by_transformers(self.origin, self.model.config, texts)
         PublishedPolicy.initialise(self, np.random.default_rng(0))
         mask = [np.arange(len(text)) > 0 for text in texts]

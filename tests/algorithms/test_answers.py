@@ -71,7 +71,7 @@ def test_ppo_with_the_ratio_of_an_answer_is_refused():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["algo.minibatch_size=40"], r"would tear groups of algo\.group_size=16; try algo\.minibatch_size=32"),
+        (["algo.minibatch_size=36"], r"would tear groups of algo\.group_size=8; try algo\.minibatch_size=32"),
         (["algo.overlong=6"], r"more than policy\.max_tokens=5, so every answer would pay; try algo\.overlong=1"),
         (["learner.micro_batch_size=4"], r"set learner\.pack_tokens instead"),
     ],

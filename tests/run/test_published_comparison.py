@@ -37,6 +37,15 @@ def test_the_same_protocol_is_told_from_another_one():
     assert other["differs"] == ["eval.temperature=1.0 here, 0.0 there", "env.image_size=128 here, 256 there"]
 
 
+def test_a_part_of_the_published_evaluation_is_told():
+    results, *told = played("env.task=libero_spatial/0")
+    results["overall"]["success_once"] |= {"count": 1, "of": 2}
+    assert compare_with_published(results, *told)["differs"] == [
+        "env.task=libero_spatial/0 here, libero_spatial there",
+        "2 episodes here, 500 there",
+    ]
+
+
 def test_another_mujoco_than_the_published_one_is_told(monkeypatch):
     monkeypatch.setattr("embodied.envs.evaluation_protocols.version", {"mujoco": "3.17.0"}.__getitem__)
     results, *told = played()

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +32,13 @@ scoring.SCORES["faulty"] = ("json", score)
 scoring.main("faulty")
 """
 
+    LOCK = threading.Lock()  # several begin at a time, and a name of the module is replaced meanwhile
+
     def _begin(self):
+        with self.LOCK:
+            self._begin_faulty()
+
+    def _begin_faulty(self):
         class Own(subprocess.Popen):
             def __init__(self, command, **options):
                 super().__init__([sys.executable, "-c", Faulty.CODE], **options)
@@ -59,6 +66,8 @@ def test_an_answer_need_not_wait_for_another_that_takes_long(monkeypatch):
         while scorers.idle:
             assert not slow.done()
         assert scorers.score(60.0, answer="abc") == (3.0, "") and not slow.done()
+        while not scorers.all[0]._ready:  # killed earlier, it would not have started
+            time.sleep(0.01)
         os.kill(scorers.all[0].pid, signal.SIGKILL)
         assert slow.result() == (0.0, DIED)
     scorers.close()
