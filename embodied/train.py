@@ -250,7 +250,9 @@ def train(
             if interruption.requested and saves.version != state["version"]:
                 save(loop, state, saves, folder, console)
             spent = timeline.end()
-        exhausted = loop.exhausted
+        exhausted = "" if loop.solved else loop.exhausted
+    if loop.solved:
+        console.say("solved      every episode of the last iterations succeeded, so there is nothing more to learn")
     console.end(state, interruption.requested or bool(exhausted), spent, loop.evaluator.most)
     if exhausted:
         raise NothingToLearn(exhausted)

@@ -30,6 +30,15 @@ def test_a_run_that_has_nothing_to_learn_from_saves_and_says_why(tmp_path, capsy
     assert list(run.glob("eval/*/results.json"))
 
 
+def test_a_run_in_which_every_episode_succeeds_is_finished_early(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("embodied.envs.pointmass.env.REACH", 10.0)
+    easy = ["env.reward=success", "env.num_envs=8", "algo.groups=2", "algo.max_empty=2", "eval.episodes=2"]
+    assert main(["recipe=pointmass_grpo", f"run.dir={tmp_path}", *easy, *SHORT]) == 0
+    (run,) = tmp_path.iterdir()
+    assert json.loads((run / "run.json").read_text())["state"] == "finished" and len(metrics(run)) == 2
+    assert "every episode of the last iterations succeeded" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_point_mass_learns_to_reach_its_target(tmp_path):
     assert main(["recipe=pointmass_grpo", f"run.dir={tmp_path}", *SHORT[:2]]) == 0

@@ -154,6 +154,10 @@ class Workflow(Protocol):
         """Why the run should end before its last iteration; empty otherwise."""
 
     @property
+    def solved(self) -> bool:
+        """True if the run ends before its last iteration since every episode succeeds."""
+
+    @property
     def version(self) -> int:
         """Version of the learners' weights, which the next checkpoint holds."""
 

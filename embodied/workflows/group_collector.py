@@ -91,6 +91,7 @@ class GroupCollector:
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
+        self.solved = False  # every episode of the last batch succeeded
         self.unusable = ""  # why no episode of the last batch counts
         self.warned = False  # that some do not
         self.handed = 0  # times that episodes were handed over
@@ -323,6 +324,7 @@ class GroupCollector:
 
     def _count_empty(self, batch: GroupedEpisodes) -> None:
         self.empty = 0 if batch.groups else self.empty + 1
+        self.solved = bool(batch.finished) and all(result.success_once for result in batch.finished)
         if problems := batch.problems:
             total = len(problems) + len(batch.finished)
             why = f"{len(problems)} of {total} conversations count for nothing, the first because {problems[0]}"

@@ -206,6 +206,11 @@ class EmbodiedLoop:
         return self.source.exhausted
 
     @property
+    def solved(self) -> bool:
+        """True if the run ends before its last iteration since every episode succeeds."""
+        return bool(self.exhausted) and getattr(self.source, "solved", False)
+
+    @property
     def groups(self) -> list[WorkerGroup]:
         return list(self.workers.groups.values())
 
