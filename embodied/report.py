@@ -15,6 +15,7 @@ The page needs no network and no server: open it from disk in any browser.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
@@ -22,7 +23,7 @@ from embodied.core.files import as_path, replace_text
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
-from embodied.reporting.seed_sets_page import SeedSet, sets_of
+from embodied.reporting.seed_sets_page import SeedSet, sets_of, unread_files
 from embodied.run import launch
 from embodied.run.run_group import is_group, read_group
 
@@ -46,9 +47,16 @@ def write(folders: list[Path], out: Path | None) -> Path:
     """Write the page of one run, or of several compared; returns its path."""
     if out is None:
         out = folders[0] / REPORT if len(folders) == 1 else folders[0].resolve().parent / COMPARISON
-    text = page_of(folders[0], out.parent) if len(folders) == 1 else comparison(read_all(folders), out.parent)
+    if len(folders) == 1:
+        text, unread = page_of(folders[0], out.parent)
+    else:
+        found = read_all(folders)
+        text, unread = comparison(found, out.parent), unread_files(found)
     out.parent.mkdir(parents=True, exist_ok=True)
     replace_text(out, text)
+    if unread:
+        files = "1 file" if unread == 1 else f"{unread} files"
+        print(f"{files} could not be read; the top of the page says why", file=sys.stderr)
     return out
 
 

@@ -271,7 +271,7 @@ def fresh(loop: Workflow, folder: RunFolder) -> dict:
 def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
     """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
     state = read_counters(checkpoint)
-    folder.log.keep_rows(state["iteration"])
+    missing = folder.log.keep_rows(state["iteration"])
     sims = read_arrays(checkpoint / SIMS, CheckpointError)
     with reading(checkpoint / STATE, CheckpointError):
         console.restore(state.pop(RECENT_EPISODES, []))
@@ -284,6 +284,8 @@ def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console
     state["abandoned_episodes"] += abandoned
     state["dropped_batches"] += dropped
     console.resumed(checkpoint, state, abandoned, dropped)
+    if missing:
+        console.say(f"warning: rows {missing} of {folder.log.metrics.name} are missing; curves leave them out")
     return state
 
 

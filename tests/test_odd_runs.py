@@ -135,6 +135,19 @@ def test_a_run_whose_env_rows_are_no_archive_is_not_resumed(copy, capfd, content
     told_of("sims.npz cannot be read", capfd, run("train", f"resume={copy}", "run.iterations=2"))
 
 
+@pytest.mark.parametrize(("kept", "missing"), [((), "1 to 4"), ((1, 4), "2 to 3"), ((2, 3), "1, 4")])
+def test_a_resumed_run_says_which_rows_of_its_metrics_are_lost(copy, capsys, kept, missing):
+    assert run("train", f"resume={copy}", "run.iterations=4") == 0
+    metrics = copy / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[number - 1] for number in kept))
+    if not kept:
+        metrics.unlink()
+    assert "are missing" not in capsys.readouterr().out
+    assert run("train", f"resume={copy}", "run.iterations=5") == 0
+    assert f"rows {missing} of metrics.jsonl are missing" in capsys.readouterr().out
+
+
 def set_at(path, value):
     def change(content):
         *parents, last = path

@@ -125,6 +125,9 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
             return None
         if path.is_file():
             return path
+        if path.is_dir():
+            problems.append(f"{asked_by or 'recipe='}{recipe}: {path} is a folder; name a recipe file")
+            return None
         beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
         hint = nearest_key(str(path), beside)
         problems.append(f"{asked_by or 'recipe='}{recipe}: there is no file {path}{hint}")

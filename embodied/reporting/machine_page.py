@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from embodied.core.arrays import gather
+from embodied.core.files import reading
 from embodied.reporting.html import Html, facts_table, join, tag
-from embodied.reporting.runs import Run
+from embodied.reporting.runs import Run, noted
 from embodied.reporting.svg import Series, figure, legend, line_chart, short
 from embodied.reporting.timeline import TimedSpan, innermost, read_trace
 
@@ -50,11 +51,14 @@ def time_spent(run: Run) -> list[Html]:
 
 
 def timeline_charts(run: Run) -> list[Html]:
-    """Every worker's activities, from trace.json: shares of the time, and piece by piece the last iterations in it."""
+    """Every worker's activities, from trace.json: shares of the time, and piece by piece the last iterations in it.
+    Adds to the run's problems if that cannot be read."""
     path = run.folder / TRACE
-    if not path.is_file():
-        return []
-    spans, note = pieces_of(path)
+    spans: list[TimedSpan] = []
+    note: list[Html] = []
+    if path.is_file():
+        with noted(run.problems), reading(path):
+            spans, note = pieces_of(path)
     if not spans:
         return note
     last = max(span.iteration for span in spans)

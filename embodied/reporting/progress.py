@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from io import FileIO, StringIO
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -289,13 +290,16 @@ class RunLog:
         self._rewrite(rows)
         self._point(row["env_steps"], figures)
 
-    def keep_rows(self, iteration: int) -> None:
-        """Drop the rows and samples of iterations after `iteration`: a resumed run makes them again."""
+    def keep_rows(self, iteration: int) -> str:
+        """Drop the rows and samples of iterations after `iteration`: a resumed run makes them again. Returns which
+        rows up to there are missing, like `3 to 39`, or nothing."""
+        rows = [row for row in self._rows() if row["iteration"] <= iteration]
         if self.metrics.is_file():
-            self._rewrite([row for row in self._rows() if row["iteration"] <= iteration])
+            self._rewrite(rows)
         if self.conversations.is_file():
             kept = [sample for sample in read_samples(self.path) if sample["iteration"] <= iteration]
             replace_text(self.conversations, b"".join(map(as_line, kept)).decode())
+        return missing_rows([0, *sorted({row["iteration"] for row in rows}), iteration + 1])
 
     def close(self, failed: bool = False) -> None:
         if self._file is not None:
@@ -361,6 +365,12 @@ def in_folders(numbers: dict) -> dict[str, float]:
         for name, number in numbers.items()
         if isinstance(number, int | float)
     }
+
+
+def missing_rows(there: Sequence[int]) -> str:
+    """The numbers between these, in words: `3 to 39, 41` of 2, 40 and 42."""
+    gaps = [(before + 1, after - 1) for before, after in pairwise(there) if after - before > 1]
+    return ", ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in gaps)
 
 
 def row_of(line: str) -> dict | None:

@@ -39,19 +39,21 @@ WHEN = "%Y-%m-%d %H:%M UTC"
 def write_report(folder: Path) -> Path:
     """Write report.html of a run, an evaluation or a group of runs into its folder; returns its path."""
     out = folder / REPORT
-    replace_text(out, page_of(folder, out.parent))
+    replace_text(out, page_of(folder, out.parent)[0])
     return out
 
 
-def page_of(folder: Path, beside: Path) -> str:
-    """The page of a run, an evaluation or a group of runs."""
+def page_of(folder: Path, beside: Path) -> tuple[str, int]:
+    """The page of a run, an evaluation or a group of runs, and how many files could not be read."""
     if not is_group(folder):
-        return report(read_run(folder), beside)
+        run = read_run(folder)
+        return report(run, beside), len(run.problems)
     from embodied.reporting.comparison_page import comparison
-    from embodied.reporting.seed_sets_page import sets_of
+    from embodied.reporting.seed_sets_page import sets_of, unread_files
 
     group = read_group(folder)
-    return comparison(sets_of(group), beside, group)
+    sets = sets_of(group)
+    return comparison(sets, beside, group), unread_files(sets)
 
 
 def report_or_say_why(folder: Path) -> None:
@@ -65,6 +67,7 @@ def report_or_say_why(folder: Path) -> None:
 
 def report(run: Run, beside: Path) -> str:
     """The page as text; videos too large to be inside are linked relative to the folder `beside`."""
+    timeline = timeline_charts(run)  # before the header, which tells of an unreadable trace
     parts = [header(run), tiles(run)]
     if run.metrics:
         parts.append(section("Results", tag("div", *result_charts(run), class_="charts"), note=RESULTS_NOTE))
@@ -73,7 +76,7 @@ def report(run: Run, beside: Path) -> str:
     if run.metrics:
         parts.append(section("Learning", *learning_charts(run)))
         parts += sampled_conversations(run, beside)
-        parts.append(section("Where the time went", *time_spent(run), *timeline_charts(run)))
+        parts.append(section("Where the time went", *time_spent(run), *timeline))
     if run.info.get("placement"):
         parts.append(section("Placement", *placement_chart(run.info["placement"])))
     recipe = run.config and tag("details", tag("summary", "config.yaml, the resolved recipe"), tag("pre", run.config))

@@ -353,6 +353,11 @@ def label_of(one: SeedSet, place: int, sets: Sequence[SeedSet]) -> str:
     return one.label if one.seeds[place] is None else f"{one.label}, {one.name(place)}"
 
 
+def unread_files(found: Sequence[Run | SeedSet]) -> int:
+    """The number of files of these runs that could not be read."""
+    return sum(len(run.problems) for one in found for run in (one.runs if isinstance(one, SeedSet) else [one]))
+
+
 def problems(sets: Sequence[SeedSet]) -> list[str]:
     """The runs that did not end well, by name."""
     found = []

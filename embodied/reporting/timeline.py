@@ -177,17 +177,21 @@ def us(seconds: float) -> float:
 
 def read_trace(path: Path) -> list[TimedSpan]:
     """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short or that
-    a trace viewer has saved. Events that are no spans of ours are left out."""
+    a trace viewer has saved. Events that are no spans of ours are left out; ValueError where there are no events."""
     names: dict[tuple[str, int], str] = {}
+    events = 0
     spans: list[TimedSpan] = []
     with path.open(errors="replace") as file:
         for event in (event for line in file for event in events_in(line)):
+            events += isinstance(event, dict)
             with suppress(LookupError, TypeError, ValueError):
                 if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
                     key = event["pid"] if event["name"] == "process_name" else event["tid"]
                     names[event["name"], key] = str(event["args"]["name"])
                 elif event["ph"] == "X":
                     spans.append(span_of(event, names))
+    if not events:
+        raise ValueError("it holds no events of a trace")
     return sorted(spans, key=lambda span: (span.worker, span.start_s, -span.end_s))
 
 

@@ -9,6 +9,8 @@ business (`score_of` in algorithms/groups.py, `trained_tokens` in learners/token
 
 from __future__ import annotations
 
+import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -51,6 +53,7 @@ LOOK_S = 0.01  # between two looks for answers while env steps run
 LONGEST_PROBLEM = 1_000  # characters, in a table of episodes
 SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which no tokenizer takes
 
 
 class TextWorker(EpisodeKeeper):
@@ -484,7 +487,7 @@ def hear(one: Conversation, completion: Completion) -> bool:
 
 
 def checked_said(said: Said, kind: type[TextEnv]) -> Said:
-    """Checks that an env speaks in text or messages, and returns that."""
+    """Checks that an env speaks in text or messages of whole characters, and returns that."""
     if isinstance(said, list):
         said = tuple(said)
     fine = isinstance(said, str) or (
@@ -494,5 +497,11 @@ def checked_said(said: Said, kind: type[TextEnv]) -> Said:
         raise EmbodiedError(
             f"{kind.__name__} says {said!r:.100}; it must be text, or messages such as "
             '({"role": "user", "content": "..."},)'
+        )
+    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str, skipkeys=True)
+    if half := HALF_CHARACTER.search(text):
+        raise EmbodiedError(
+            f"{kind.__name__} says {text[:100]!r}, which holds half a character ({half[0]!r}); decode the bytes with "
+            'errors="replace"'
         )
     return said

@@ -217,6 +217,7 @@ def test_the_same_key_twice_is_a_mistake_wherever_it_happens(recipe):
         ("env: !!python/object:os.system {}", "could not determine a constructor"),
         ("extends: maniskill_pop", "did you mean 'maniskill_ppo'?"),
         ("extends: ./nowhere.yaml", "there is no file"),
+        ("extends: ./d.yaml", "is a folder; name a recipe file"),
         ("extends: ./loop.yaml", "this link leads back to itself"),
         ("extends: ~nouser/x.yaml", "there is no user nouser"),
         ('extends: "./a\\0.yaml"', "holds the character"),
@@ -230,6 +231,7 @@ def test_the_same_key_twice_is_a_mistake_wherever_it_happens(recipe):
 )
 def test_a_broken_recipe_file_says_what_is_wrong_with_it(recipe, tmp_path, text, answer):
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "d.yaml").mkdir()
     told = mistakes(recipe(text))
     assert answer in told
 

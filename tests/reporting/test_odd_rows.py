@@ -116,6 +116,15 @@ DAMAGES = {
 }
 
 
+def test_a_report_counts_the_files_that_it_could_not_read(copy, capsys):
+    noise = bytes(range(256)) * 8
+    for count, file in enumerate((TRACE, METRICS, RESULTS), 1):
+        (copy / file).write_bytes(noise)
+        assert report([str(copy)]) == 0
+        assert f"{count} file{'s' * (count > 1)} could not be read" in capsys.readouterr().err
+        assert f"{file} cannot be read" in (copy / "report.html").read_text()
+
+
 FIRST = [pytest.param(first, marks=[] if first in (3, 8) else pytest.mark.slow) for first in range(10)]
 
 

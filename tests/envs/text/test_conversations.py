@@ -217,7 +217,21 @@ def test_what_is_no_turn_or_no_text_is_refused_by_name():
         def step(self, answer):
             return 1.0
 
-    for kind, message in ((Silent, "Silent says 5; it must be text"), (Numb, "Numb.step returned float")):
+    class Halved(Counting):
+        def step(self, answer):
+            return Turn(said="\ud800")
+
+    class HalvedMessage(Counting):
+        def reset(self, spec):
+            return ({"role": "user", "content": "a\udfff"},)
+
+    refusals = {
+        Silent: "Silent says 5; it must be text",
+        Numb: "Numb.step returned float",
+        Halved: "Halved says .*holds half a character",
+        HalvedMessage: "HalvedMessage says .*holds half a character",
+    }
+    for kind, message in refusals.items():
         for most in (1, 16):
             with pytest.raises(EmbodiedError, match=message):
                 held(Policy(), [0], kind=kind, most=most)
