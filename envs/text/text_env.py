@@ -20,6 +20,8 @@ that scores) is loaded once by `load`. Steps that take long run in threads, seve
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -27,7 +29,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from embodied.core.conversations import Said
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EnvCapabilities
@@ -36,6 +38,7 @@ from embodied.envs.evaluation_protocols import EvaluationProtocol
 REWARDS = ("own", "success")
 TRIES = 1000  # draws in a row that show nothing new: then there is hardly more
 Question = TypeVar("Question")
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which no tokenizer takes
 
 
 @dataclass(frozen=True)
@@ -209,3 +212,24 @@ def first_questions(
             raise ConfigError(f"only {len(found)} different questions are drawn, and num_held_out={count} are held out")
         found[drawn] = None
     return list(found)
+
+
+def checked_said(said: Said, kind: type[TextEnv]) -> Said:
+    """Checks that an env speaks in text or messages of whole characters, and returns that."""
+    if isinstance(said, list):
+        said = tuple(said)
+    fine = isinstance(said, str) or (
+        isinstance(said, tuple) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said)
+    )
+    if not fine or not said:
+        raise EmbodiedError(
+            f"{kind.__name__} says {said!r:.100}; it must be text, or messages such as "
+            '({"role": "user", "content": "..."},)'
+        )
+    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str, skipkeys=True)
+    if half := HALF_CHARACTER.search(text):
+        raise EmbodiedError(
+            f"{kind.__name__} says {text[:100]!r}, which holds half a character ({half[0]!r}); decode the bytes with "
+            'errors="replace"'
+        )
+    return said

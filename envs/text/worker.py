@@ -9,8 +9,6 @@ business (`score_of` in algorithms/groups.py, `trained_tokens` in learners/token
 
 from __future__ import annotations
 
-import json
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -45,7 +43,7 @@ from embodied.core.types import (
 )
 from embodied.envs import env_class
 from embodied.envs.text.side_by_side import SideBySide
-from embodied.envs.text.text_env import TextEnv, Turn
+from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.envs.whole_episodes import EpisodeKeeper
 from embodied.runtime import Channel, Needs, Timers
 
@@ -53,7 +51,6 @@ LOOK_S = 0.01  # between two looks for answers while env steps run
 LONGEST_PROBLEM = 1_000  # characters, in a table of episodes
 SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which no tokenizer takes
 
 
 class TextWorker(EpisodeKeeper):
@@ -484,24 +481,3 @@ def hear(one: Conversation, completion: Completion) -> bool:
     if not over:
         checked_said(turn.said, type(one.env))
     return over
-
-
-def checked_said(said: Said, kind: type[TextEnv]) -> Said:
-    """Checks that an env speaks in text or messages of whole characters, and returns that."""
-    if isinstance(said, list):
-        said = tuple(said)
-    fine = isinstance(said, str) or (
-        isinstance(said, tuple) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said)
-    )
-    if not fine or not said:
-        raise EmbodiedError(
-            f"{kind.__name__} says {said!r:.100}; it must be text, or messages such as "
-            '({"role": "user", "content": "..."},)'
-        )
-    text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str, skipkeys=True)
-    if half := HALF_CHARACTER.search(text):
-        raise EmbodiedError(
-            f"{kind.__name__} says {text[:100]!r}, which holds half a character ({half[0]!r}); decode the bytes with "
-            'errors="replace"'
-        )
-    return said
