@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import os
 from collections.abc import Sequence
@@ -88,3 +89,9 @@ class ServeConfig(Strict):
         if self.token is not None and len(self.token) < SHORTEST:
             raise ValueError(f"the token in {TOKEN} has fewer than {SHORTEST} letters; take a longer one")
         return self
+
+
+def is_token_shown(authorization: Sequence[str], scheme: str, token: str) -> bool:
+    """True if the only Authorization header of a request holds the token. A header's bytes need not be UTF-8."""
+    shown, wanted = (text.encode(errors="surrogateescape") for text in ("".join(authorization), f"{scheme} {token}"))
+    return len(authorization) == 1 and hmac.compare_digest(shown, wanted)

@@ -7,19 +7,20 @@ the server itself, its weights or whether it answers, needs the token always.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import json
 import math
+import os
 import re
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EmbodiedError
@@ -27,7 +28,7 @@ from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import NOT_FINITE
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.serving import openai_protocol as openai
-from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig
+from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
 from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served
 
@@ -55,7 +56,8 @@ class LanguageServer:
     def __init__(
         self, policy: LanguagePolicy, config: ServeConfig, origin: Origin, notify: Callable[[str], None] = print
     ) -> None:
-        self.policy, self.config, self.origin, self.notify = policy.eval().to(config.device), config, origin, notify
+        self.policy, self.config, self.notify = policy.eval().to(config.device), config, notify
+        self.origin = replace(origin, folder=origin.folder.resolve())
         self.token = config.token
         self.numbers = itertools.count()
         self.active = 0
@@ -127,7 +129,7 @@ class LanguageServer:
             return refusal(401, f"{request.path} needs a token: start the server with {TOKEN} in its environment")
         if token is not None:
             shown = request.headers.getall("Authorization", [])
-            if len(shown) != 1 or not hmac.compare_digest(shown[0].encode(), f"Bearer {token}".encode()):
+            if not is_token_shown(shown, "Bearer", token):
                 return refusal(401, "a valid token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
         return None
 
@@ -157,11 +159,11 @@ class LanguageServer:
         if ask.model and ask.model != self.origin.name:
             raise BadRequest(f"model={ask.model[:80]}: this server has {self.origin.name}", "model", 404)
         number = next(self.numbers)
-        conversations = self.conversations(ask, number)
         if self.active >= (self.config.max_clients or REQUESTS):
             raise BadRequest(f"{self.active} requests are being answered, which is the most (max_clients)", status=503)
         self.active += 1
         try:
+            conversations = await asyncio.to_thread(self.conversations, ask, number)
             if ask.stream:
                 return await self.stream(request, ask, conversations[0], number)
             found = [asyncio.wrap_future(self.generation.ask(each)) for each in conversations]
@@ -205,9 +207,9 @@ class LanguageServer:
                 raise BadRequest(f"prompt: token {max(tokens)} is none of this model's {words}", "prompt")
         else:
             try:
-                tokens = self.policy.tokenizer.encode(prompt, first=True)
-            except EmbodiedError as err:  # the chat template refuses it
-                raise BadRequest(str(err), "messages") from None
+                tokens = self.policy.tokenizer.encode(prompt, first=True, max_tokens=self.policy.max_length)
+            except EmbodiedError as err:  # the chat template refuses it, or it is far too long
+                raise BadRequest(str(err), "prompt" if isinstance(prompt, str) else "messages") from None
         if len(tokens) >= self.policy.max_length:
             raise BadRequest(
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer within {self.policy.max_length}, the "
@@ -305,14 +307,14 @@ class LanguageServer:
     async def change(self, folder: Path, version: int, mode: Any, known: str | None = None) -> web.Response:
         if mode not in ("wait", "abort"):
             raise BadRequest("mode should be wait or abort", "mode")
-        if not folder.is_absolute() or not folder.is_dir():
+        if not folder.is_absolute() or not os.path.isdir(folder):  # Path.is_dir raises for some paths
             raise BadRequest(f"path: {str(folder)[:200]} is not a folder that this server sees", "path")
         try:
             before = self.generation.fingerprint
             found = await self.changed(self.generation.update(folder, version, mode, known))
         except BadRequest:
             raise
-        except EmbodiedError as err:  # another model's weights, or damaged
+        except (EmbodiedError, OSError) as err:  # another model's weights, damaged, or not readable
             raise BadRequest(str(err), "path") from None
         if found != before:
             self.notify(f"weights     version {version}")
@@ -394,6 +396,8 @@ async def body_of(request: web.Request) -> Any:
         raise BadRequest(f"the request's body did not arrive within {BODY_S:g} s", status=408) from None
     except (ValueError, RecursionError):
         raise BadRequest("the request is no JSON") from None
+    except (web.RequestPayloadError, BadHttpMessage):
+        raise BadRequest("the request's body is not what its headers (Content-Encoding) say") from None
     if SURROGATE.search(text):
         try:
             json.dumps(body, ensure_ascii=False).encode()

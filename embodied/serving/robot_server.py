@@ -7,7 +7,6 @@ what went wrong inside is printed here. What a request may hold, and why one is 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import http
 import itertools
 import time
@@ -22,7 +21,7 @@ from embodied.core import rng
 from embodied.core.arrays import finite_rows, host, join_rows, text_arrays, text_lists
 from embodied.core.types import Observation
 from embodied.policies.base import Policy
-from embodied.serving.config import FOREIGN_HOST, ServeConfig
+from embodied.serving.config import FOREIGN_HOST, ServeConfig, is_token_shown
 from embodied.serving.robot_protocol import (
     OTHERS,
     BadMessage,
@@ -215,8 +214,7 @@ class PolicyServer:
             return connection.respond(http.HTTPStatus.OK, "OK\n")
         if self.config.token is not None:
             shown = request.headers.get_all("Authorization")
-            wanted = f"Api-Key {self.config.token}"
-            if len(shown) != 1 or not hmac.compare_digest(shown[0].encode(), wanted.encode()):
+            if not is_token_shown(shown, "Api-Key", self.config.token):
                 return connection.respond(http.HTTPStatus.UNAUTHORIZED, "a valid token is needed\n")
         if not self.has_room():
             return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many clients\n")

@@ -7,6 +7,7 @@ writes behind the answer before it. So a template must only ever append.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,21 @@ class ConversationTokenizer:
         """Nothing changes it: copies of a policy share it."""
         return self
 
-    def encode(self, said: Said, first: bool, ended: bool = True) -> list[int]:
+    def encode(self, said: Said, first: bool, ended: bool = True, max_tokens: int | None = None) -> list[int]:
         """Encodes what is said: at the beginning of a conversation behind the token that begins one, if the model
-        has that, later as what follows an answer. An answer that was cut off has not `ended`: messages end it."""
-        if isinstance(said, str):
-            ids = self.begin + self.plain(said) if first else self.plain(said)
-        elif not self.chat:
-            return self.encode("\n".join(message["content"] for message in said), first, ended)
+        has that, later as what follows an answer. An answer that was cut off has not `ended`: messages end it. A text
+        with more characters than `max_tokens` of the longest token is refused before it is encoded."""
+        if isinstance(said, str) or not self.chat:
+            text = said if isinstance(said, str) else "\n".join(message["content"] for message in said)
+            begin = self.begin if first else []
         else:
-            ids = self.plain(self.opening(said) if first else self.continuation(said, ended))
+            text, begin = self.opening(said) if first else self.continuation(said, ended), []
+        if max_tokens is not None and len(text) > max_tokens * self.longest_token:
+            raise ConfigError(
+                f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens, "
+                "the longest conversation"
+            )
+        ids = begin + self.plain(text)
         # A network needs something to read before it can write.
         return ids or ([min(self.stops)] if first else [])
 
@@ -72,6 +79,11 @@ class ConversationTokenizer:
         self.own.save_pretrained(folder)
 
     # Inside
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that a token stands for."""
+        return max(map(len, self.own.get_vocab()))
 
     def plain(self, text: str) -> list[int]:
         return self.own(text, add_special_tokens=False)["input_ids"]

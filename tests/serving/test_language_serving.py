@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,6 +175,7 @@ def test_a_stream_is_the_answer_in_parts(open_server):
         ({"prompt": [100]}, 400, "token 100 is none of this model's 100"),
         ({"prompt": [5] * 256}, 400, "a prompt of 256 tokens leaves no room for an answer within 256"),
         ({"prompt": "a" * 300}, 400, "leaves no room"),
+        ({"prompt": "1" * 1_000_000}, 400, "a prompt of 1000000 characters leaves no room for an answer within 256"),
         ({"prompt": "a\ud800"}, 400, "lone surrogate"),
         (b'{"prompt": "\xed\xa0\x80"}', 400, "no JSON"),
         ({"prompt": "a", "noise": {"seed": 1, "stream": "\ud800", "episode": 0}}, 400, "lone surrogate"),
@@ -215,6 +217,7 @@ def test_what_is_not_done_is_refused_by_name(open_server, body, status, reason):
         (["hi"], r"messages[0] should be an object"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "content should be text"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "'tool_calls' is not supported"),
+        ([{"role": "user", "content": "1" * 900_000}], "characters leaves no room for an answer within 256"),
     ],
 )
 def test_messages_that_are_none_are_refused(open_server, messages, reason):
@@ -222,10 +225,38 @@ def test_messages_that_are_none_are_refused(open_server, messages, reason):
     assert status == 400 and reason in found["error"]["message"]
 
 
+def test_a_body_in_another_encoding_than_its_header_says_is_refused(open_server):
+    for encoding in ("gzip", "deflate"):
+        status, found = ask(open_server, "/v1/completions", b"xxxx", {"Content-Encoding": encoding})
+        assert status == 400 and "Content-Encoding" in found["error"]["message"]
+
+
+def test_other_clients_are_answered_while_a_prompt_is_encoded(server, monkeypatch):
+    encode, begun, go_on = server.policy.tokenizer.encode, threading.Event(), threading.Event()
+
+    def encode_slowly(*args, **options):
+        begun.set()
+        assert go_on.wait(60)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(server.policy.tokenizer, "encode", encode_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(completed, server, prompt="a", max_tokens=1)
+        try:
+            assert begun.wait(60)
+            health = pool.submit(ask, server, "/healthz", None, {}, "GET")
+            assert health.result(20) == (200, "OK\n")
+        finally:
+            go_on.set()
+        assert slow.result(60)["choices"]
+
+
 def test_paths_that_are_not_there_are_refused_as_openai_does(open_server):
     status, found = ask(open_server, "/v1/embeddings", {})
     assert status == 404 and "/v1/embeddings" in found["error"]["message"]
     assert ask(open_server, "/v1/completions", method="GET")[0] == 405
+    assert ask(open_server, "/" + "a" * 5_000)[0] == 404
+    assert ask(open_server, "/" + "a" * 50_000)[0] == 400
 
 
 # Who may ask
@@ -242,7 +273,13 @@ def test_without_a_token_answers_are_for_all_of_this_machine_and_control_for_nob
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, {"Authorization": "Bearer wrong"}, {"Authorization": SECRET}, {"Authorization": f"Api-Key {SECRET}"}],
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": SECRET},
+        {"Authorization": f"Api-Key {SECRET}"},
+        {"Authorization": b"Bearer \xff\xfe"},
+    ],
 )
 def test_with_a_token_nobody_is_heard_without_it(server, headers):
     for path in ("/v1/completions", "/v1/chat/completions", "/update_weights", "/pause", "/nowhere"):
@@ -309,12 +346,23 @@ def test_new_weights_answer_from_then_on_and_the_checkpoints_own_come_back(serve
     assert completed(server, **asked)["choices"] == before["choices"]
 
 
+def test_the_weights_of_a_checkpoint_that_was_named_by_a_relative_path_come_back(folder, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    monkeypatch.chdir(folder.parent)
+    with served(model_of(folder), Path(folder.name)) as server:
+        monkeypatch.chdir("/")
+        status, told = ask(server, "/reload_weights")
+        assert status == 200 and told["weight_version"].startswith("v0-")
+
+
 def test_weights_of_another_model_or_none_change_nothing(server, folder, tmp_path):
     asked = {"prompt": [5, 6], "max_tokens": 12, "seed": 1}
     before = completed(server, **asked)
     other = write(tmp_path / "other", build(preset="tiny_gpt2"))
     wider = write(tmp_path / "wider", build(preset="tiny"))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "odd" / "model.safetensors").mkdir(parents=True)
     for path, reason in (
         (other, "are not those of this model"),
         (wider, "differ"),
@@ -322,6 +370,10 @@ def test_weights_of_another_model_or_none_change_nothing(server, folder, tmp_pat
         (write(tmp_path / "nan", model_of(folder), float("nan")), "numbers that are not finite"),
         (str(tmp_path / "nowhere"), "not a folder that this server sees"),
         ("nowhere", "not a folder that this server sees"),
+        ("/" + "a" * 5_000, "not a folder that this server sees"),
+        (str(tmp_path / "loop"), "not a folder that this server sees"),
+        ("/proc/1/root", ""),  # readable by root alone
+        (str(tmp_path / "odd"), "model.safetensors"),
     ):
         status, found = ask(server, "/update_weights", {"path": path, "version": 5})
         assert status == 400 and reason in found["error"]["message"]

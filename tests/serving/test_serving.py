@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -33,6 +34,7 @@ from embodied.serving.robot_server import Answers, PolicyServer  # noqa: E402
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"top": (16, 16, 3), "wrist": (16, 16, 3)}, instruction=True)
 SECRET = "a-secret-of-enough-letters"
+KEY = b"dGhlIHNhbXBsZSBub25jZQ=="  # of a handshake, as RFC 6455 shows it
 
 
 def request(seed=0):
@@ -254,6 +256,27 @@ def test_long_requests_strangers_and_pages_of_browsers_are_turned_away(policy, m
             connection.send(b"0" * 1_000_001)
             with pytest.raises(ConnectionClosed, match="1009"):
                 connection.recv(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "status"),
+    [("/", b"\xff\xfe", 401), ("/" + "a" * 5_000, b"x", 401), ("/" + "a" * 50_000, SECRET.encode(), 414)],
+)
+def test_an_odd_handshake_is_refused_and_the_next_client_is_served(policy, monkeypatch, path, token, status):
+    monkeypatch.setenv(TOKEN, SECRET)
+    with served(policy) as (address, told):
+        port = int(address.rpartition(":")[2])
+        upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: " + KEY
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+            stranger.sendall(
+                b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n%b\r\nAuthorization: Api-Key %b\r\n\r\n"
+                % (path.encode(), upgrade, token)
+            )
+            assert stranger.recv(100).startswith(b"HTTP/1.1 %d " % status)
+        with connect(address, additional_headers={"Authorization": f"Api-Key {SECRET}"}) as connection:
+            connection.recv(timeout=30)
+            assert "actions" in ask(connection, request())
+        assert not [line for line in told if "Traceback" in line]
 
 
 def test_what_goes_wrong_inside_is_printed_here_and_not_told(policy, monkeypatch):
