@@ -32,8 +32,7 @@ from embodied.runtime.rendezvous import InProcessRendezvous, RendezvousFile, ren
 from embodied.runtime.supervision import Budget, Supervisor
 from embodied.runtime.worker import Worker
 
-_FIRST_CAUSE_S = 0.5  # how long a consequence waits for its cause to be reported
-_RANK_DEATH_S = 10.0  # the same where another rank of the role must have died: not every backend reports it at once
+_FIRST_CAUSE_S = 10.0  # how long a consequence waits for its cause while the worker that closed the channel is busy
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
 CLOSE_AFTER_ERROR_S = 1.0
 
@@ -325,8 +324,7 @@ class Cluster:
                 peer = failure.follows[0]
                 if self._watchdog and (ended := self._watchdog.ended(peer)):
                     return ended
-                patience_s = _RANK_DEATH_S if peer in self._groups else _FIRST_CAUSE_S
-                self._changed.wait_for(partial(self._spoke, peer), patience_s)
+                self._changed.wait_for(partial(self._spoke, peer), _FIRST_CAUSE_S)
                 return self._news() or failure
             failure = cause
         return failure
@@ -363,6 +361,7 @@ class Cluster:
                 self._calls[call_id] = call  # fails with its host
                 self._watchdog.condemn(call.host, failure)
                 return
+            self._failures.append(failure)  # before anybody sees that the call is over
         self._fail([call], failure, [worker])
 
     def _on_death(self, host: str, cause: str) -> None:
@@ -380,6 +379,8 @@ class Cluster:
             failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
             failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
             self._dead_hosts[host] = failure
+            if not again:
+                self._failures.append(failure)
             died = ("died", host, failure.worker, failure.cause, again)
             for other in list(self._started):
                 if other not in self._dead_hosts:
@@ -393,8 +394,8 @@ class Cluster:
             self._mark(calls.values(), failure)
 
     def _fail(self, calls: Iterable[Call], failure: Failure, workers: list[str]) -> None:
+        """Closes the channels of failed workers; the failure is in `_failures` since their calls ended."""
         with self._changed:
-            self._failures.append(failure)
             names = {name for worker in workers for name in self._channels_of[worker]}
             others = [host for host in self._started if host not in self._dead_hosts and not self._closed]
         for name in names:

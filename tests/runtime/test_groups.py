@@ -45,7 +45,7 @@ class Counter(Worker):
 
     def close_then_fail(self, channel):
         channel.close("sorry")
-        time.sleep(0.05)
+        time.sleep(1.0)  # as under load: what follows from it is reported first
         raise RuntimeError("broken gripper")
 
     def complain(self):
