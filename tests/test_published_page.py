@@ -94,7 +94,9 @@ def test_a_command_of_the_page_can_be_planned(command, told, here, monkeypatch, 
     monkeypatch.setattr(memory_check, "measured", lambda config, _: counted if memory_check.is_large(config) else None)
     words = shlex.split(told)
     assert MAINS[command](words if "--dry-run" in words else [*words, "--dry-run"]) == 0, capsys.readouterr().err
-    assert "models/" in capsys.readouterr().out
+    planned = capsys.readouterr().out
+    assert "models/" in planned
+    assert "cluster.machines=8xH100" not in words or "learner on gpu:0-7" in planned, "all that the command names"
 
 
 def test_the_page_names_every_family_and_every_published_recipe():
