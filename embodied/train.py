@@ -17,6 +17,7 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
+from embodied.config.merge import COMMAND_LINE
 from embodied.config.published_models import recipes_to_train
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
@@ -30,7 +31,7 @@ from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, seeds_and_sweeps
 from embodied.run.checkpoints import SIMS, STATE, SaveClock, name_of, newest, prune, read_counters
 from embodied.run.ending import Interruption, closing
-from embodied.run.first_run import FirstRun, first_run, start_of_resumed, starting_from
+from embodied.run.first_run import FirstRun, commands_of_recipe, first_run, start_of_resumed, starting_from
 from embodied.run.launch import command_of, program_of, without_success
 from embodied.run.policy_source import (
     PolicySource,
@@ -46,6 +47,8 @@ from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.imitation import imitation_of
 from embodied.workflows.rl_loop import EmbodiedLoop
 
+BY_RL = ("algo.", "run.start_from", "resume")  # keys that ask for RL with a recipe that imitates
+
 
 def main(argv: list[str] | None = None) -> int:
     return launch.run(start, argv, lost=launch.UNSAVED)
@@ -56,7 +59,7 @@ def start(argv: list[str]) -> int:
         return seeds_and_sweeps.run_several(argv)[0]
     program, rest = program_of(argv, EmbodiedLoop)
     loaded = load(rest)
-    return 0 if loaded is None else follow(check_trains(loaded), program)
+    return 0 if loaded is None else follow(check_trains(loaded, program), program)
 
 
 def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> Run:
@@ -71,12 +74,18 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
     if loaded is None or loaded.dry_run:
         raise ConfigError("--help, --cfg and --dry-run are for the command line")
     folders: list[Path] = []
-    follow(check_trains(loaded), program, opened=folders.append)
+    follow(check_trains(loaded, program), program, opened=folders.append)
     return read_run(folders[0])
 
 
-def check_trains(loaded: Loaded) -> Loaded:
-    """Refuse a recipe that only evaluates published models; say which train them."""
+def check_trains(loaded: Loaded, program: type[Workflow]) -> Loaded:
+    """Refuse a recipe that only evaluates published models, or that imitates; say which recipe or command to use."""
+    by_rl = any(where == COMMAND_LINE and key.startswith(BY_RL) for key, where in loaded.sources.items())
+    if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
+        raise ConfigError(
+            f"recipe={loaded.recipe} imitates demonstrations: python -m embodied.sft recipe={loaded.recipe}; to train "
+            "by RL in its env, say where it begins: run.start_from=RUN, or null for a new policy"
+        )
     if loaded.recipe and (others := recipes_to_train(loaded.recipe)):
         evaluate = f"python -m embodied.evaluate checkpoint=FOLDER recipe={loaded.recipe}"
         raise ConfigError(

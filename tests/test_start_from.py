@@ -14,7 +14,7 @@ from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, Pi0Config
-from embodied.run.first_run import command_of_recipe, first_run
+from embodied.run.first_run import commands_of_recipe, first_run
 from embodied.run.policy_source import check_continues, find_start
 from embodied.run.seeds_and_sweeps import load_all, read_order, shared_start
 from embodied.train import iterate
@@ -279,7 +279,7 @@ def test_mistakes_in_a_start_are_found_before_anything_is_trained(recipes, capsy
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_says_which_command_it_is_for(name):
-    assert command_of_recipe(name) == ("sft" if "_sft" in name and "_from_sft" not in name else "train")
+    assert commands_of_recipe(name) == ["sft" if "_sft" in name and "_from_sft" not in name else "train"]
 
 
 def test_a_recipe_of_imitation_is_trained_with_that_command(recipes):

@@ -60,7 +60,7 @@ def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
         raise ConfigError(
             f"run.start_from: recipes start from each other in a circle: {circle}; set null in one of them"
         )
-    command = command_of_recipe(recipe)
+    command = commands_of_recipe(recipe)[0]
     arguments = (f"recipe={recipe}", *said_for_both(loaded, COMMANDS[command]))
     try:
         first = load([*arguments], entry=command)
@@ -83,14 +83,15 @@ def recipe_named(start: Path) -> str | None:
     )
 
 
-def command_of_recipe(recipe: str) -> str:
-    """The command that a recipe is for: the nearest file, of it and those that it extends, that sets keys of `sft` or
-    `algo` says which; sft where it sets both."""
+def commands_of_recipe(recipe: str) -> list[str]:
+    """The commands that a recipe is for, sft first: the nearest file, of it and those that it extends, that sets keys
+    of `sft` or `algo` says which."""
     problems: list[str] = []
     for source in reversed(recipe_sources(recipe, root(RunConfig), problems)):
-        if sections := {key[0] for key, _ in source.values} & {"sft", "algo"}:
-            return "sft" if "sft" in sections else "train"
-    return "train"
+        sections = {key[0] for key, _ in source.values}
+        if commands := [name for name, section in (("sft", "sft"), ("train", "algo")) if section in sections]:
+            return commands
+    return ["train"]
 
 
 def said_for_both(loaded: Loaded, command: Command) -> list[str]:

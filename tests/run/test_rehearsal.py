@@ -57,6 +57,7 @@ REFUSED = {
     "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",
     "recipe=pointmass_ppo run.start_from=mlp policy.hidden=[8] env.state=proprio": "state 6 there, 4 here",
     "recipe=libero_published_openvla_oft": "evaluates published models.*recipe=libero_grpo_openvla_oft",
+    "recipe=sums_sft": "imitates demonstrations: python -m embodied.sft recipe=sums_sft; ",
     "evaluate recipe=pointmass_ppo": "which policy.*checkpoint=",
     "evaluate recipe=pointmass_ppo checkpoint=mlp env.state=proprio": "state 6 there, 4 here",
     "evaluate env.name=libero checkpoint=random eval.reference=openvl": "eval.reference='openvl'.*openvla",
