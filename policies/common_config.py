@@ -32,3 +32,8 @@ class PolicyOptions(Strict):
     def few_weights(self) -> float:
         """The number of weights where it may be so small that a core is enough; else infinity."""
         return float("inf")
+
+    @property
+    def least_weights(self) -> int:
+        """The number of weights that it has at least, where options alone say so; else 0."""
+        return 0

@@ -40,6 +40,15 @@ class ActorCriticConfig(PolicyOptions):
         description="Precision of weights and matrix products; bfloat16 weights are trained through a float32 copy.",
     )
 
+    @property
+    def num_features(self) -> int:
+        """The number of inputs of the first hidden layer, at least."""
+        return 1
+
+    @property
+    def least_weights(self) -> int:
+        return sum(a * b for a, b in pairwise((self.num_features, *self.hidden, self.chunk)))
+
 
 class MLPConfig(ActorCriticConfig):
     name: Literal["mlp"] = Field(
@@ -69,6 +78,10 @@ class CNNConfig(ActorCriticConfig):
         description="Learn to estimate the env's privileged numbers from the images, and act on these estimates and "
         "the state; needs env.privileged.",
     )
+
+    @property
+    def num_features(self) -> int:
+        return 1 if self.keypoints else self.features
 
     @model_validator(mode="after")
     def _layers_are_complete(self) -> CNNConfig:

@@ -1,9 +1,9 @@
 """How much memory a run takes, from recipe and plan alone, so that what cannot fit is refused before anything starts.
 
 Counted are large policies where they act and where they learn, a language model's engine, the images of an
-iteration, and simulators that load large scenes; not what simulators take of a GPU, and not small policies. What
-a worker holds of a GPU can leave it for the host's memory while others are at work there, as in the run
-(`runtime/device_leases.py`).
+iteration, and simulators that load large scenes; not what simulators take of a GPU, and not small policies. Of layers
+whose width an option sets, weights are counted but no activations. What a worker holds of a GPU can leave it for the
+host's memory while others are at work there, as in the run (`runtime/device_leases.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # The sims' record, its way through shared memory, side by side in a learner, and as that learner's items.
 COPIES = 4
+EXACT = 4  # bytes of a float32
 CUDA_BYTES = 0.5e9  # what CUDA itself takes for every process on a GPU; assumed
 LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
 ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
@@ -94,7 +95,7 @@ def is_large(config: RunConfig) -> bool:
     """True if its policy has billions of weights, or only says of what shape they are."""
     policy = config.policy
     if not policy.published:
-        return False
+        return EXACT * policy.least_weights > LARGE_BYTES
     folder = as_path(policy.pretrained) if policy.pretrained else None
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
     planned = policy.speaks and policy.pretrained is not None and not stored
@@ -105,6 +106,8 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     """Memory that a large policy needs, counted; families of small ones are not imported."""
     if not is_large(config):
         return None
+    if not config.policy.published:
+        return of_layers(config.policy.least_weights)
     rows = -(-(config.algo.minibatch_size or max(1, decisions_of(config))) // ranks)
     rows = min(rows, config.learner.micro_batch_size or rows)
     alike = config.with_values("learner", micro_batch_size=rows, shard=False)
@@ -115,6 +118,14 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
 
         counted[said] = estimate(alike)
     return counted[said]
+
+
+def of_layers(num_weights: int) -> Memory:
+    """Memory of so many weights in float32: a gradient and Adam's two moments for each where they are trained."""
+    from embodied.learners.memory_estimate import Memory
+
+    weights = EXACT * num_weights
+    return Memory(num_weights, num_weights, weights, training=3 * weights, activations=0, trained=weights)
 
 
 # What workers hold where

@@ -1,8 +1,11 @@
+import re
+
 import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.run.memory_check import check_images, check_simulators, image_bytes
+from embodied.train import main as train
 
 SEEN = ["recipe=pointmass_ppo", "policy.name=cnn", "env.cameras=[top, near]", "env.image_size=[32, 64]"]
 
@@ -46,3 +49,10 @@ def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_ca
     check_simulators(seen, 2, 6_300_000_000)
     with pytest.raises(ConfigError, match=r"3\.1 GB each, 6\.2 GB in all.*try 1 sim worker"):
         check_simulators(seen, 2, 6_000_000_000)
+
+
+def test_layers_too_wide_for_a_gpu_are_refused_with_the_arithmetic(capsys):
+    # One input and one output make 20 billion weights at least: of 4 bytes each, and 12 more to train it.
+    words = ["recipe=pointmass_ppo", "policy.hidden=[10000000000]", "learner.device=cuda", "cluster.machines=1xH100"]
+    assert train([*words, "--dry-run"]) == 2
+    assert re.search(r"weights of both 80 \+ learner 240 = 320 of 80 GB", capsys.readouterr().err)
