@@ -13,7 +13,8 @@ import numpy as np
 from embodied.core.rng import normal
 from embodied.core.types import Observation, Recording
 from embodied.envs.capabilities import Expert
-from embodied.envs.episode_player import EpisodeTracker, PolicyClient
+from embodied.envs.episode_player import EpisodeTracker
+from embodied.envs.request_client import PolicyClient
 
 
 class ActionSource(Protocol):
@@ -40,7 +41,7 @@ class PolicyActions:
         """A policy remembers nothing."""
 
     def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        self.client.ask(obs=obs, episodes=rows.episode[at], decisions=rows.decision[at])
+        self.client.ask(obs, rows.episode[at], rows.decision[at])
         reply = self.client.answer()
         return reply.output.actions, reply.values
 

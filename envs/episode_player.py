@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +20,7 @@ from embodied.core.arrays import Observation, host, is_tensor, map_obs, room_for
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     ActReply,
-    ActRequest,
     Array,
-    AskAgain,
     ChunkResult,
     EpisodeList,
     EpisodeResult,
@@ -33,6 +30,7 @@ from embodied.core.types import (
     head_start,
     in_sequences,
 )
+from embodied.envs.request_client import PolicyClient
 from embodied.envs.vector_env import VectorEnv
 from embodied.runtime import Channel, Timers
 
@@ -164,41 +162,6 @@ def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
     return everywhere
 
 
-class PolicyClient:
-    """Asks a stage's policy worker, and takes the answer to the last request from whichever worker gives it.
-
-    A policy worker may die between request and answer, or another one may take its place. That one knows of no
-    request, so the stage is sent `AskAgain`; the answer is the same, since it depends on the request alone, and a
-    second one is ignored.
-    """
-
-    def __init__(self, source: str, requests: Channel, replies: Channel) -> None:
-        self.source = source
-        self.requests = requests
-        self.replies = replies
-        self.request = ActRequest(source)
-
-    def ask(self, same_as: tuple[str, int] | None = None, **what: Any) -> tuple[str, int]:
-        """Send a request; returns its id. If `obs` repeats that of an earlier request (`same_as`), only that id is
-        sent."""
-        self.request = ActRequest(self.source, self.request.number + 1, **what)
-        short = replace(self.request, obs=None, same_as=same_as)
-        self.requests.put(self.request if same_as is None else short)
-        return self.request.source, self.request.number
-
-    def answer(self) -> ActReply:
-        while True:
-            reply: ActReply | AskAgain = self.replies.get()
-            if reply.source != self.source:
-                continue
-            if isinstance(reply, AskAgain):
-                if reply.requests is not None:
-                    self.requests = reply.requests
-                self.requests.put(self.request)
-            elif reply.number == self.request.number:
-                return reply
-
-
 class Stage(EpisodePlayer):
     def __init__(
         self,
@@ -223,7 +186,6 @@ class Stage(EpisodePlayer):
         self.client: PolicyClient | None = None
         self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
-        self.valued: tuple[Observation | None, tuple[str, int] | None] = (None, None)  # the last, and in which request
 
     # Where rollouts are of a fixed number of decisions, every row goes on to its own next episode
 
@@ -269,20 +231,16 @@ class Stage(EpisodePlayer):
     # Both
 
     def ask(self, value_only: bool = False) -> None:
-        """Send the policy what the playing rows see. The observation that ends a rollout begins the next one, and is
-        sent once."""
-        (valued, request_id), self.valued = self.valued, (None, None)
+        """Send the policy what the playing rows see."""
         self.at, self.shown = self.seen()
-        asked = self.client.ask(
-            same_as=request_id if valued is self.obs else None,
-            obs=self.shown,
-            episodes=self.rows.episode[self.at],
-            decisions=self.rows.decision[self.at],
+        self.client.ask(
+            self.shown,
+            self.rows.episode[self.at],
+            self.rows.decision[self.at],
             final_obs=self.final_obs,
+            final_rows=self.final_rows,
             value_only=value_only,
         )
-        if value_only:
-            self.valued = self.obs, asked
 
     def receive(self) -> ActReply:
         with self.timers.measure("wait"):

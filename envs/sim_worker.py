@@ -27,8 +27,9 @@ from embodied.core.types import (
 )
 from embodied.envs import make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
-from embodied.envs.episode_player import PolicyClient, Record, Refill, Stage, specs_of, step_stages
+from embodied.envs.episode_player import Record, Refill, Stage, specs_of, step_stages
 from embodied.envs.evaluation import play_episodes
+from embodied.envs.request_client import PolicyClient
 from embodied.envs.whole_episodes import EpisodeKeeper, EpisodeStream
 from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import AllocatedMemory, give_back_unused
@@ -109,8 +110,8 @@ class SimWorker(EpisodeKeeper):
         if noted:
             make = partial(EpisodeStream, store=self.ended, journal=self.journal)
         records = [make(source) for source in route.sources]
-        for stage, *channels in zip(self.stages, route.sources, route.requests, route.replies, strict=True):
-            stage.client = PolicyClient(*channels)
+        for stage, servers, replies in zip(self.stages, route.servers, route.replies, strict=True):
+            stage.client = PolicyClient(servers, replies)
         refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
         for decisions in step_stages(self.stages, records, refills, horizon):
             if granularity and decisions > 1 and (decisions - 1) % granularity == 0:
@@ -159,7 +160,7 @@ class SimWorker(EpisodeKeeper):
         """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
         with an expert of the task. `notes` hears of every beginning and end."""
         self.eval_spec()
-        client = PolicyClient(route.sources[0], route.requests[0], route.replies[0])
+        client = PolicyClient(route.servers[0], route.replies[0])
         action_source = (
             ExpertActions(self.eval_env.expert(expert, self.tick), client.source) if expert else PolicyActions(client)
         )

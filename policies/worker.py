@@ -1,9 +1,8 @@
 """The policy worker: answers sim workers' requests with the current weights.
 
-It knows nothing of envs but what each stage saw at the end of a rollout, with which the next one begins. A worker that
-has no weights yet (or lost them) is stale and refuses to act. Requests of several sims are answered in one call of the
-policy where that pays. Noise is keyed by episode and decision, so an answer does not depend on the other requests
-beside it, but for the last digits of floating-point numbers.
+It knows nothing of envs. A worker that has no weights yet (or lost them) is stale and refuses to act. Requests of
+several sims are answered in one call of the policy where that pays. Noise is keyed by episode and decision, so an
+answer does not depend on the other requests beside it, but for the last digits of floating-point numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +17,7 @@ import torch
 from embodied.core import rng
 from embodied.core.arrays import Observation, finite_rows, join_rows, num_rows, text_lists
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
-from embodied.core.types import ActReply, ActRequest, Array, AskAgain, EnvSpec, Merging, PolicyOutput
+from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
@@ -44,7 +42,6 @@ class PolicyWorker(Worker):
         self.computing = Computing()
         self.shares = False  # its weights are a learner's
         self.cache_bytes = 0  # the most that it acted in so far
-        self.valued: dict[str, tuple[tuple[str, int], Observation]] = {}  # stage -> its last request of values only
 
     def build(self, spec: EnvSpec) -> None:
         self.belongings = DeviceTensors(self.timers)
@@ -104,15 +101,14 @@ class PolicyWorker(Worker):
         version: int,
         temperature: float = 1.0,
         stream: str = "train",
+        mine: Collection[str] | None = None,
     ) -> int:
-        """Answer these sources with this version until the round is over; requests of other sources are of an earlier
-        round. Returns the number of decisions. What waits is answered together, as far as `merging` says."""
-        decisions, batcher = 0, RequestBatcher(requests, replies, self.merging)
+        """Answer these sources with this version until the round is over (None comes); requests of other sources are of
+        an earlier round. Returns the number of decisions. What waits is answered together, as far as `merging` says;
+        `mine` are the sources that ask this worker at first (None: all)."""
+        decisions, batcher = 0, RequestBatcher(requests, replies, self.merging, mine)
         while taken := self._take(batcher):
-            whole = [(request, self.completed(request)) for request in taken]
-            for request in (request for request, known in whole if known is None):
-                replies[request.source].put(AskAgain(request.source))
-            for reply in self._answers([known for _, known in whole if known], version, temperature, stream):
+            for reply in self._answers(taken, version, temperature, stream):
                 decisions += 0 if reply.output is None else len(reply.values)
                 replies[reply.source].put(reply)
         return decisions
@@ -149,16 +145,6 @@ class PolicyWorker(Worker):
         """Allow for the time that compiling takes when a network is first used."""
         return self.alive(COMPILING_S) if self.config.compile else nullcontext()
 
-    def completed(self, request: ActRequest) -> ActRequest | None:
-        """The request with the observation that it refers to; None if that is not known here."""
-        stage = request.source.partition("#")[0]
-        if request.value_only:
-            self.valued[stage] = (request.source, request.number), request.obs
-        if request.same_as is None:
-            return request
-        earlier, obs = self.valued.pop(stage, (None, None))
-        return replace(request, obs=obs) if earlier == request.same_as else None
-
     def _take(self, batcher: RequestBatcher) -> list[ActRequest]:
         with self.timers.measure("wait"):
             return batcher.take()
@@ -173,7 +159,7 @@ class PolicyWorker(Worker):
         values |= {i: output.values for i, output in outputs.items()}
         version = self.weights.version
         return [
-            ActReply(r.source, r.number, outputs.get(i), values[i], final_values.get(i), version)
+            ActReply(r.source, r.key, outputs.get(i), values[i], final_values.get(i), version)
             for i, r in numbered.items()
         ]
 
@@ -230,37 +216,44 @@ def check_output(output: PolicyOutput, num: int, dim: int) -> None:
 class RequestBatcher:
     """The requests of these sources that come through a channel in one round."""
 
-    def __init__(self, channel: Channel, sources: Collection[str], merging: Merging) -> None:
+    def __init__(
+        self, channel: Channel, sources: Collection[str], merging: Merging, mine: Collection[str] | None = None
+    ) -> None:
         self.channel = channel
         self.sources = sources
         self.merging = merging
-        self.sims = len({sim_of(source) for source in sources})
+        self.sims = {sim_of(source) for source in (sources if mine is None else mine)}  # that are waited for
         self.next: ActRequest | None = None  # taken already, and too large for what was answered before it
         self.over = False
 
     def take(self) -> list[ActRequest]:
         """The requests to be answered now; none once the round is over."""
-        first, self.next = self.next or self._get(), None
-        if first is None or first.done:
+        first, self.next = self.next or (None if self.over else self._get()), None
+        if first is None:
             return []
         taken, until = [first], time.monotonic() + self.merging.wait_s
-        room = self.merging.rows - len(first.episodes)
+        room = self.merging.rows - first.rows
         while room > 0 and not self.over and (more := self._another(taken, until)) is not None:
-            room -= 0 if more.done else len(more.episodes)
-            if room < 0 or more.done:
-                self.next, self.over = more, more.done
+            room -= more.rows
+            if room < 0:
+                self.next = more
                 break
             taken.append(more)
         return taken
 
     def _another(self, taken: Sequence[ActRequest], until: float) -> ActRequest | None:
         """The next request. Waits only while there is a sim that has not asked: a sim whose request is here sends no
-        second one, or simulates the other half of its envs meanwhile."""
-        asked = len({sim_of(request.source) for request in taken})
-        return self._get(until if asked < self.sims else 0.0)
+        second one, or simulates the other half of its envs meanwhile. A sim that lets this worker wait in vain asks
+        another one now, until it asks here again."""
+        asked = {sim_of(request.source) for request in taken}
+        self.sims |= asked
+        found = self._get(until if self.sims - asked else 0.0)
+        if found is None and not self.over:
+            self.sims = asked
+        return found
 
     def _get(self, until: float | None = None) -> ActRequest | None:
-        """The next request of this round; None if none came `until` then."""
+        """The next request of this round; None if none came `until` then, or the round is over."""
         while True:
             left_s = None if until is None else until - time.monotonic()
             if left_s is not None and left_s <= 0 and not self.channel.qsize():
@@ -271,9 +264,10 @@ class RequestBatcher:
                 if until is None:
                     raise
                 return None
-            if request.num_sims is not None:
-                self.sims = request.num_sims
-            elif request.done or request.source in self.sources:
+            if request is None:
+                self.over = True
+                return None
+            if request.source in self.sources:
                 return request
 
 

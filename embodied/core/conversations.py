@@ -49,7 +49,7 @@ class SamplingOverride:
 class Prompt:
     """A conversation that a policy worker is to continue: all that was said before, and what the env says now."""
 
-    number: int  # of the request, unique within its source and round; asked again, it keeps it
+    number: int  # of the request, unique within its source and round
     episode: int  # EpisodeSpec.index: with a token's place in the stream it keys the token's noise
     said: Said  # new; empty where an answer was interrupted and goes on
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
@@ -96,10 +96,11 @@ class CompletionBatch:
 
 @dataclass(frozen=True)
 class Vacancy:
-    """An engine could take so many more conversations than before."""
+    """An engine begins to take prompts, or has answered some."""
 
     engine: str  # as it is called while it serves
-    room: int
+    room: int  # conversations that it can have at a time
+    answered: tuple[tuple[str, int], ...] = ()  # source and number of the prompts that it has answered
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from embodied.core.arrays import Observation, concatenate, map_obs, room_for, write
+from embodied.core.arrays import Observation, concatenate, map_obs, room_for, take_rows, write
 from embodied.core.rng import generator
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
@@ -279,30 +279,50 @@ class BatchEnd:
 
 @dataclass(frozen=True)
 class ActRequest:
-    """A sim worker's request to a policy worker: what should these rows do next?
+    """A player's request, or some rows of one: what should these N env rows do next?
 
-    `final_obs` holds the final observations of rows whose episode was truncated in the decision before; only their
-    value is wanted. With `value_only` the same holds for `obs` (the end of a rollout). The next rollout begins with
-    that observation: it names that request (its source and number) as `same_as` instead of sending `obs` again.
-    `done`: no request will follow in this round. `num_sims`: so many sims ask from now on. Both come from the driver.
+    `final_obs` is what rows `final_rows` of these showed last, whose episode was truncated in the decision before; only
+    its value is wanted. With `value_only` the same holds for `obs` (the end of a rollout).
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
-    number: int = 0  # of the request in its round; a repeated request keeps it
-    obs: Observation | None = None
-    episodes: np.ndarray | None = None  # int [N]
-    decisions: np.ndarray | None = None  # int [N]
+    number: int  # of the request in its round
+    obs: Observation
+    episodes: np.ndarray  # int [N]
+    decisions: np.ndarray  # int [N]
     final_obs: Observation | None = None
+    final_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int, ascending
     value_only: bool = False
-    same_as: tuple[str, int] | None = None
-    done: bool = False
-    num_sims: int | None = None
+    first: int = 0  # row of the whole request that these begin with
+
+    @property
+    def rows(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """By which the answer is known."""
+        return self.number, self.first, self.rows
+
+    def cut(self, rows: range) -> ActRequest:
+        """A request of these rows alone."""
+        part = slice(rows.start, rows.stop)
+        final = (self.final_rows >= rows.start) & (self.final_rows < rows.stop)
+        return replace(
+            self,
+            obs=map_obs(lambda array: array[part], self.obs),
+            episodes=self.episodes[part],
+            decisions=self.decisions[part],
+            final_obs=take_rows(self.final_obs, final) if self.final_obs is not None and final.any() else None,
+            final_rows=self.final_rows[final] - rows.start,
+            first=self.first + rows.start,
+        )
 
 
 @dataclass(frozen=True)
 class ActReply:
     source: str
-    number: int  # of the request
+    key: tuple[int, int, int]  # of the request
     output: PolicyOutput | None  # None for value_only
     values: np.ndarray  # [N]
     final_values: np.ndarray | None
@@ -310,12 +330,15 @@ class ActReply:
 
 
 @dataclass(frozen=True)
-class AskAgain:
-    """Sent instead of a reply: the policy worker does not know the request, or the one that it refers to, or it is
-    another one that answers from now on."""
+class Servers:
+    """The policy workers that a source's requests go to from now on, each with the channel that it takes them from.
+
+    Every successor has a name of its own, so what a worker had that is not named here waits again.
+    """
 
     source: str
-    requests: Any = None  # the Channel to ask through from now on; None: the same as before
+    channels: dict[str, Any]
+    others: frozenset[str] = frozenset()  # that take no more from it, and still answer what they have
 
 
 @dataclass(frozen=True)
@@ -365,14 +388,17 @@ class RolloutStats:
 
 @dataclass(frozen=True)
 class Route:
-    """The channels one sim worker uses in one round: per stage, where to ask and where the answers come.
+    """How one sim worker asks in one round: by stage, who answers at first, and where the answers come.
 
     The names of the sources differ from round to round, so nothing of an earlier one is taken for an answer.
     """
 
-    sources: tuple[str, ...]
-    requests: tuple[Any, ...]  # Channel per stage
+    servers: tuple[Servers, ...]
     replies: tuple[Any, ...]  # Channel per stage
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(servers.source for servers in self.servers)
 
 
 FIELDS = ("actions", "logprobs", "rewards", "terminated", "truncated", "mask", "versions", "episodes")

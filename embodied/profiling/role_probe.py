@@ -22,7 +22,17 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.arrays import num_rows, take_rows, text_lists
-from embodied.core.types import ActReply, ActRequest, BatchPart, EpisodeList, PolicyOutput, Route, Trajectory, join
+from embodied.core.types import (
+    ActReply,
+    ActRequest,
+    BatchPart,
+    EpisodeList,
+    PolicyOutput,
+    Route,
+    Servers,
+    Trajectory,
+    join,
+)
 from embodied.envs import env_class
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.whole_episodes import arrays_of
@@ -101,7 +111,7 @@ class ProbeWorker(Worker):
         for repeat in range(repeats + 1):
             direct = self._answers(part, copies)
             started = perf_counter()
-            reset_s = self._play(part, rows, decisions, Route(("probe",), (direct,), (direct,)))
+            reset_s = self._play(part, rows, decisions, Route((Servers("probe", {"probe": direct}),), (direct,)))
             wall = perf_counter() - started
             self.tick()
             if repeat:
@@ -342,7 +352,7 @@ class DirectChannel:
     def put(self, request: Any) -> None:
         self.waiting.append(request)
 
-    def get(self) -> Any:
+    def get(self, timeout_s: float | None = None) -> Any:
         started = perf_counter()
         reply = self.answer()
         only_values = isinstance(reply, ActReply) and reply.output is None
@@ -358,7 +368,7 @@ class PolicyAnswers(DirectChannel):
         self.policy, self.copies = policy, copies
 
     def answer(self) -> ActReply:
-        asked = self.policy.completed(self.waiting.popleft())
+        asked = self.waiting.popleft()
         with self.policy.computing.measured():
             return self.policy._answer([asked] * self.copies, 1.0, "train")[0]
 
@@ -377,7 +387,7 @@ class NoiseAnswers(DirectChannel):
         finals = None if request.final_obs is None else np.zeros(num_rows(request.final_obs), np.float32)
         actions = self.draw.uniform(-1, 1, (count, *self.shape)).astype(np.float32)
         output = None if request.value_only else PolicyOutput(actions, np.zeros_like(actions), values)
-        return ActReply(request.source, request.number, output, values, finals, 0)
+        return ActReply(request.source, request.key, output, values, finals, 0)
 
 
 class ReplayedChannel:

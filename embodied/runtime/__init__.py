@@ -3,7 +3,7 @@
     Cluster, HostPlan      starts the processes of a plan and launches groups of workers there
     Worker                 the base of a role: its public methods are called on the group; send, recv, broadcast
     WorkerGroup, Handle    all replicas of a role, and a call to them that may still run
-    Channel, Waiting       a named queue between workers; what a choose function sees of its items
+    Channel                a named queue between workers
     share_devices, DeviceSharing   groups that share devices work there in turns, phase by phase
     Needs                  what a worker reports of its device memory
     Budget                 how often a process that died or hangs is started again
@@ -16,7 +16,7 @@ ranks have modules of their own.
 """
 
 from embodied.runtime.backend import choose_backend, describe_backend, nodes_of
-from embodied.runtime.channel import Channel, Waiting
+from embodied.runtime.channel import Channel
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_sharing import DeviceSharing, share_devices
 from embodied.runtime.group import Handle, WorkerGroup
@@ -34,7 +34,6 @@ __all__ = [
     "HostPlan",
     "Needs",
     "Timers",
-    "Waiting",
     "Worker",
     "WorkerGroup",
     "choose_backend",

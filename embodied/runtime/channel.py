@@ -12,7 +12,7 @@ what `Worker.send` and `Worker.broadcast` give and `Worker.recv` takes, and ends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 DEFAULT_CAPACITY = 64
 
 hosts_of_runs: dict[str, Host] = {}  # the host of each running cluster in this process
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """An item as a choose function sees it: `choose(waiting) -> index of the one to hand out next`."""
-
-    key: Any
-    weight: float
-    producer: str
-    order: int  # counts all items of the channel
-
-
-Choose = Callable[[Sequence[Waiting]], int]
 
 
 @dataclass(frozen=True)
@@ -59,7 +46,6 @@ class Channel:
         name: str,
         home: str,
         capacity: int | None,
-        choose: Choose | None,
         gpu: str = "",
         pair: Pair | None = None,
     ) -> None:
@@ -68,13 +54,12 @@ class Channel:
         self.name = name
         self.home = home
         self.capacity = capacity
-        self.choose = choose
         self.gpu = gpu
         self.pair = pair
         self._end: Queue | Remote | None = None
 
     def __reduce__(self) -> tuple:
-        return Channel, (self.run, self.name, self.home, self.capacity, self.choose, self.gpu, self.pair)
+        return Channel, (self.run, self.name, self.home, self.capacity, self.gpu, self.pair)
 
     def __repr__(self) -> str:
         return f"Channel({self.name!r}, home={self.home!r})"

@@ -5,7 +5,6 @@ The messages between it and the ends that other hosts hold (`remote_channel.py`)
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded
 from embodied.runtime.awake_clock import wait_awake
-from embodied.runtime.channel import Channel, Waiting
+from embodied.runtime.channel import Channel
 from embodied.runtime.payload import Payload
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ class Entry(NamedTuple):
     weight: float
     producer: str
     peer: str | None  # the host it came from; None is the home itself
-    order: int
     put_back: bool = False  # its producer has had its room back already
 
 
@@ -66,7 +64,6 @@ class Queue:
     def __init__(self, channel: Channel, host: Host) -> None:
         self.name = channel.name
         self.capacity = channel.capacity
-        self.choose = channel.choose
         self.pair = channel.pair
         self.host = host
         self.users: set[str] = set()  # other hosts that hold the channel
@@ -74,7 +71,6 @@ class Queue:
         self._room = threading.Condition(self._lock)
         self._entries: deque[Entry] = deque()
         self._getters: deque[Getter] = deque()
-        self._order = itertools.count()
         self._unread: dict[str, int] = defaultdict(int)  # items waiting per producer of this host
         self._taken: dict[tuple[str, str], int] = defaultdict(int)  # room not yet reported to producers elsewhere
         self._closed: tuple[str, str] | None = None
@@ -198,7 +194,7 @@ class Queue:
     def _add(self, value: Any, key: Any, weight: float, producer: str, peer: str | None) -> list[Getter]:
         if peer is None and self.capacity is not None:
             self._unread[producer] += 1
-        self._entries.append(Entry(value, key, weight, producer, peer, next(self._order)))
+        self._entries.append(Entry(value, key, weight, producer, peer))
         return self._match() if self._getters else []
 
     def _match(self) -> list[Getter]:
@@ -248,18 +244,11 @@ class Queue:
     def _take(self, key: Any) -> Entry | None:
         if not self._entries:
             return None
-        if self.choose is None:
-            if key is None:
-                return self._gone(self._entries.popleft())
-            index = next((i for i, entry in enumerate(self._entries) if entry.key == key), None)
-            if index is None:
-                return None
-        else:
-            places = [i for i, entry in enumerate(self._entries) if key is None or entry.key == key]
-            if not places:
-                return None
-            seen = [self._entries[i] for i in places]
-            index = places[self.choose([Waiting(e.key, e.weight, e.producer, e.order) for e in seen])]
+        if key is None:
+            return self._gone(self._entries.popleft())
+        index = next((i for i, entry in enumerate(self._entries) if entry.key == key), None)
+        if index is None:
+            return None
         entry = self._entries[index]
         del self._entries[index]
         return self._gone(entry)

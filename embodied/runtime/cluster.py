@@ -22,7 +22,7 @@ from typing import Any
 from embodied.core.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.awake_clock import LOOK_S, AwakeClock
 from embodied.runtime.backend import Events, describe_backend, make_backend
-from embodied.runtime.channel import DEFAULT_CAPACITY, Channel, Choose
+from embodied.runtime.channel import DEFAULT_CAPACITY, Channel
 from embodied.runtime.failures import Call, Failure, Watchdog
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.heartbeat import MAX_WORKERS, Sign, readable
@@ -123,10 +123,9 @@ class Cluster:
         name: str,
         home: WorkerGroup | None = None,
         capacity: int | None = DEFAULT_CAPACITY,
-        choose: Choose | None = None,
     ) -> Channel:
         """`home` is the one worker that consumes (default: the driver's host, which is also right for a few consumers).
-        `capacity` is per producer; None is unbounded. `choose` picks the next item instead of the oldest."""
+        `capacity` is per producer; None is unbounded."""
         if name in self._channels:
             raise ValueError(f"there is already a channel {name!r}")
         if home is not None and len(home) != 1:
@@ -135,7 +134,7 @@ class Cluster:
             raise ValueError(f"channel {name!r}: capacity={capacity} must be at least 1")
         host = home.hosts[0] if home is not None else DRIVER
         gpu = next((plan.gpu for plan in self.hosts if plan.name == host), "")
-        channel = self._channels[name] = Channel(self._run, name, host, capacity, choose, gpu)
+        channel = self._channels[name] = Channel(self._run, name, host, capacity, gpu)
         return channel
 
     def rendezvous(self, role: str) -> RendezvousFile | InProcessRendezvous | None:

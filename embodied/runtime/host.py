@@ -190,7 +190,7 @@ class Host:
                 end.answer(rest[0], closed=(rest[1], rest[2]))
             elif kind == "closed":
                 end.closed_by(*rest)
-        except Exception as error:  # of a choose function, or an item that cannot be sent: it must reach all that wait
+        except Exception as error:  # of an item that cannot be sent: it must reach all that wait
             traceback.print_exc()
             end.close(self.name, f"{type(error).__name__}: {error}")
 

@@ -167,7 +167,7 @@ class Peers:
         if name not in self._channels:
             (source_host, _), (home, gpu) = self._home(source), self._home(receiver)
             pair = Pair(source, source_host, receiver)
-            self._channels[name] = Channel(self.run, name, home, DEFAULT_CAPACITY, None, gpu, pair)
+            self._channels[name] = Channel(self.run, name, home, DEFAULT_CAPACITY, gpu, pair)
         return self._channels[name]
 
     def _home(self, worker: str) -> tuple[str, str]:

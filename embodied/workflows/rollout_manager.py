@@ -3,14 +3,13 @@
 They work in rounds: some sims play, the policy workers serve them until all are done. A host that dies in a round, or
 while learners update, is started again at once, and its successors are given what they lack:
 
-    policy worker   its policy and the current weights, or the next ones where those are published while it builds; the
-                    stages it serves send their last request again, so nothing is lost
+    policy worker   its policy and the current weights, or the next ones where those are published while it builds; what
+                    its predecessor was asked and had not answered waits for it, so nothing is lost
     sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
                     and the caller decides whether it is played again
 
-Each stage of a sim asks one policy worker, which knows how many rows will ask (`RequestRouter`; where several language
-engines write: `prompt_routing.py`). Where learners hold that worker's devices in a round, others answer for it until
-these are free.
+Who answers whom is decided in `answering.py`. Where learners hold a policy worker's devices in a round, others answer
+for it until these are free.
 
 Noticing a death and deciding what follows is the runtime's business (`Cluster.settle`, `supervision.py`).
 
@@ -20,17 +19,16 @@ How far a rollout's weights may lag behind the learners' is decided in `rl_loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from math import inf
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from embodied.core.conversations import SamplingRule
-from embodied.core.types import ActRequest, AskAgain, EpisodeList, EpisodeResult, Route
+from embodied.core.types import EpisodeList, EpisodeResult, Route
 from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
 from embodied.runtime.supervision import Repetitions
+from embodied.workflows.answering import Answering
 
 if TYPE_CHECKING:
     from embodied.core.conversations import EvaluationShare
@@ -50,12 +48,13 @@ class BackgroundTask(Protocol):
 class RolloutManager:
     """Plays rounds; from its construction on, sim and policy workers that die are replaced."""
 
-    def __init__(self, workers: Workers, router: type[RequestRouter]) -> None:
-        """All workers are built. `router` decides in a round which policy worker answers which sim worker."""
+    def __init__(self, workers: Workers) -> None:
+        """All workers are built."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.weight_sync = workers.spec, workers.weight_sync
         self.episodes: EpisodeList | None = None  # that a replaced sim worker goes on with by itself, if any
-        self.journal, self.notify, self.router = workers.journal, workers.notify, router
+        self.journal, self.notify = workers.journal, workers.notify
+        self.cuts = workers.config.merged_rows > 1  # whether requests may be merged, and cut
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
@@ -70,8 +69,8 @@ class RolloutManager:
         stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
         about = {"capacity": None} if text else {}  # conversations are bounded by those that go on at a time
         self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
-        # Prompts for whichever engine has room, and what engines say of that; None where requests are dealt.
-        self.prompts = channel("prompts", **about) if router.one_channel else None
+        # Prompts for whichever of several engines has room, and what engines say of that.
+        self.prompts = channel("prompts", **about) if text and len(self.policies) > 1 else None
         if self.prompts:
             self.cluster.watch(self.prompts)
         if text:  # whatever comes first is heard first
@@ -105,17 +104,16 @@ class RolloutManager:
         due in the `background` is done while they play."""
         self.settle()
         self.rounds += 1
-        policies = self._acting() if asked else []
-        routes = {sim: self._route(sim, stages, policies) for sim in sims}
-        calls = {sim: begin(sim, route) for sim, route in routes.items()}
-        router = self.router(self, routes, calls, policies, sampling, stream)
-        tasks = [task for task in (router, background, *self.background) if task]
+        answering = Answering(self, sims := list(sims), stages, self._acting() if asked else [], sampling, stream)
+        routes = {sim: answering.route(sim) for sim in sims}
+        answering.calls = calls = {sim: begin(sim, route) for sim, route in routes.items()}
+        tasks = [task for task in (answering, background, *self.background) if task]
         while losses := self._losses(calls.values(), tasks):
             if stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
-            router.begin_again(self._replace(losses))
-        ending = router.end()
-        while losses := self._losses(ending, [router]):
+            answering.begin_again(self._replace(losses))
+        ending = answering.end()
+        while losses := self._losses(ending, [answering]):
             self._replace(losses)
         self.device_sharing.leave(())
         lost = {self.sims.hosts[sim] for sim, call in calls.items() if not call.succeeded()}
@@ -212,132 +210,13 @@ class RolloutManager:
             f"{budget.window_s:g} s): {failure.cause}{lost}"
         )
 
-    def _route(self, sim: int, stages: int, policies: list[int]) -> Route:
-        asked = [self.share(sim, stage, policies) for stage in range(stages)]
-        return Route(
-            tuple(f"sim-{sim}/{stage}#{self.rounds}" for stage in range(stages)),
-            tuple(self.prompts or self.requests[policy] for policy in asked),
-            tuple(self.replies[sim][:stages]),
-        )
-
-    def share(self, sim: int, stage: int, policies: list[int]) -> int:
-        """The policy worker, of these, that answers a sim's stage: neighbours ask the same one."""
-        total = len(self.sims) * self.num_stages
-        return policies[(sim * self.num_stages + stage) * len(policies) // total] if policies else 0
-
-
-class RequestRouter:
-    """Decides which policy worker answers which source in a round.
-
-    Every source asks one, and is sent to another one where its own has to leave or more take part. It sends its last
-    request again there. An answer depends on the request alone, and the source ignores a second one, so whatever
-    moves when, every decision is answered once. A worker that has to leave still answers what was asked, and is ended
-    where it does not come to that.
-    """
-
-    one_channel = False  # whether all sources ask through one, the manager's `prompts`
-
-    def __init__(
-        self,
-        manager: RolloutManager,
-        routes: dict[int, Route],
-        calls: dict[int, Handle],
-        policies: list[int],
-        sampling: float | SamplingRule,
-        stream: str,
-    ) -> None:
-        """`calls` are those of the sims, `policies` take part from the beginning."""
-        self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
-        self.calls = calls
-        self.how = (manager.weight_sync.version, sampling, stream) if policies else ()
-        self.stages = {s: (sim, stage) for sim, route in routes.items() for stage, s in enumerate(route.sources)}
-        self.replies = {s: c for route in routes.values() for s, c in zip(route.sources, route.replies, strict=True)}
-        self.asked = {source: manager.share(*stage, policies) for source, stage in self.stages.items()}
-        self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
-        self.serving = {policy: self._serve(policy) for policy in policies}
-        self.leaving: dict[int, float] = {}  # policy worker -> until when it may answer
-        self.changes = -1  # of turns, that it knows of
-
-    def due(self) -> bool:
-        """True if workers can join, or should leave, or have left."""
-        left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
-        return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
-
-    def go_on(self) -> None:
-        """Let policy workers join or leave."""
-        self.device_sharing.go_on()
-        self.changes = self.device_sharing.changes
-        for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
-            del self.leaving[policy], self.serving[policy]
-        if self.moving:
-            self._rearrange()
-        self._end_late()
-        self.device_sharing.leave({self.policies.workers[policy] for policy in self.serving})
-
-    def _rearrange(self) -> None:
-        here = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
-        joining = [policy for policy in here if policy not in self.serving]
-        going = [policy for policy in self.serving if policy not in here and policy not in self.leaving]
-        if joining or going:
-            self.manager.weight_sync.catch_up(joining)
-            self._share_out([policy for policy in here if policy not in self.leaving], joining)
-        for policy in going:
-            self.manager.requests[policy].put(ActRequest("the driver", done=True))
-            self.leaving[policy] = monotonic() + self.manager.budget.hang_s
-
-    def begin_again(self, replaced: Iterable[int]) -> None:
-        """Let the successors of policy workers that died answer the sims that these answered."""
-        for policy in self.serving.keys() & set(replaced) - self.leaving.keys():
-            self.serving[policy] = self._serve(policy)
-            for source in self._sources(policy):
-                self.replies[source].put(AskAgain(source))
-
-    def end(self) -> list[Handle]:
-        """End the round: ask all policy workers to stop serving; returns their calls."""
-        self.moving = False
-        for policy in self.serving.keys() - self.leaving.keys():
-            self.manager.requests[policy].put(ActRequest("the driver", done=True))
-        return list(self.serving.values())
-
-    def _sources(self, policy: int) -> list[str]:
-        return [source for source, asked in self.asked.items() if asked == policy]
-
-    def _serve(self, policy: int) -> Handle:
-        """Start serving. If sources may move, the worker gets every reply channel of the round, since a request can
-        arrive before the worker learns that its source has moved here."""
-        requests, mine = self.manager.requests[policy], self._sources(policy)
-        known = {source: self.replies[source] for source in (self.replies if self.moving else mine)}
-        call = self.policies[policy].serve(requests, known, *self.how)
-        if self.moving:
-            self._announce(policy)
-        return call
-
-    def _announce(self, policy: int) -> None:
-        """Tell a policy worker how many sims ask it: it waits for no others when it merges requests."""
-        num_sims = len({self.stages[source][0] for source in self._sources(policy)})
-        self.manager.requests[policy].put(ActRequest("the driver", num_sims=num_sims))
-
-    def _share_out(self, policies: list[int], joining: list[int]) -> None:
-        """Every source sends its last request again where it has another worker now, or one that has just joined."""
-        playing = [source for source, (sim, _) in self.stages.items() if not self.calls[sim].done()]
-        new = {s: self.manager.share(*self.stages[s], policies) if policies else self.asked[s] for s in playing}
-        moved = [source for source in playing if new[source] != self.asked[source] or new[source] in joining]
-        self.asked |= new
-        for policy in policies:
-            if policy in joining:
-                self.serving[policy] = self._serve(policy)
-            else:
-                self._announce(policy)
-        for source in moved:
-            self.replies[source].put(AskAgain(source, self.manager.requests[new[source]]))
-
-    def _end_late(self) -> None:
-        """A policy worker that should have left and is still at an answer loses its process."""
-        for policy, until in self.leaving.items():
-            if monotonic() > until and not self.serving[policy].done():
-                self.leaving[policy] = inf
-                cause = f"still answered {self.manager.budget.hang_s:g} s after others asked for its devices"
-                self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
+    def share(self, place: int, places: int, policies: list[int]) -> list[int]:
+        """The policy workers, of these, that answer source `place` of so many: neighbours ask the same one. Of more
+        workers than sources each is asked by one source, where requests may be cut."""
+        if not policies:
+            return []
+        first, end = place * len(policies) // places, (place + 1) * len(policies) // places
+        return policies[first : end if self.cuts else first + 1] or policies[first : first + 1]
 
 
 class EpisodeCounter:

@@ -20,8 +20,7 @@ from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, Wo
 from embodied.runtime.weight_sync import Weights, WeightSync
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, Role, check_roles
-from embodied.workflows.prompt_routing import PromptRouter
-from embodied.workflows.rollout_manager import RequestRouter, RolloutManager
+from embodied.workflows.rollout_manager import RolloutManager
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -69,8 +68,7 @@ class Workers:
         self._build(start_folder)
         self.device_sharing = self._share_devices()
         self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing)
-        router = PromptRouter if self.spec.text and len(self.policies) > 1 else RequestRouter
-        self.rollouts = RolloutManager(self, router)
+        self.rollouts = RolloutManager(self)
 
     @property
     def learners(self) -> WorkerGroup:

@@ -20,16 +20,13 @@ import numpy as np
 
 from embodied.core.conversations import (
     Completion,
-    CompletionBatch,
     EvaluationShare,
     Prompt,
-    PromptBatch,
     Said,
     SamplingOverride,
 )
 from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
 from embodied.core.types import (
-    AskAgain,
     EnvSpec,
     EpisodeList,
     EpisodeResult,
@@ -42,6 +39,7 @@ from embodied.core.types import (
     join,
 )
 from embodied.envs import env_class
+from embodied.envs.request_client import PromptClient
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.envs.whole_episodes import EpisodeKeeper
@@ -378,16 +376,12 @@ def middle_left_out(text: str) -> str:
 
 
 class ConversationClient:
-    """Asks through the channels of a route and takes the answers as they come.
-
-    A policy worker may die before it has answered, or another one may take its place: then what is open is asked again.
-    An answer depends on the question alone, so a second one is ignored.
-    """
+    """Asks for the answers of conversations, and says which one an answer belongs to."""
 
     def __init__(self, route: Route, timers: Timers) -> None:
-        self.timers = timers
-        (self.source,), (self.requests,), (self.replies,) = route.sources, route.requests, route.replies
-        self.open: dict[int, tuple[Prompt, Conversation]] = {}  # by number of the prompt
+        (servers,), (replies,) = route.servers, route.replies
+        self.client, self.timers = PromptClient(servers, replies), timers
+        self.open: dict[int, Conversation] = {}  # by number of the prompt
         self.number = 0
 
     @property
@@ -397,37 +391,25 @@ class ConversationClient:
 
     def ask(self, conversations: Iterable[Conversation]) -> None:
         """Let policies continue these."""
-        before = self.number
-        for one in conversations:
-            self.number += 1
-            tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
-            more = len(one.turns) + 1 < one.part.turns
-            prompt = Prompt(self.number, one.spec.index, one.said, tokens, None, one.part.override, more)
-            self.open[self.number] = prompt, one
-        self._put([self.open[number][0] for number in range(before + 1, self.number + 1)])
+        self.client.ask([self._prompt(one) for one in conversations])
 
-    def answers(self, seconds: float | None) -> Iterator[tuple[Conversation, Completion]]:
+    def _prompt(self, one: Conversation) -> Prompt:
+        self.number += 1
+        self.open[self.number] = one
+        tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
+        more = len(one.turns) + 1 < one.part.turns
+        return Prompt(self.number, one.spec.index, one.said, tokens, None, one.part.override, more)
+
+    def answers(self, seconds: float | None) -> list[tuple[Conversation, Completion]]:
         """Wait for answers, at most so many seconds; returns those that came together."""
         with self.timers.measure("wait"):
             try:
-                reply = self.replies.get() if seconds is None else self.replies.get(timeout_s=seconds)
+                found = self.client.answers(seconds)
             except DeadlineExceeded:
                 if seconds is None:
                     raise
-                return
-        if reply.source != self.source:
-            return
-        if isinstance(reply, AskAgain):
-            self.requests = reply.requests or self.requests
-            self._put([prompt for prompt, _ in self.open.values()])
-        elif isinstance(reply, CompletionBatch):
-            for completion in reply.completions:
-                if completion.number in self.open:
-                    yield self.open.pop(completion.number)[1], completion
-
-    def _put(self, prompts: list[Prompt]) -> None:
-        if prompts:
-            self.requests.put(PromptBatch(self.source, tuple(prompts)))
+                return []
+        return [(self.open.pop(one.number), one) for one in found.completions] if found else []
 
 
 def play_conversations(

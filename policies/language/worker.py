@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,12 +19,11 @@ from embodied.core.conversations import (
     Completion,
     CompletionBatch,
     Prompt,
-    PromptBatch,
     SamplingOverride,
     SamplingRule,
     Vacancy,
 )
-from embodied.core.types import ActRequest, EnvSpec
+from embodied.core.types import EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
 from embodied.policies.worker import PolicyWorker
@@ -66,19 +66,21 @@ class LanguageWorker(PolicyWorker):
         version: int,
         rule: SamplingRule = SamplingRule(),  # noqa: B008  frozen
         stream: str = "train",
+        mine: Collection[str] | None = None,
         name: str = "",
         vacancies: Channel | None = None,
     ) -> int:
         """Continue these sources' conversations with this version until the round is over; returns the number of
         tokens. Prompts of other sources are of an earlier round. `vacancies`, where several engines share the prompts,
-        hears under this `name` how much room there is, first in all and then whenever some is free again."""
+        hears under this `name` how much room there is, and then which prompts were answered."""
         waiting: deque[tuple[str, Prompt]] = deque()
         before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
         show = stream == "eval"
         with self.weights.acting(version), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             self.engine.begin(version, self.seed, stream, rule)
             if vacancies:
-                vacancies.put(Vacancy(name, self.engine.room))
+                room = self.engine.room
+                vacancies.put(Vacancy(name, room))
             while self._take(requests, replies, waiting):
                 finished = self.go_on(waiting, version, show)
                 now = time.monotonic()
@@ -87,7 +89,8 @@ class LanguageWorker(PolicyWorker):
                     replies[source].put(CompletionBatch(source, tuple(completions)))
                     heard[source] = now
                 if vacancies and finished:
-                    vacancies.put(Vacancy(name, sum(map(len, finished.values()))))
+                    answered = [(source, one.number) for source, each in finished.items() for one in each]
+                    vacancies.put(Vacancy(name, room, tuple(answered)))
                 self.tick()
             self.engine.abort()
         return self.tokens - before
@@ -109,10 +112,9 @@ class LanguageWorker(PolicyWorker):
         while requests.qsize() or not (self.engine.running or waiting):
             with self.timers.measure("wait"):
                 item = requests.get()
-            if isinstance(item, ActRequest):
-                if item.done:
-                    return False
-            elif isinstance(item, PromptBatch) and item.source in known:
+            if item is None:
+                return False
+            if item.source in known:
                 waiting += [(item.source, prompt) for prompt in item.prompts]
         return True
 

@@ -36,7 +36,7 @@ class Policy:
         )
 
     def answer(self):
-        return ActReply("", 0, self.output, self.output.values, None, 7)
+        return ActReply("", (0, 0, 1), self.output, self.output.values, None, 7)
 
 
 def play(rows, stages=1, episodes=EPISODES):

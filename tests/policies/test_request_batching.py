@@ -9,10 +9,10 @@ import pytest
 from embodied.config.recipe import load
 from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, text_lists
 from embodied.core.errors import StaleWeights, Unusable
-from embodied.core.types import ActionSpec, ActReply, ActRequest, AskAgain, EnvSpec, Merging, PolicyOutput
+from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.worker import PolicyWorker
+from embodied.policies.worker import PolicyWorker, RequestBatcher
 from embodied.runtime import Cluster, HostPlan, Timers
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (16, 16, 3)}, instruction=True)
@@ -64,7 +64,7 @@ def asked(worker, channel, requests, name="", **how):
     """-> the replies by source, and how often the policy worker acted."""
     inbox = channel(f"requests{name}")
     replies = {request.source: channel(f"replies{name} {request.source}") for request in requests}
-    for request in [*requests, ActRequest("the driver", done=True)]:
+    for request in [*requests, None]:
         inbox.put(request)
     before = worker.timers.totals()["act"].count if "act" in worker.timers.totals() else 0
     try:
@@ -84,7 +84,7 @@ def test_answers_do_not_depend_on_what_they_were_merged_with(config, channel):
     assert together.keys() == alone.keys()
     for source, (one,) in alone.items():
         (other,) = together[source]
-        assert (other.source, other.number, other.version) == (one.source, one.number, 3)
+        assert (other.source, other.key, other.version) == (one.source, one.key, 3)
         close(other.values, one.values)
         assert (other.final_values is None) == (one.final_values is None)
         if one.final_values is not None:
@@ -170,19 +170,12 @@ def test_a_bad_question_leaves_the_others_with_their_answers(bad, channel, capfd
         assert np.array_equal(worker.found[source][0].output.actions, reply.output.actions)
 
 
-def test_what_another_worker_was_asked_is_asked_again_while_the_rest_is_answered(channel):
-    follows = ActRequest("sim-1/0#1", 1, None, np.arange(2), np.arange(2), same_as=("sim-1/0#0", 9))
-    found, acted = asked(counting(), channel, [question(0, 2), follows, question(2, 2)])
-    assert isinstance(found["sim-1/0#1"][0], AskAgain) and acted == 1
-    assert all(isinstance(found[f"sim-{sim}/0#1"][0], ActReply) for sim in (0, 2))
-
-
 def test_questions_of_an_earlier_round_are_left_out(channel):
     worker, inbox = counting(), channel("requests")
     replies = {"sim-0/0#2": channel("replies")}
     late = ActRequest("sim-0/0#1", 1, seen(0, 2), np.arange(2), np.arange(2))
     new = ActRequest("sim-0/0#2", 1, seen(0, 3), np.arange(3), np.arange(3))
-    for request in (late, new, late, ActRequest("the driver", done=True)):
+    for request in (late, new, late, None):
         inbox.put(request)
     assert worker.serve(inbox, replies, 3) == 3
     assert worker.policy.rows == [3]
@@ -206,7 +199,7 @@ def test_it_waits_for_other_sims_as_long_as_it_may_and_never_for_the_rest_of_the
             if not wait_s:  # answered before the other one has asked
                 replies[sources[sim]].get(timeout_s=20)
             time.sleep(0.05)
-        inbox.put(ActRequest("the driver", done=True))
+        inbox.put(None)
         thread.join(20)
         assert worker.policy.rows == rows
     worker, inbox = counting(Merging(64, 30.0)), channel("stages")
@@ -215,18 +208,34 @@ def test_it_waits_for_other_sims_as_long_as_it_may_and_never_for_the_rest_of_the
     thread.start()
     inbox.put(question(0, 1))
     replies["sim-0/0#1"].get(timeout_s=20)  # long before the 30 s
-    inbox.put(ActRequest("the driver", done=True))
+    inbox.put(None)
     thread.join(20)
 
 
 def test_it_waits_for_no_sim_that_asks_another_worker_by_now(channel):
     worker, requests = counting(Merging(64, 30.0)), [question(sim, 1) for sim in (0, 1)]
     inbox, ends = channel("requests"), {request.source: channel(request.source) for request in requests}
-    started = time.monotonic()
-    for request in (ActRequest("the driver", num_sims=1), requests[0], ActRequest("the driver", done=True)):
-        inbox.put(request)
-    worker.serve(inbox, ends, 3)
-    assert worker.policy.rows == [1] and time.monotonic() - started < 25
+    serving = threading.Thread(target=worker.serve, args=(inbox, ends, 3), kwargs={"mine": [requests[0].source]})
+    serving.start()
+    inbox.put(requests[0])
+    ends[requests[0].source].get(timeout_s=20)  # long before the 30 s
+    inbox.put(None)
+    serving.join(20)
+    assert worker.policy.rows == [1]
+
+
+def test_a_sim_that_was_waited_for_in_vain_is_waited_for_again_when_it_has_asked(channel):
+    inbox = channel("requests")
+    batcher = RequestBatcher(inbox, ["sim-0/0#1", "sim-1/0#1"], Merging(64, 0.3))
+    inbox.put(question(0, 1))
+    assert len(batcher.take()) == 1 and batcher.sims == {"sim-0"}
+    inbox.put(question(0, 1))
+    assert len(batcher.take()) == 1
+    inbox.put(question(1, 1))
+    later = threading.Timer(0.05, inbox.put, [question(0, 1)])
+    later.start()
+    assert len(batcher.take()) == 2
+    later.join()
 
 
 def test_large_networks_merge_by_default_and_small_ones_do_not():

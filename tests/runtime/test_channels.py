@@ -195,31 +195,6 @@ def test_an_unbounded_channel_never_blocks(shared_cluster, peers, name):
     assert b.get_all(channel, 3000).wait() == [list(range(3000))]
 
 
-def lightest(waiting):
-    return min(range(len(waiting)), key=lambda i: waiting[i].weight)
-
-
-def test_a_policy_chooses_what_comes_next(shared_cluster, peers, name):
-    a, b = peers
-    channel = shared_cluster.channel(f"choosy {name}", home=b, choose=lightest)
-    for weight in (5, 2, 9):
-        a.put_all(channel, [weight], weight=weight).wait()
-    assert b.get_when_all_wait(channel, 3).wait() == [[2, 5, 9]]
-
-
-def broken(waiting):
-    raise ZeroDivisionError("no choice")
-
-
-def test_a_broken_policy_is_reported(cluster):
-    a, b = cluster.launch(Peer, "a"), cluster.launch(Peer, "b")
-    channel = cluster.channel("broken", home=b, choose=broken)
-    waiting = b.get_all(channel, 1)
-    a.put_all(channel, [1, 2])
-    with pytest.raises(WorkerFailed, match="no choice"):
-        waiting.wait()
-
-
 def test_two_workers_in_a_cycle_across_hosts(shared_cluster, peers, name):
     a, b = peers
     out = shared_cluster.channel(f"out {name}", home=b, capacity=1)

@@ -70,9 +70,9 @@ def test_in_processes_of_its_own_every_picture_crosses_once_to_each_who_looks(re
     for name, array in reference[0].items():
         np.testing.assert_allclose(weights[name], array, atol=1e-6)
     asked, learnt = count(notes)
-    # The policy sees each env at each decision and once more at the very end, and last frames of episodes that were cut
-    # off: those of 7 steps in 16, two for each env, if none succeeds.
-    once = ENVS * (ITERATIONS * DECISIONS + 1)
+    # The policy sees each env at each decision and once more at the end of a rollout, and last frames of episodes that
+    # were cut off: those of 7 steps in 16, two for each env, if none succeeds.
+    once = ENVS * ITERATIONS * (DECISIONS + 1)
     assert once <= asked[0] <= once + 2 * ENVS + 6
     assert learnt[0] == ITERATIONS * ENVS * DECISIONS
     for pictures, num_bytes in (asked, learnt):

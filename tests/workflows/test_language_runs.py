@@ -20,7 +20,7 @@ from embodied.learners import token_batch
 from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.transcripts import SAMPLES, read_samples
-from embodied.workflows import prompt_routing
+from embodied.workflows import answering
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 THREE_ENGINES = {"sim": "cpu:0", "policy": "cpu:1-3*3", "learner": "cpu:0"}
@@ -73,15 +73,16 @@ def test_a_slow_engine_has_fewer_of_the_answers(sync, monkeypatch, tmp_path):
 def test_what_a_killed_engine_had_is_asked_again_once_and_nothing_else(sync, monkeypatch, tmp_path):
     given = []
 
-    class Killing(prompt_routing.PromptQueue):
-        def _batches(self, engine, share):
-            if engine.startswith("policy-1") and not any(name.startswith("policy-1") for name, _ in given):
-                os.kill(run.pid("policy-1"), signal.SIGKILL)
-            batches = super()._batches(engine, share)
-            given.extend((engine, (batch.source, prompt.number)) for batch in batches for prompt in batch.prompts)
-            return batches
+    class Killing(answering.RequestQueue):
+        def take(self):
+            found = super().take()
+            for engine, mine in found.items():
+                if engine.startswith("policy-1") and not any(name.startswith("policy-1") for name, _ in given):
+                    os.kill(run.pid("policy-1"), signal.SIGKILL)
+                given.extend((engine, one.key) for one in mine)
+            return found
 
-    monkeypatch.setattr(prompt_routing, "PromptQueue", Killing)
+    monkeypatch.setattr(answering, "RequestQueue", Killing)
     with Talk(tmp_path, "policy.max_running=3", backend="local") as run:
         rows = run.some(1)
     assert told(rows) == told(sync[0][:1]) and rows[0][1]["faults/restarts"] == 1

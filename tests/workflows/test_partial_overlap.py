@@ -11,7 +11,7 @@ import pytest
 from gated_env import wait_until
 from stepped import GRPO, ITERATIONS, PPO, Run
 
-from embodied.workflows import workers
+from embodied.workflows import rollout_manager
 from embodied.workflows.contract import UPDATE
 
 APART = {"sim": "fake:0-1", "policy": "fake:2-3", "learner": "fake:4"}
@@ -85,13 +85,13 @@ def watched(monkeypatch):
     """Calls `each(round)` after every change that a round knows of."""
     heard = []
 
-    class Watched(workers.RequestRouter):
+    class Watched(rollout_manager.Answering):
         def go_on(self):
             super().go_on()
             for each in heard:
                 each(self)
 
-    monkeypatch.setattr(workers, "RequestRouter", Watched)
+    monkeypatch.setattr(rollout_manager, "Answering", Watched)
     return heard
 
 

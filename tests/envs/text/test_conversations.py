@@ -9,7 +9,7 @@ import pytest
 
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
-from embodied.core.types import AskAgain, EpisodeSpec, Route
+from embodied.core.types import EpisodeSpec, Route, Servers
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
@@ -47,7 +47,7 @@ class Policy:
 
     def __init__(self):
         self.requests, self.replies = Queue(), Queue()
-        self.route = Route(("sim-0/0#1",), (self.requests,), (self.replies,))
+        self.route = Route((Servers("sim-0/0#1", {"policy": self.requests}),), (self.replies,))
         self.asked, self.say = [], lambda prompt: prompt.said.rstrip("?")
 
     def answer(self, **changes):
@@ -169,7 +169,7 @@ def test_where_a_policy_worker_is_replaced_only_what_is_open_is_asked_again_and_
         lost.append(policy.requests.pop())
         one, *_ = lost[0].prompts
         first = CompletionBatch(lost[0].source, (policy.complete(one),))
-        for reply in (first, AskAgain(lost[0].source, other), first):
+        for reply in (first, Servers(lost[0].source, {"its successor": other}), first):
             policy.replies.put(reply)
 
     found = held(policy, range(3), 3, meanwhile=lose_the_first)

@@ -1,0 +1,114 @@
+"""Where the requests of a player wait until a policy worker takes them.
+
+Nobody assigns requests. A worker that takes part is given what waits, as much as it has room for, so that all have
+about as many rows; one that has died or left gives back what it had; one that joins begins to take. An answer depends
+on the request alone, so whoever gives it is as good as another, and a second answer to the same request is ignored.
+
+    queue = RequestQueue()
+    queue.workers({"policy-0": inf, "policy-1": inf})
+    queue.put(Waiting(key=(7, 0), request=request, rows=64))
+    queue.take()       -> {"policy-0": [rows 0 to 31], "policy-1": [rows 32 to 63]}
+    queue.workers({"policy-1": inf})   # policy-0 has died: its rows wait again
+    queue.take()       -> {"policy-1": [rows 0 to 31]}
+    queue.answered((7, 32))
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request, or a part of one; `request.cut(rows)` makes a part of more than one row."""
+
+    key: Hashable  # by which its answer is known
+    request: Any
+    rows: int = 1
+    conversation: Hashable = None  # that it goes on with, best by the worker that has it in its cache
+    goes_on: bool = False  # whether another request of this conversation may follow
+
+    def split(self, count: int) -> tuple[Waiting, Waiting]:
+        """The first `count` rows, and the rest."""
+        parts = [self.request.cut(rows) for rows in (range(count), range(count, self.rows))]
+        first, rest = (replace(self, key=part.key, request=part, rows=part.rows) for part in parts)
+        return first, rest
+
+
+class RequestQueue:
+    """Requests that wait, in the order in which they came, and those that workers have."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Waiting] = deque()
+        self.taken: dict[str, dict[Hashable, Waiting]] = {}  # by worker, in the order in which it took them
+        self.most: dict[str, float] = {}  # by worker that takes more, the rows that it may have at a time
+        self.kept_by: dict[Hashable, str] = {}  # conversation -> the worker that has it in its cache
+
+    def put(self, *requests: Waiting) -> None:
+        self.waiting += requests
+
+    def workers(self, most: Mapping[str, float], others: Collection[str] = ()) -> None:
+        """From now on these take requests, at most so many rows at a time. `others` take no more and still answer what
+        they have; what anybody else had waits again, in front."""
+        self.most = dict(most)
+        for gone in [worker for worker in self.taken if worker not in most and worker not in others]:
+            self.waiting.extendleft(reversed(self.taken.pop(gone).values()))
+
+    def answered(self, key: Hashable) -> bool:
+        """Forget a request: its answer has come. False if no worker has it: that is a second answer."""
+        return any(had.pop(key, None) is not None for had in self.taken.values())
+
+    def load(self, worker: str) -> int:
+        """Rows that a worker has."""
+        return sum(one.rows for one in self.taken.get(worker, {}).values())
+
+    def take(self) -> dict[str, list[Waiting]]:
+        """What workers take now. A conversation goes on where it is cached, if there is room. Of the others all workers
+        have about as many rows, neighbours together."""
+        if not self.waiting or not self.most:
+            return {}
+        loads = {worker: self.load(worker) for worker in self.most}
+        found: dict[str, list[Waiting]] = {worker: [] for worker in self.most}
+        others: deque[Waiting] = deque()
+        for one in self.waiting:
+            worker = self.kept_by.get(one.conversation, "")
+            if worker in loads and self.most[worker] - loads[worker] >= one.rows:
+                found[worker].append(one)
+                loads[worker] += one.rows
+            else:
+                others.append(one)
+        shares = level(loads, self.most, sum(one.rows for one in others))
+        for worker, share in shares.items():
+            while share:
+                one = others.popleft()
+                if one.rows > share:
+                    one, rest = one.split(share)
+                    others.appendleft(rest)
+                found[worker].append(one)
+                share -= one.rows
+        self.waiting = others
+        for worker, mine in found.items():
+            self.taken.setdefault(worker, {}).update((one.key, one) for one in mine)
+            self.kept_by |= {one.conversation: worker for one in mine if one.goes_on}
+        return {worker: mine for worker, mine in found.items() if mine}
+
+
+def level(loads: Mapping[str, int], most: Mapping[str, float], rows: int) -> dict[str, int]:
+    """Deal rows to workers so that all have about as many, and none more than `most`: 5 rows to loads 0, 3 and 3 with
+    room for 4 each are dealt 4, 1 and 0."""
+    given = dict.fromkeys(loads, 0)
+    has = dict(loads)
+    while rows and (free := [worker for worker in has if has[worker] < most[worker]]):
+        lowest = min(has[worker] for worker in free)
+        low = [worker for worker in free if has[worker] == lowest]
+        above = min((has[worker] for worker in free if has[worker] > lowest), default=inf)
+        step = int(min(above - lowest, min(most[worker] for worker in low) - lowest, rows // len(low)))
+        for worker in low if step else low[:rows]:
+            given[worker] += step or 1
+            has[worker] += step or 1
+            rows -= step or 1
+    return given

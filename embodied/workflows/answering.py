@@ -1,0 +1,212 @@
+"""Which policy workers answer in a round: they join, leave, die and are replaced while requests wait.
+
+Requests wait with the players (`envs/request_client.py`); a player is told who answers it, and nothing else. Where
+several language engines write, all prompts wait here for whichever has room (`SharedPrompts`), since the length of an
+answer is not known before it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import count, groupby
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from embodied.core.conversations import PromptBatch, SamplingRule, Vacancy
+from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.core.types import Route, Servers
+from embodied.runtime import Handle
+
+if TYPE_CHECKING:
+    from embodied.workflows.rollout_manager import RolloutManager
+
+SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts hears from us
+
+
+class Answering:
+    """The policy workers of a round, and whom each source asks: neighbours the same worker, or all of a few workers
+    where there are more of them than sources. Whatever changes when, every request is answered."""
+
+    def __init__(
+        self,
+        manager: RolloutManager,
+        sims: Iterable[int],
+        stages: int,
+        policies: list[int],
+        sampling: float | SamplingRule,
+        stream: str,
+    ) -> None:
+        """`policies` take part from the beginning."""
+        self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
+        self.sources = {f"sim-{s}/{i}#{manager.rounds}": (s, i) for s in sims for i in range(stages)}
+        self.replies = {source: manager.replies[sim][stage] for source, (sim, stage) in self.sources.items()}
+        self.num_sources = len(manager.sims) * stages
+        self.calls: dict[int, Handle] = {}  # of the sims
+        self.how = (manager.weight_sync.version, sampling, stream) if policies else ()
+        self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
+        self.serving: dict[int, Handle] = {}
+        self.names: dict[int, str] = {}  # of those that serve; every successor has another one
+        self.lives = count()
+        self.leaving: dict[int, float] = {}  # policy worker -> until when it may answer
+        self.changes = -1  # of turns, that it knows of
+        self._name(policies)
+        self.shared = SharedPrompts(self.names.values()) if manager.prompts and policies else None
+        self.told = {source: self._servers(source) for source in self.sources}
+        for policy in policies:
+            self._serve(policy)
+
+    def route(self, sim: int) -> Route:
+        """How a sim asks at first."""
+        mine = [source for source, (of, _) in self.sources.items() if of == sim]
+        return Route(tuple(self.told[source] for source in mine), tuple(self.replies[source] for source in mine))
+
+    def due(self) -> bool:
+        """True if workers can join, or should leave, or have left, or prompts wait for one."""
+        if self.shared and (self.manager.prompts.qsize() or monotonic() > self.shared.quiet_until):
+            return True
+        left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
+        return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
+
+    def go_on(self) -> None:
+        """Let policy workers join or leave, and hand on what waits."""
+        self.device_sharing.go_on()
+        self.changes = self.device_sharing.changes
+        for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
+            del self.leaving[policy], self.serving[policy], self.names[policy]
+        if self.moving:
+            self._join_or_leave()
+        self._end_late()
+        self.device_sharing.leave({self.policies.workers[policy] for policy in self.serving})
+        self._tell()
+
+    def begin_again(self, replaced: Iterable[int]) -> None:
+        """Let the successors of policy workers that died answer instead of them."""
+        again = self.serving.keys() & set(replaced) - self.leaving.keys()
+        self._name(again)
+        for policy in again:
+            self._serve(policy)
+        self._tell()
+
+    def end(self) -> list[Handle]:
+        """End the round: ask all policy workers to stop serving; returns their calls."""
+        self.moving = False
+        for policy in self.serving.keys() - self.leaving.keys():
+            self.manager.requests[policy].put(None)
+        return list(self.serving.values())
+
+    # Inside
+
+    def _join_or_leave(self) -> None:
+        here = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
+        joining = [policy for policy in here if policy not in self.serving]
+        self.manager.weight_sync.catch_up(joining)
+        self._name(joining)
+        for policy in joining:
+            self._serve(policy)
+        for policy in [policy for policy in self.serving if policy not in here and policy not in self.leaving]:
+            self.manager.requests[policy].put(None)
+            self.leaving[policy] = monotonic() + self.manager.budget.hang_s
+
+    def _name(self, policies: Iterable[int]) -> None:
+        self.names |= {policy: f"policy-{policy}#{self.manager.rounds}.{next(self.lives)}" for policy in policies}
+
+    def _serve(self, policy: int) -> None:
+        """Start serving. A worker knows every source of the round, since any may ask it some day."""
+        mine = [source for source, told in self.told.items() if self.names[policy] in told.channels]
+        shared = (self.names[policy], self.manager.prompts) if self.shared else ()
+        requests = self.manager.requests[policy]
+        self.serving[policy] = self.policies[policy].serve(requests, dict(self.replies), *self.how, mine, *shared)
+
+    def _tell(self) -> None:
+        """Tell the sources that still play who answers them, where that has changed."""
+        if self.shared:
+            self._hand_out(self.shared)
+            return
+        for source in filter(self._plays, self.sources):
+            new, old = self._servers(source), self.told[source]
+            if (new.channels.keys(), new.others) != (old.channels.keys(), old.others):
+                self.told[source] = new
+                self.replies[source].put(new)
+
+    def _servers(self, source: str) -> Servers:
+        """Whom a source asks, and who else may have something of it to answer."""
+        manager = self.manager
+        if self.shared or not self.names:
+            return Servers(source, {"all": manager.prompts} if self.shared else {})
+        sim, stage = self.sources[source]
+        block = manager.share(sim * (self.num_sources // len(manager.sims)) + stage, self.num_sources, self._taking())
+        others = frozenset(self.names.values()) - {self.names[policy] for policy in block}
+        return Servers(source, {self.names[policy]: manager.requests[policy] for policy in block}, others)
+
+    def _taking(self) -> list[int]:
+        return sorted(self.names.keys() - self.leaving.keys())
+
+    def _plays(self, source: str) -> bool:
+        return not self.calls[self.sources[source][0]].done()
+
+    def _hand_out(self, shared: SharedPrompts) -> None:
+        manager, prompts = self.manager, self.manager.prompts
+        assert prompts is not None
+        shared.hear([prompts.get() for _ in range(prompts.qsize())], filter(self._plays, self.sources))
+        named = {self.names[policy]: policy for policy in self._taking()}
+        for name, batches in shared.hand_out(named, {self.names[policy] for policy in self.leaving}).items():
+            for batch in batches:
+                manager.requests[named[name]].put(batch)
+        if monotonic() > shared.quiet_until:
+            shared.quiet_until = monotonic() + SIGN_OF_LIFE_S
+            for policy in self.serving:
+                manager.requests[policy].put(PromptBatch("the driver", ()))
+
+    def _end_late(self) -> None:
+        """A policy worker that should have left and is still at an answer loses its process."""
+        for policy, until in self.leaving.items():
+            if monotonic() > until and not self.serving[policy].done():
+                self.leaving[policy] = inf
+                cause = f"still answered {self.manager.budget.hang_s:g} s after others asked for its devices"
+                self.manager.cluster.end(self.policies.hosts[policy], f"{cause} (faults.hang_s)")
+
+
+class SharedPrompts:
+    """The prompts of a round, which wait for whichever engine has room."""
+
+    def __init__(self, first: Iterable[str]) -> None:
+        """Nothing is handed out before the engines `first`, with which the round begins, have said how much room they
+        have."""
+        self.first = {*first}
+        self.queue = RequestQueue()
+        self.room: dict[str, int] = {}  # by engine
+        self.quiet_until = monotonic() + SIGN_OF_LIFE_S
+
+    def hear(self, items: Iterable[PromptBatch | Vacancy], sources: Iterable[str]) -> None:
+        """Prompts of these sources, and what engines say; prompts of other sources are dropped."""
+        playing = {*sources}
+        for item in items:
+            if isinstance(item, Vacancy):
+                self.room[item.engine] = item.room
+                for key in item.answered:
+                    self.queue.answered(key)
+            else:
+                self.queue.put(
+                    *(
+                        Waiting((item.source, one.number), one, 1, (item.source, one.episode), one.has_more_turns)
+                        for one in item.prompts
+                    )
+                )
+        self.queue.waiting = type(self.queue.waiting)(one for one in self.queue.waiting if one.key[0] in playing)
+
+    def hand_out(self, taking: Iterable[str], others: Collection[str]) -> dict[str, list[PromptBatch]]:
+        """What engines take that are `taking` prompts now; `others` still answer what they have."""
+        taking = [*taking]
+        self.queue.workers({name: self.room[name] for name in taking if name in self.room}, others)
+        if any(name in self.first and name not in self.room for name in taking):
+            return {}
+        return {name: in_batches(mine) for name, mine in self.queue.take().items()}
+
+
+def in_batches(taken: list[Waiting]) -> list[PromptBatch]:
+    """Neighbours of one source together."""
+    return [
+        PromptBatch(source, tuple(one.request for one in mine))
+        for source, mine in groupby(taken, lambda one: one.key[0])
+    ]

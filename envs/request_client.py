@@ -1,0 +1,109 @@
+"""How a player asks policy workers, and takes the answers from whichever of them gives it (`core/request_queue.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from embodied.core.arrays import Observation, concatenate, join_rows
+from embodied.core.conversations import CompletionBatch, Prompt, PromptBatch
+from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.core.types import ActReply, ActRequest, PolicyOutput, Servers
+from embodied.runtime import Channel
+
+
+class RequestClient:
+    """A player's end of the requests of one round. A worker that dies or leaves is known by news of those that answer
+    from now on: what it had is sent to them."""
+
+    def __init__(self, servers: Servers, replies: Channel) -> None:
+        self.source, self.replies = servers.source, replies
+        self.queue = RequestQueue()
+        self._begin_with(servers)
+
+    def put(self, *requests: Waiting) -> None:
+        self.queue.put(*requests)
+        self._send()
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        """The next message to this source, at most so many seconds away; None if it was no answer."""
+        reply = self.replies.get(timeout_s=timeout_s)
+        if reply.source != self.source:  # of an earlier round
+            return None
+        if isinstance(reply, Servers):
+            self._begin_with(reply)
+            self._send()
+            return None
+        return reply
+
+    def _begin_with(self, servers: Servers) -> None:
+        self.channels = servers.channels
+        self.queue.workers({name: float("inf") for name in servers.channels}, servers.others)
+
+    def _send(self) -> None:
+        for worker, requests in self.queue.take().items():
+            for message in self.messages([one.request for one in requests]):
+                self.channels[worker].put(message)
+
+    def messages(self, requests: list[Any]) -> Sequence[Any]:
+        """What is put into a worker's channel."""
+        return requests
+
+
+class PolicyClient(RequestClient):
+    """Asks about the env rows of a stage, one decision after the other."""
+
+    def __init__(self, servers: Servers, replies: Channel) -> None:
+        super().__init__(servers, replies)
+        self.number = 0
+        self.rows = 0  # that the last request asked about
+
+    def ask(self, obs: Observation, episodes: Any, decisions: Any, **what: Any) -> None:
+        self.number, self.rows = self.number + 1, len(episodes)
+        request = ActRequest(self.source, self.number, obs, episodes, decisions, **what)
+        self.put(Waiting(request.key, request, request.rows))
+
+    def answer(self) -> ActReply:
+        """The answer to the last request, once all its parts have come."""
+        parts: list[ActReply] = []
+        while sum(len(part.values) for part in parts) < self.rows:
+            reply = self.get()
+            if reply is not None and self.queue.answered(reply.key):
+                parts.append(reply)
+        return joined(parts)
+
+
+class PromptClient(RequestClient):
+    """Asks for the answers to prompts."""
+
+    def ask(self, prompts: Sequence[Prompt]) -> None:
+        self.put(*(Waiting(one.number, one, 1, one.episode, one.has_more_turns) for one in prompts))
+
+    def answers(self, timeout_s: float | None = None) -> CompletionBatch | None:
+        """Those that come together next, without second ones; None if none came."""
+        batch = self.get(timeout_s)
+        if batch is None:
+            return None
+        new = [one for one in batch.completions if self.queue.answered(one.number)]
+        return CompletionBatch(batch.source, tuple(new))
+
+    def messages(self, requests: list[Prompt]) -> Sequence[PromptBatch]:
+        return [PromptBatch(self.source, tuple(requests))]
+
+
+def joined(parts: list[ActReply]) -> ActReply:
+    """The answer to a request of which workers answered parts."""
+    if len(parts) == 1:
+        return parts[0]
+    parts.sort(key=lambda part: part.key[1])
+    outputs = [vars(part.output) for part in parts if part.output is not None]
+    final = [part.final_values for part in parts if part.final_values is not None]
+    number, rows = parts[0].key[0], sum(len(part.values) for part in parts)
+    return ActReply(
+        source=parts[0].source,
+        key=(number, 0, rows),
+        output=PolicyOutput(**join_rows(outputs)) if outputs else None,
+        values=concatenate([part.values for part in parts]),
+        final_values=concatenate(final) if final else None,
+        version=parts[0].version,
+    )
