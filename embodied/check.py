@@ -6,6 +6,13 @@ envs keep, and finds out what only this machine can tell: for ManiSkill, whether
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -13,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from embodied.config.recipe import RunConfig, load
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, DeadlineExceeded
 from embodied.envs import env_class, speaks
 from embodied.envs.own_modules import file_name
 from embodied.run import launch
@@ -21,6 +28,8 @@ from embodied.run.devices import check_simulator, machines
 
 ROWS = 4
 STEPS = 8  # random ones, between two looks at images
+LIMIT_S, MOST_S = 1800.0, 1e6
+CLOSE_S = 10.0  # for an env that does not return, to close after the limit
 ATOL = 1e-5  # a row's numbers may depend a little on which rows are simulated with it
 
 
@@ -29,30 +38,79 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    own, problems, rest = launch.split(argv, ("images",))
-    images = own.get("images", False)
-    if problems or not isinstance(images, bool):
-        raise ConfigError("\n".join(problems) or f"images={images}: should be true or false")
+    own, problems, rest = launch.split(argv, ("images", "limit_s"))
+    images, limit_s = own.get("images", False), own.get("limit_s", LIMIT_S)
+    if not isinstance(images, bool):
+        problems.append(f"images={images}: should be true or false")
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= MOST_S:
+        problems.append(f"limit_s={limit_s}: should be seconds, such as {LIMIT_S:g}, and at most {MOST_S:.0f}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     loaded = load(["run.iterations=1", *rest], entry="check")
     if loaded is None:
         return
     for line in launch.notes(loaded):
         print(line)
     kind = env_class(loaded.config.env)
-    for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
-        check(loaded.config.with_values("env", task=task), images)
+    with bounded(limit_s) as stage:
+        for task in kind.tasks(loaded.config.env) if not kind.mixes_tasks else [loaded.config.env.task]:
+            check(loaded.config.with_values("env", task=task), stage, images)
 
 
-def check(config: RunConfig, images: bool = False) -> None:
+class OutOfTime(BaseException):
+    """The limit is over; no `except Exception` of an env keeps it."""
+
+
+@dataclass
+class Stage:
+    """What the check is doing."""
+
+    doing: str = "loading the env"
+
+
+@contextmanager
+def bounded(limit_s: float) -> Iterator[Stage]:
+    """Raise DeadlineExceeded after so many seconds, with what was being done; end the process where an env does not
+    return to Python."""
+    stage = Stage()
+
+    def told(where: str) -> str:
+        return f"not finished after limit_s={limit_s:g} seconds, while {stage.doing}{where}; try a larger limit_s"
+
+    def give_up(_: int, frame: Any) -> None:
+        raise OutOfTime(told(f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""))
+
+    def end() -> None:
+        print(f"error: {told(', which cannot be interrupted')}", file=sys.stderr, flush=True)
+        os._exit(DeadlineExceeded.exit_code)
+
+    last, before = threading.Timer(limit_s + CLOSE_S, end), signal.signal(signal.SIGALRM, give_up)
+    last.daemon = True
+    last.start()
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield stage
+    except OutOfTime as err:
+        raise DeadlineExceeded(str(err)) from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        last.cancel()
+
+
+def check(config: RunConfig, stage: Stage, images: bool = False) -> None:
     """Print what is found out about one task, line by line; with `images`, show what a policy sees of it."""
     kind = env_class(config.env)
     check_simulator(config, machines(config))
     kind.check(config.env)
-    show("task", f"{config.env.name} {config.env.task}")
+    task = f"{config.env.name} {config.env.task}"
+    show("task", task)
     if speaks(kind):
+        stage.doing = f"holding conversations with {task}"
         return converse(kind, config.env, launch.proofs(config))
     from embodied.envs.env_checker import check_vector_env
 
+    stage.doing = f"building {task}"
     with kind.explained(config.env):
         env = kind(kind.plain(config.env), ROWS)
         try:
@@ -62,11 +120,13 @@ def check(config: RunConfig, images: bool = False) -> None:
                 show("images", write_images(env, config.run.dir / "images" / file_name(str(config.env.task))))
             if problem := env.video_problem():
                 show("video", f"none can be made here: {problem}")
+            stage.doing = f"playing episodes of {task} to see whether it keeps the contract"
             check_vector_env(env, ATOL)
             kept = "resets, ends, chunks, frames and saved states are as they have to be"
             show("contract", f"kept, with {ROWS} envs: {kept}")
         finally:
             env.close()
+    stage.doing = f"playing {task} in a batch and as single envs, to compare them"
     for number, line in enumerate(kind.prove(config.env, launch.proofs(config))):
         show("" if number else "physics", line)
 

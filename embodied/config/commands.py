@@ -47,7 +47,10 @@ COMMANDS = {
     "check": Command(
         "check",
         "Check an env: what it offers, whether it keeps the contract.",
-        {"images": "true writes the images that a policy sees as PNG files, into run.dir/images/TASK [false]."},
+        {
+            "images": "true writes the images that a policy sees as PNG files, into run.dir/images/TASK [false].",
+            "limit_s": "Seconds after which the check gives up and says what it was doing [1800].",
+        },
         unused=NOT_ENV,
     ),
     "evaluate": Command(

@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -408,3 +411,34 @@ def test_a_language_policy_fits_text_envs_and_no_other(options):
     assert load(["recipe=sums_grpo", *words, "run.start_from=null"]).config.env.name == options["name"]
     with pytest.raises(ConfigError, match=r"try policy\.name=language"):
         load(["recipe=pointmass_ppo", *words])
+
+
+HANGS = """
+import signal
+import time
+from embodied.envs import TextEnv
+
+class Hangs(TextEnv):
+    def reset(self, spec):
+        return "?"
+
+    def step(self, answer):
+        if self.config.kwargs["deaf"]:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:
+                pass
+"""
+
+
+@pytest.mark.parametrize(("deaf", "where"), [(0, r"at .*my_hangs\.py:\d+"), (1, "which cannot be interrupted")])
+def test_a_check_ends_at_its_limit_and_says_what_it_was_doing(tmp_path, deaf, where):
+    (tmp_path / "my_hangs.py").write_text(HANGS)
+    command = ["env.name=my_hangs:Hangs", f"env.kwargs={{deaf: {deaf}}}", "limit_s=0.5"]
+    program = f"from embodied import check; check.CLOSE_S = 0.5; raise SystemExit(check.main({command}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    told = f"error: not finished after limit_s=0.5 seconds, while .*, {where}; try a larger limit_s\n"
+    assert re.fullmatch(told, done.stderr), done.stderr
