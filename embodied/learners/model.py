@@ -242,8 +242,14 @@ class PolicyOptimizer:
         write_safetensors(folder / FILE, specs, self._whole())
 
     def load(self, folder: Path) -> None:
-        where = dict(self._named())
-        for key, blob in read_safetensors(folder / FILE).items():
+        where, stored = dict(self._named()), read_safetensors(folder / FILE)
+        wanted = [f"{name}/{key}" for name, p in where.items() for key in self._state(name, p)]
+        if lacking := [key for key in wanted if key not in stored]:
+            raise CheckpointError(
+                f"{folder / FILE} lacks {len(lacking)} of the optimizer's {len(wanted)} tensors, {lacking[0]} among "
+                f"them; it is damaged: remove {folder.parent} to resume from the checkpoint before it"
+            )
+        for key, blob in stored.items():
             name, _, entry = key.rpartition("/")
             if name not in where:
                 raise CheckpointError(f"{folder / FILE} holds {name}, which this policy does not have")
@@ -272,7 +278,7 @@ class PolicyOptimizer:
 
     def _state(self, name: str, p: Tensor) -> dict[str, Tensor]:
         master = self._master(p)
-        return self.adam.state[master] | ({MASTER: master} if name in self.halves else {})
+        return self.adam.state_of(master) | ({MASTER: master} if name in self.halves else {})
 
     def _specs(self, name: str, p: Tensor) -> dict[str, Spec]:
         return {
@@ -309,7 +315,7 @@ class Adam:
         """Take a step with a learning rate per group; parameters without a gradient stay."""
         for group, lr in zip(self.groups, rates, strict=True):
             params = [p for p in group if p.grad is not None]
-            states = [self._state(p) for p in params]
+            states = [self.state_of(p) for p in params]
             adam(
                 params,
                 [p.grad for p in params],
@@ -332,7 +338,8 @@ class Adam:
         for p in self.state:
             p.grad = None
 
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
+    def state_of(self, p: Tensor) -> dict[str, Tensor]:
+        """The averages of a parameter's gradients, which are zeros before its first step."""
         if not (state := self.state[p]):
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state["exp_avg"] = torch.zeros_like(p)

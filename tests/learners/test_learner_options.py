@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.core.errors import ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import build_rank_batch
@@ -131,6 +132,22 @@ def test_an_optimizer_of_bfloat16_weights_comes_back_with_its_float32_copies(tmp
     restored.load(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(optimizer.masters, restored.masters, strict=True))
     assert not all(torch.equal(m, m.bfloat16().float()) for m in restored.masters)
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_an_optimizers_file_without_some_of_its_tensors_is_refused_by_name(tmp_path, kept):
+    policy, optimizer, _ = trained()
+    optimizer.save(tmp_path)
+    stored = load_file(tmp_path / "optimizer.safetensors")
+    save_file(dict(sorted(stored.items())[:kept]), tmp_path / "optimizer.safetensors")
+    told = rf"optimizer\.safetensors lacks {len(stored) - kept} of the optimizer's {len(stored)} tensors"
+    with pytest.raises(CheckpointError, match=told):
+        PolicyOptimizer(policy, PPO, Alone()).load(tmp_path)
+
+
+def test_an_optimizer_that_has_not_stepped_yet_comes_back(tmp_path):
+    PolicyOptimizer(toy.make(), PPO, Alone()).save(tmp_path)
+    PolicyOptimizer(toy.make(), PPO, Alone()).load(tmp_path)
 
 
 def test_an_optimizer_that_was_stored_from_shards_can_leave_still(tmp_path):
@@ -258,7 +275,6 @@ def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtyp
         ours = read_weights(tmp_path / name / "policy")
         assert ours.keys() == whole[iterations].keys()
         assert max(np.abs(ours[key] - whole[iterations][key]).max() for key in ours) < tolerance
-    from safetensors.numpy import load_file
 
     ours, theirs = (load_file(tmp_path / folder / "optimizer.safetensors") for folder in ("three/learner", "alone"))
     assert ours.keys() == theirs.keys()
