@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ VLLM = ROOT / "scripts" / "vllm.txt"  # names, of the versions that constraints.
 EXTRAS = ("maniskill", "libero", "ray", "datasets", "reasoning", "vla", "serve", "dev")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own builds without CUDA
 NVIDIA = Path("/dev/nvidiactl")
+PROGRESS_S, WIDTH = 10.0, 100
+LARGE = re.compile(r"^Downloading .*\(\d{2,}(\.\d+)? [MG]B\)|^Installing collected|^Building|^Preparing metadata")
 OLDEST, NEWEST = (3, 11), (3, 12)
 
 
@@ -140,7 +143,18 @@ def requirements() -> list[str]:
 
 
 def pip(*arguments: str) -> None:
-    run([str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-qq", *arguments])
+    """Run pip; print what it does about every ten seconds, and before large downloads."""
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
+    quiet = {**os.environ, "PIP_PROGRESS_BAR": "off"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet) as process:
+        assert process.stdout is not None
+        printed = time.monotonic()
+        for line in map(str.strip, process.stdout):
+            if LARGE.search(line) or time.monotonic() - printed > PROGRESS_S:
+                step(f"  {line[:WIDTH]}")
+                printed = time.monotonic()
+    if process.returncode:
+        raise SystemExit(f"setup failed at: {' '.join(command)}")
 
 
 def step(text: str) -> None:
