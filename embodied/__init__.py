@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -101,5 +101,21 @@ def _is_starting() -> bool:
     return (sys.argv[:1] == ["-m"] and ours) or os.path.basename(sys.argv[0] if sys.argv else "") == "embodied"
 
 
+def _say_what_is_missing(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
+    """Print a line instead of a traceback where a file of ours imports what is not installed."""
+    last = trace
+    while last and last.tb_next:
+        last = last.tb_next
+    ours = last and last.tb_frame.f_code.co_filename.startswith(os.path.dirname(__file__) + os.sep)
+    if isinstance(err, ModuleNotFoundError) and ours and not str(err.name).startswith("embodied"):
+        print(
+            f"error: {err.name} is not installed for {sys.executable}; make setup installs it in .venv", file=sys.stderr
+        )
+    else:
+        sys.__excepthook__(kind, err, trace)
+
+
+if _is_starting():
+    sys.excepthook = _say_what_is_missing
 if _is_starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _stop_at_once)  # while a command is imported; `launch.run` has a plan of its own

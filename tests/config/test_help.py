@@ -69,6 +69,14 @@ def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
     assert (process.returncode, said) == (130, "stopped at once\n")
 
 
+def test_a_command_whose_packages_are_missing_says_how_to_install_them():
+    without_packages = [sys.executable, "-S", "-m", "embodied.train", "recipe=pointmass_ppo"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(without_packages, cwd=root, capture_output=True, text=True)
+    told = rf"error: \w+ is not installed for {re.escape(sys.executable)}; make setup installs it in \.venv\n"
+    assert done.returncode == 1 and re.fullmatch(told, done.stderr), done.stderr
+
+
 def test_help_names_recipes_but_for_the_tiny_ones_which_are_found_all_the_same(capsys):
     load(["--help"])
     words = re.findall(r"\w+", capsys.readouterr().out)
