@@ -58,7 +58,7 @@ def timeline_charts(run: Run) -> list[Html]:
     note: list[Html] = []
     if path.is_file():
         with noted(run.problems), reading(path):
-            spans, note = pieces_of(path)
+            spans, note = pieces_of(path, run.problems)
     if not spans:
         return note
     last = max(span.iteration for span in spans)
@@ -67,11 +67,11 @@ def timeline_charts(run: Run) -> list[Html]:
     return [per_worker(spans), worker_rows(shown, f"Iterations {first} to {last}, piece by piece")]
 
 
-def pieces_of(path: Path) -> tuple[list[TimedSpan], list[Html]]:
+def pieces_of(path: Path, problems: list[str] | None = None) -> tuple[list[TimedSpan], list[Html]]:
     """Every moment of a trace once, or a note instead where it is too large."""
     if path.stat().st_size > MOST_TRACE_BYTES:
         return [], [tag("p", f"{path.name} is too large to be drawn here; open it in a trace viewer.", class_="note")]
-    return innermost(read_trace(path)), []
+    return innermost(read_trace(path, problems)), []
 
 
 def per_worker(spans: list[TimedSpan]) -> Html:

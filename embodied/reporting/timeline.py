@@ -175,14 +175,16 @@ def us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
 
-def read_trace(path: Path) -> list[TimedSpan]:
+def read_trace(path: Path, problems: list[str] | None = None) -> list[TimedSpan]:
     """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short or that
-    a trace viewer has saved. Events that are no spans of ours are left out; ValueError where there are no events."""
+    a trace viewer has saved. Events that are no spans of ours are left out; ValueError where there are no events.
+    Damaged lines are left out and added to `problems`."""
     names: dict[tuple[str, int], str] = {}
     events = 0
     spans: list[TimedSpan] = []
+    damaged: list[int] = []
     with path.open(errors="replace") as file:
-        for event in (event for line in file for event in events_in(line)):
+        for event in (event for number, line in enumerate(file, 1) for event in events_in(line, number, damaged)):
             events += isinstance(event, dict)
             with suppress(LookupError, TypeError, ValueError):
                 if event["ph"] == "M" and event["name"] in ("process_name", "thread_name"):
@@ -192,14 +194,20 @@ def read_trace(path: Path) -> list[TimedSpan]:
                     spans.append(span_of(event, names))
     if not events:
         raise ValueError("it holds no events of a trace")
+    if damaged and problems is not None:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        problems.append(f"{path} is damaged: line {damaged[0]}{more} cannot be read; the timeline is drawn without")
     return sorted(spans, key=lambda span: (span.worker, span.start_s, -span.end_s))
 
 
-def events_in(line: str) -> list[Any]:
-    """The events of a line: one as we write it, or all of them at once."""
+def events_in(line: str, number: int, damaged: list[int]) -> list[Any]:
+    """The events of a line: one as we write it, or all of them at once. Its number joins the `damaged` ones where it
+    cannot be read, but for brackets around all events and the end of a file that a killed run was writing."""
     try:
         found = json.loads(line.rstrip(",\n"))
-    except (ValueError, RecursionError):  # the brackets around all, or the line a killed run was writing
+    except (ValueError, RecursionError):
+        if line.endswith("\n") and line.strip() not in ("[", "]", ""):
+            damaged.append(number)
         return []
     if isinstance(found, dict):
         found = found.get("traceEvents", found)

@@ -199,8 +199,11 @@ def test_a_run_that_was_killed_is_not_said_to_be_running(tmp_path, page_checker,
 def test_what_cannot_be_read_is_named(run, page_checker):
     (run / "eval/v000004/episodes.csv").write_text("nonsense\n1\n")
     (run / "metrics.jsonl").write_text('{"iteration": 1, oops}\n')
+    trace = (run / "trace.json").read_text().splitlines()
+    (run / "trace.json").write_text("\n".join([*trace[:3], trace[3][:-9], *trace[4:], '{"a run was killed h']))
     page = page_checker(report(read_run(run), run))
     assert "v000004/episodes.csv cannot be read" in page.text and "metrics.jsonl cannot be read" in page.text
+    assert "trace.json is damaged: line 4 cannot be read" in page.text
 
 
 def test_the_line_a_killed_run_was_writing_is_left_out(run):
