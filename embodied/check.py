@@ -62,17 +62,17 @@ class OutOfTime(BaseException):
 
 
 @dataclass
-class Stage:
+class CheckStage:
     """What the check is doing."""
 
     doing: str = "loading the env"
 
 
 @contextmanager
-def bounded(limit_s: float) -> Iterator[Stage]:
+def bounded(limit_s: float) -> Iterator[CheckStage]:
     """Raise DeadlineExceeded after so many seconds, with what was being done; end the process where an env does not
     return to Python."""
-    stage = Stage()
+    stage = CheckStage()
 
     def told(where: str) -> str:
         return f"not finished after limit_s={limit_s:g} seconds, while {stage.doing}{where}; try a larger limit_s"
@@ -98,7 +98,7 @@ def bounded(limit_s: float) -> Iterator[Stage]:
         last.cancel()
 
 
-def check(config: RunConfig, stage: Stage, images: bool = False) -> None:
+def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     """Print what is found out about one task, line by line; with `images`, show what a policy sees of it."""
     kind = env_class(config.env)
     check_simulator(config, machines(config))
