@@ -13,7 +13,7 @@ from tests.verifiers_stand_in import stand_in
 
 PAGE = (Path(__file__).parents[1] / "docs" / "text_envs.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
-CHECK, TRAIN, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = [
+CHECK, TRAIN, CHECK_TURNS, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = [
     line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()
 ]
 
@@ -46,6 +46,17 @@ def test_the_env_of_the_page_keeps_the_contract(here):
 
 def test_the_env_of_the_page_can_be_trained_on(here):
     assert "task my_envs:Doubling" in here(TRAIN, "run.start_from=null")
+
+
+def test_the_env_that_replies_keeps_the_contract_and_helps_to_guess(here, tmp_path):
+    printed = here(CHECK_TURNS)
+    assert "contract kept" in printed and "at most 10 answers" in printed
+    guesses = importlib.import_module("my_guesses").Guesses(None)
+    guesses.number = 371
+    said = [guesses.step(answer) for answer in ("900", "??", "200", " 371\n")]
+    assert [turn.done for turn in said] == [False, False, False, True]
+    assert ["lower" in said[0].said, "a number" in said[1].said.lower(), "higher" in said[2].said] == [True] * 3
+    assert said[3].success and said[3].reward == 1
 
 
 def test_the_env_with_a_tool_keeps_the_contract(here):
