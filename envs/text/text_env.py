@@ -177,13 +177,18 @@ class TextEnv(EnvCapabilities):
     @classmethod
     def training_questions(cls, config: Any) -> tuple[int, ...]:
         """The number of questions of each task, for `algo.prompts=epochs`."""
-        counts = [cls.num_questions(config, task) for task in cls.tasks(config)]
-        if None in counts:
+        tasks = cls.tasks(config)
+        known = [count for task in tasks if (count := cls.num_questions(config, task)) is not None]
+        if len(known) < len(tasks):
             raise ConfigError(
                 f"algo.prompts=epochs asks every question once before any again, and env.name={config.name} makes them "
                 f"without end; leave it out, or give {cls.__name__} a method num_questions"
             )
-        return tuple(count for count in counts if count is not None)
+        if empty := [task for task, count in zip(tasks, known, strict=True) if count < 1]:
+            raise ConfigError(
+                f"env.task={empty[0]}: {cls.__name__}.num_questions says that no questions to train on are in it"
+            )
+        return tuple(known)
 
     @classmethod
     def protocols(cls, config: Any) -> tuple[EvaluationProtocol, ...]:
