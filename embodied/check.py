@@ -122,7 +122,8 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
                 show("video", f"none can be made here: {problem}")
             stage.doing = f"playing episodes of {task} to see whether it keeps the contract"
             check_vector_env(env, ATOL)
-            kept = "resets, ends, chunks, frames and saved states are as they have to be"
+            tested = ["resets", "ends", "chunks"] + ["frames"] * (not problem) + ["saved states"] * env.saves_state
+            kept = f"{', '.join(tested[:-1])} and {tested[-1]} are as they have to be"
             show("contract", f"kept, with {ROWS} envs: {kept}")
         finally:
             env.close()
@@ -137,7 +138,12 @@ def write_images(env: Any, folder: Path) -> str:
 
     spec = env.env_spec
     if not spec.images:
-        raise ConfigError("images=true: no camera is observed; name some with env.cameras=[...]")
+        how = (
+            "name some with env.cameras=[...]"
+            if hasattr(env.config, "cameras")
+            else "EnvSpec(images=...) declares them"
+        )
+        raise ConfigError(f"images=true: no camera is observed; {how}")
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     begun = env.reset(seed=0)[0]

@@ -5,6 +5,7 @@ For authors of plug-ins: run it in a test on an env of 3 rows or more. It takes 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ def check_vector_env(env: VectorEnv, atol: float = 0.0) -> None:
         raise ContractViolation("finite", str(err)) from err
     except WrongShape as err:
         raise ContractViolation("observation", str(err)) from err
+    except NotImplementedError as err:
+        missing = traceback.extract_tb(err.__traceback__)[-1].name
+        raise ContractViolation("methods", f"{type(env).__name__} does not implement {missing}") from err
 
 
 class Checker:

@@ -1,15 +1,16 @@
 """The env contract: N rows side by side, driven from outside, never reset by themselves. Rollouts of them are in
 `episode_player.py`, evaluations in `evaluation.py`.
 
-A plug-in implements `_reset_rows`, `_step`, `_observe`, `render_rows` and for images `_paint`; resets, time limits,
-action chunks, freezing of finished rows and the meaning of success live here, once. What may surprise: a row that is
-done stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
+A plug-in implements `_reset_rows`, `_step`, `_observe`, for videos `render_rows` and for images `_paint`; resets, time
+limits, action chunks, freezing of finished rows and the meaning of success live here, once. What may surprise: a row
+that is done stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,17 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
 
     def video_problem(self) -> str:
         """Why `render_rows` cannot work on this machine; empty if it can."""
-        return ""
+        return " ".join(self._missing_frames())
+
+    @classmethod
+    def _missing_frames(cls) -> list[str]:
+        drawn = cls.render_rows is not VectorEnv.render_rows
+        return [] if drawn else [f"{cls.__name__} has no method render_rows, which draws the frames of videos"]
+
+    @classmethod
+    def remarks(cls, config: Any, proofs: Path) -> list[str]:
+        """Says that nothing can be recorded where no frames can be drawn."""
+        return [f"no videos: {problem}" for problem in cls._missing_frames()]
 
     def _get_state(self) -> dict[str, np.ndarray] | None:
         """Arrays with one row per env that `_set_state` restores bitwise; None where the simulator cannot."""

@@ -51,6 +51,15 @@ class Switch(VectorEnv):
         return frames
 
 
+class Undrawn(Switch):
+    render_rows = VectorEnv.render_rows
+
+
+class Undrawable(Switch):
+    def render_rows(self, rows):
+        raise RuntimeError("the display is gone")
+
+
 class Scripted(Policy):
     asked: list[int] = []  # noqa: RUF012 - how many rows each question was about
 

@@ -66,6 +66,23 @@ def test_failures_on_film_already_count_and_nothing_is_filmed_where_no_videos_ar
     assert films(run(*fails, "eval.videos=0", "eval.failure_videos=2")[0]) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "warning"), [("Undrawn", "has no method render_rows"), ("Undrawable", "render_rows raised RuntimeError")]
+)
+def test_episodes_that_cannot_be_filmed_count(kind, warning, capsys):
+    folder, episodes = run(
+        "checkpoint=scripted:Fails", *[word.replace("Switch", kind) for word in SWITCH], "eval.episodes=6"
+    )
+    assert [one.success_once for one in episodes] == [False] * 6 and films(folder) == []
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_check_says_what_an_env_does_without(capsys):
+    assert check.main(["env.name=scripted:Undrawn", "run.dir=runs"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Undrawn has no method render_rows" in told and "resets, ends and chunks are as they have to be" in told
+
+
 def test_one_video_is_one_unless_failures_are_asked_for():
     assert len(films(run("checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6", "eval.videos=1")[0])) == 1
 
@@ -217,4 +234,4 @@ def test_check_writes_what_a_policy_sees(capsys):
     files = sorted(Path("runs/images").glob("*/*.png"))
     assert len(files) == 2 * check.ROWS and np.asarray(Image.open(files[0])).ndim == 3
     assert check.main([*asked[:1], "images=true"]) == 2
-    assert "no camera is observed; name some with env.cameras=" in capsys.readouterr().err
+    assert "no camera is observed; EnvSpec(images=...) declares them" in capsys.readouterr().err

@@ -87,10 +87,21 @@ class VideoRecorder:
         """Draw a frame of each of these rows, with the cameras that were asked for."""
         if not rows:
             return
-        frames = self.env.render_rows(np.array(rows))
+        try:
+            frames = self.env.render_rows(np.array(rows))
+        except Exception as err:
+            return self._give_up(f"render_rows raised {type(err).__name__}: {err}")
         images = self.env.observe(np.array(rows)).get("images", {}) if self.recording.cameras else {}
         for row, frame in zip(rows, frames, strict=True):
             self.newest[row] = beside(frame, [camera[row] for camera in images.values()]) if images else frame.copy()
+
+    def _give_up(self, problem: str) -> None:
+        """Record no more videos; the episodes go on and count."""
+        print(f"no videos: {problem}", file=sys.stderr)
+        self.episodes = frozenset()
+        for writer in self.open.values():
+            writer.discard()
+        self.open.clear()
 
 
 class EpisodeStatus:

@@ -10,7 +10,7 @@ from embodied.envs import make_env
 from embodied.envs.config import EnvConfig
 from embodied.envs.env_checker import ContractViolation, check_vector_env
 from embodied.envs.pointmass.env import PointMassEnv
-from embodied.envs.vector_env import StepResult
+from embodied.envs.vector_env import StepResult, VectorEnv
 
 
 def config(name="pointmass", **kwargs):
@@ -201,6 +201,10 @@ class GreyFrames(PointMassEnv):
         return super().render_rows(rows)[..., 0]
 
 
+class NeverPaints(PointMassEnv):
+    _paint = VectorEnv._paint
+
+
 class NaNReward(PointMassEnv):
     def _step(self, actions, active):
         result = super()._step(actions, active)
@@ -255,6 +259,7 @@ class AlonePaintsDarker(PointMassEnv):
         (PaintsFloats, "observation"),
         (PaintsOneCamera, "observation"),
         (AlonePaintsDarker, "same-initial-state"),
+        (NeverPaints, "methods"),
     ],
 )
 def test_broken_images_are_caught_by_the_name_of_the_rule(broken, rule):
