@@ -92,10 +92,6 @@ class GatedPolicy(PolicyWorker):
 class GatedLearner(LearnerWorker):
     """Gate: `update`."""
 
-    def update(self, *args):
+    def learn(self, *args):
         arrive(self.name, "update")
-        return super().update(*args)
-
-    def accumulate(self, *args):
-        arrive(self.name, "update")
-        return super().accumulate(*args)
+        return super().learn(*args)

@@ -23,7 +23,6 @@ from embodied.core.types import (
     Route,
     choose,
     env_blocks,
-    join,
 )
 from embodied.envs import make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
@@ -99,30 +98,31 @@ class SimWorker(EpisodeKeeper):
         route: Route,
         horizon: int = 0,
         out: tuple[Channel, ...] = (),
+        batch: int = 0,
         granularity: int = 0,
         noted: bool = False,
     ) -> RolloutStats:
-        """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows: at the
-        end, or every `granularity` decisions. Or, without a horizon, play a list of episodes to their ends, as many at
-        a time as there are envs, and keep them; where their ends are `noted`, `hand_on` may be asked for each from
-        then on."""
+        """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows, for this
+        `batch`: at the end, or every `granularity` decisions. Or, without a horizon, play a list of episodes to their
+        ends, as many at a time as there are envs, and keep them; where their ends are `noted`, `hand_in` may be asked
+        for each from then on."""
         before, make = self.timers.totals(), partial(Record, horizon=horizon)
         if noted:
-            make = partial(EpisodeStream, store=self.ended, journal=self.journal)
+            make = partial(EpisodeStream, store=self.kept, journal=self.journal)
         records = [make(source) for source in route.sources]
         for stage, servers, replies in zip(self.stages, route.servers, route.replies, strict=True):
             stage.client = PolicyClient(servers, replies)
         refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
         for decisions in step_stages(self.stages, records, refills, horizon):
             if granularity and decisions > 1 and (decisions - 1) % granularity == 0:
-                self._deliver(records, out, decisions - 1)  # what follows the last one is not known yet
+                self._deliver(records, out, batch, decisions - 1)  # what follows the last one is not known yet
         if horizon:
             for stage, record in zip(self.stages, records, strict=True):
                 stage.close(record)
-            self._deliver(records, out, horizon)
+            self._deliver(records, out, batch, horizon)
         elif not noted:
-            played = [record.trajectory() for record in records if record.decisions]
-            self.whole = join([self.whole, *played] if self.whole else played)
+            for played in [record.trajectory() for record in records if record.decisions]:
+                self.kept |= dict.fromkeys(played.ids.tolist(), played)
         finished = tuple(result for record in records for result in record.finished)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return RolloutStats(sum(record.env_steps for record in records), finished, *spent)
@@ -185,15 +185,14 @@ class SimWorker(EpisodeKeeper):
         for env in [stage.env for stage in self.stages] + ([self.eval_env] if self.eval_env else []):
             env.close()
 
-    def _deliver(self, records: list[Record], out: tuple[Channel, ...], end: int) -> None:
+    def _deliver(self, records: list[Record], out: tuple[Channel, ...], batch: int, end: int) -> None:
         """Hand on the decisions before `end`, cut at the borders of the learner ranks' env blocks."""
         for record in records:
             played = record.trajectory(end)
             for block, channel in zip(env_blocks(self.config.num_envs, len(out)), out, strict=True):
                 ids = played.ids[(played.ids >= block.start) & (played.ids < block.stop)]
                 if len(ids):
-                    part = choose(played, ids, played.source)
-                    channel.put(part, weight=part.num_steps)
+                    channel.put(choose(played, ids, played.source), key=batch)
 
 
 def stage_state(stage: Stage) -> dict[str, np.ndarray]:

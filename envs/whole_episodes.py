@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from embodied.core.arrays import Observation, concatenate, flat_dict, host, is_text, map_obs, nested_dict
+from embodied.core.arrays import Observation, concatenate, flat_dict, gather, host, is_text, map_obs, nested_dict
 from embodied.core.types import Array, EpisodeResult, Note, Trajectory, choose, decisions_of, join
 from embodied.envs.episode_player import Record
 from embodied.runtime import Channel, Worker, served_while_busy
@@ -34,53 +34,44 @@ class EpisodeKeeper(Worker):
         self.eval_config, self.eval_rows = eval_config or config, eval_rows
         self.whole_episodes = whole_episodes
         self.stopped = False
-        self.whole: Trajectory | None = None  # whole episodes that the learners may still want
-        self.ended: dict[int, Trajectory] = {}  # the same one by one, where they are handed on while others are played
+        self.kept: dict[int, Trajectory] = {}  # whole episodes that learners may still want, each with others maybe
 
     @served_while_busy
     def stop_playing(self) -> None:
         """Give up the evaluation in progress, and any that follows."""
         self.stopped = True
 
-    def kept(self) -> list[int]:
-        """The whole episodes that are kept."""
-        return [*self.ended, *([] if self.whole is None else self.whole.ids.tolist())]
-
-    def hand_over(self, wanted: list[np.ndarray], source: str, out: tuple[Channel, ...]) -> list[int]:
-        """Send every learner rank those of its wanted episodes that are kept here; -> the ranks that got something."""
-        kept, ranks = set(self.kept()), []
-        for rank, (episodes, channel) in enumerate(zip(wanted, out, strict=True)):
-            if mine := [episode for episode in episodes.tolist() if episode in kept]:
-                part = choose(self.whole, mine, source)
-                channel.put(part, weight=int(part.mask.sum()))
-                ranks.append(rank)
-        return ranks
-
     @served_while_busy
-    def hand_on(self, episodes: list[int], source: str, channel: Channel, keep: bool = False) -> bool:
+    def hand_in(self, episodes: list[int], source: str, channel: Channel, batch: int, keep: bool = False) -> bool:
         """Send these episodes, which have ended, and forget them unless they are to be kept; False where not all are
         here."""
-        if not self.ended.keys() >= {*episodes}:
+        if not self.kept.keys() >= {*episodes}:
             return False
-        part = join([self.ended[episode] if keep else self.ended.pop(episode) for episode in episodes])
-        channel.put(replace(part, source=source), weight=part.num_steps)
+        parts = parts_of({episode: self.kept[episode] if keep else self.kept.pop(episode) for episode in episodes})
+        channel.put(replace(join(parts), source=source), key=batch)
         return True
 
     def keep(self, episodes: tuple[int, ...]) -> None:
         """Forget all kept episodes but these."""
-        self.ended = {episode: part for episode, part in self.ended.items() if episode in episodes}
-        mine = [] if self.whole is None else [one for one in self.whole.ids.tolist() if one in episodes]
-        self.whole = choose(self.whole, mine) if mine else None
+        left = parts_of({episode: part for episode, part in self.kept.items() if episode in episodes})
+        self.kept = {episode: part for part in left for episode in part.ids.tolist()}
 
     def get_kept(self) -> dict[str, np.ndarray]:
         """The whole episodes that are kept, as arrays for a checkpoint; empty if there are none."""
-        return {} if self.whole is None else arrays_of(self.whole)
+        return arrays_of(join(parts_of(self.kept))) if self.kept else {}
 
-    def set_kept(self, arrays: dict[str, np.ndarray]) -> None:
-        """This worker's part of what all workers kept."""
+    def set_kept(self, arrays: dict[str, np.ndarray]) -> list[int]:
+        """Keep this worker's part of what all workers kept; returns which episodes these are."""
         kept = trajectory_from(arrays)
-        mine = kept.ids[self.rank :: self.world_size]
-        self.whole = choose(kept, mine) if len(mine) else None
+        self.kept = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
+        self.keep(tuple(self.kept))
+        return [*self.kept]
+
+
+def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:
+    """These episodes, of the trajectory that each is in, and no others."""
+    wanted = gather((id(part), episode) for episode, part in kept.items()).values()
+    return [choose(kept[ids[0]], sorted(ids)) for ids in wanted]
 
 
 class EpisodeStream(Record):

@@ -234,10 +234,6 @@ class Trajectory:
     first: int = 0  # of the rollout's decisions, the one that this piece begins with
     last: bool = True  # whether the rollout ends with it
 
-    @property
-    def num_steps(self) -> int:
-        return int(self.mask.sum())
-
 
 @dataclass(frozen=True)
 class BatchPart:
@@ -255,23 +251,25 @@ class BatchPart:
 
 
 @dataclass(frozen=True)
-class GroupPart:
-    """A group that a learner rank learns from, while others may still be played."""
+class Unit:
+    """Sequences that are certain to be learned from, to a learner rank that has been sent them: env rows of a rollout,
+    or a group of episodes."""
 
-    sources: tuple[str, ...]  # that have sent its episodes
-    ids: np.ndarray  # int [S], its episodes, ascending
-    advantages: np.ndarray | None  # [S]
-    scores: np.ndarray | None = None  # [S], returns
-    is_padding: bool = False  # another rank's, for a pass through a sharded network that counts nothing
+    sources: tuple[str, ...]  # that have sent them
+    ids: np.ndarray  # int [S], ascending
+    advantages: np.ndarray | None = None  # [S], where units are learned from one by one
+    scores: np.ndarray | None = None  # [S], returns, likewise
+    is_padding: bool = False  # another rank's, for a pass through the network that counts nothing
 
 
 @dataclass(frozen=True)
 class BatchEnd:
-    """An iteration learns from no more groups."""
+    """An iteration learns from no more units."""
 
     iteration: int
     total: int
-    seconds: float  # since the learners began to wait for groups
+    seconds: float = 0.0  # since the learners began to wait for units
+    part: BatchPart | None = None  # what all units are together; None where they are learned from one by one
 
 
 # What roles send each other while they collect

@@ -13,43 +13,13 @@ import torch
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.types import BatchEnd, BatchPart, GroupPart, Trajectory, join
+from embodied.core.types import BatchEnd, BatchPart, Trajectory
 from embodied.learners.model import Model, PolicyOptimizer, lr_factor
 from embodied.learners.rollout_buffer import flatten
 from embodied.learners.token_batch import Packing, build_token_batch
 from embodied.learners.train_batch import GRPOBatch, PPOBatch, logprobs_of, moments_of
 from embodied.learners.update import check_finite, check_weights, gradient, mismatch_numbers
-from embodied.runtime import Channel
 from embodied.runtime.collective import Alone, Collective
-
-NO_DEADLINE = float("inf")  # episodes take their time; a channel closes where the run fails
-
-
-class Groups:
-    """The groups that one rank gets in an iteration, in the order in which they are whole."""
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.end: BatchEnd | None = None  # when no more follow
-        self.sent: dict[str, Trajectory] = {}  # by source, what came
-        self.asked: list[GroupPart] = []  # groups of which something has not come
-
-    def next(self) -> tuple[GroupPart, Trajectory] | None:
-        """Wait for a group and take it; None after the last one."""
-        while True:
-            for part in self.asked:
-                if self.sent.keys() >= {*part.sources}:
-                    self.asked.remove(part)
-                    return part, join([self.sent.pop(source) for source in part.sources])
-            if self.end is not None and not self.asked:
-                return None
-            item = self.channel.get(timeout_s=None if self.asked else NO_DEADLINE)
-            if isinstance(item, Trajectory):
-                self.sent[item.source] = item
-            elif isinstance(item, GroupPart):
-                self.asked.append(item)
-            else:
-                self.end = item
 
 
 class Accumulation:

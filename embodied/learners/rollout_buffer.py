@@ -7,7 +7,8 @@ weights that change and are computed in fixed microbatches, so where pieces end 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,9 +17,13 @@ from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.arrays import Observation, is_tensor, is_text, map_obs, room_for, take_rows, text_lists
+from embodied.core.errors import DeadlineExceeded
 from embodied.core.rng import generator
-from embodied.core.types import Array, Trajectory, join, map_decisions
+from embodied.core.types import Array, BatchEnd, Trajectory, Unit, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model
+from embodied.runtime import Channel, Timers
+
+NO_DEADLINE = float("inf")  # episodes take their time; a channel closes where the run fails
 
 
 @dataclass(frozen=True)
@@ -114,36 +119,38 @@ class RolloutBuffer:
         """`batch_size` is about how many items are encoded together; rollouts in pieces have `horizon` decisions."""
         self.horizon = horizon
         self.batch_size = batch_size
-        self.coming: dict[
-            str, PendingRollout
-        ] = {}  # by stage of a sim worker: of one that was replaced, what came last
+        self.coming: dict[str, PendingRollout] = {}  # by source
         self.features: FrozenFeatures | None = None
         self.rows = np.empty(0, np.int64)  # env rows whose observations are encoded, sorted
 
     def add(self, piece: Trajectory) -> None:
-        stage, whole = stage_of(piece.source), piece
+        whole = piece
         if not piece.last or piece.first:
-            whole = room_for_all(piece, self.horizon) if piece.first == 0 else self.coming[stage].whole
+            whole = room_for_all(piece, self.horizon) if piece.first == 0 else self.coming[piece.source].whole
             rows = items_of(
                 range(len(whole.ids)), range(piece.first, piece.first + int(piece.lengths[0])), self.horizon
             )
             map_decisions(lambda room, array: room.__setitem__(rows, array), whole, piece)
         if piece.first == 0:
-            self.coming[stage] = PendingRollout(whole)
-        self.coming[stage].have = piece.first + int(piece.lengths.max())
+            self.coming[piece.source] = PendingRollout(whole)
+        self.coming[piece.source].have = piece.first + int(piece.lengths.max())
 
     def has(self, sources: Iterable[str]) -> bool:
         """True if all that these sources have played has come."""
-        there = {coming.whole.source: coming for coming in self.coming.values()}
+        there = self.coming
         return all(s in there and there[s].have == there[s].whole.lengths.max() for s in sources)
 
     def parts(self, sources: Iterable[str]) -> list[Trajectory]:
         """The trajectory of each of these sources."""
-        return [self.coming[stage_of(source)].whole for source in sources]
+        return [self.coming[source].whole for source in sources]
 
     def trajectory(self, sources: Iterable[str]) -> Trajectory:
         """The trajectories of these sources, joined."""
         return join(self.parts(sources))
+
+    def take(self, sources: Iterable[str]) -> Trajectory:
+        """The same; they are forgotten."""
+        return join([self.coming.pop(source).whole for source in sources])
 
     def encode(self, model: Model, rows: np.ndarray) -> None:
         """Frozen features of all whole microbatches that have come, of the rank's env rows `rows` (sorted)."""
@@ -170,6 +177,45 @@ class RolloutBuffer:
         return {name: tensor[items] for name, tensor in self.features.kept.items()}
 
 
+class Arrivals:
+    """The units of one batch that come to a learner rank, in the order in which each has come whole."""
+
+    def __init__(
+        self, channel: Channel, batch: int, buffer: RolloutBuffer, timers: Timers, piece_came: Callable[[], None]
+    ) -> None:
+        """`piece_came` is called when one is in the buffer."""
+        self.channel, self.batch, self.buffer = channel, batch, buffer
+        self.timers, self.piece_came = timers, piece_came
+        self.end: BatchEnd | None = None  # when no more follow
+        self.expected: list[Unit] = []  # of which something has not come
+
+    def next(self) -> Unit | None:
+        """Wait for a unit; None after the last one."""
+        while True:
+            for unit in self.expected:
+                if self.buffer.has(unit.sources):
+                    self.expected.remove(unit)
+                    return unit
+            if self.end is not None and not self.expected:
+                self._forget_what_is_left()
+                return None
+            with self.timers.measure("wait"):
+                item = self.channel.get(key=self.batch, timeout_s=None if self.expected else NO_DEADLINE)
+            if isinstance(item, Trajectory):
+                self.buffer.add(item)
+                self.piece_came()
+            elif isinstance(item, Unit):
+                self.expected.append(item)
+            else:
+                self.end = item
+
+    def _forget_what_is_left(self) -> None:
+        """What sims have sent that died before it was whole."""
+        with suppress(DeadlineExceeded):
+            while True:
+                self.channel.get(key=self.batch, timeout_s=0.0)
+
+
 def items_of(rows: Sequence[int] | np.ndarray, decisions: range, horizon: int) -> np.ndarray:
     """These decisions of these rows, where every row has `horizon` of them."""
     return (np.array(rows)[:, None] * horizon + np.array(decisions)).ravel()
@@ -180,16 +226,6 @@ def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
     count = len(piece.ids) * horizon
     room = map_decisions(lambda array: room_for(array, count), piece)
     return replace(piece, lengths=np.full_like(piece.lengths, horizon), last=True, **room)
-
-
-def stage_of(source: str) -> str:
-    return source.partition("#")[0]
-
-
-def round_of(source: str) -> int:
-    """The number of the round, or of the handover, in which it was played; these numbers only grow."""
-    number = source.partition("#")[2]
-    return int(number) if number.isdigit() else 0
 
 
 def permutation(seed: int, iteration: int, epoch: int, num_items: int) -> np.ndarray:

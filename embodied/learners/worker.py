@@ -20,10 +20,10 @@ from torch import Tensor
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import BatchPart, EnvSpec, Trajectory
-from embodied.learners.accumulation import Accumulation, Groups
+from embodied.learners.accumulation import Accumulation
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import ItemBatch, RolloutBuffer, round_of, step_items
+from embodied.learners.rollout_buffer import Arrivals, ItemBatch, RolloutBuffer, step_items
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
@@ -55,8 +55,6 @@ class LearnerWorker(Worker):
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
-        self.rollout_buffer: RolloutBuffer | None = None  # what has come of a rollout in progress
-        self.early: list[Trajectory] = []  # pieces of batches that come after the one it learns from
         self.shares = False  # its weights are acted with in this process
 
     def listen(self, timeout_s: float) -> RendezvousAddress:
@@ -113,30 +111,67 @@ class LearnerWorker(Worker):
     # Learning
 
     @done_together
-    def update(
-        self, trajectories: Channel, sources: tuple[str, ...], part: BatchPart, iteration: int, total: int
+    def learn(
+        self, trajectories: Channel, batch: int, rows: range | None = None, version: int | None = None
     ) -> dict[str, float]:
-        """Receive this rank's part of an iteration, which `sources` hand over, and do one update with all ranks."""
+        """Take this rank's units of a batch as they come, then do one update with all ranks. `rows` are its env rows,
+        where these are units: what frozen parts make of them is computed as they come. With a `version`, gradients are
+        added up unit by unit, all of which this version has played; the update is one step then."""
         self.model.first_backward, started = None, perf_counter()
-        buffer, self.rollout_buffer = self.rollout_buffer or self._new_buffer(), None
-        with self.timers.measure("wait"):
-            self._receive(trajectories, sources, buffer)
+        buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), self._horizon(rows))
+        arrivals = Arrivals(trajectories, batch, buffer, self.timers, lambda: self._look(buffer, rows))
+        if version is None:
+            numbers = self._learn_together(arrivals)
+        else:
+            numbers = self._learn_one_by_one(arrivals, version)
+        if self.model.first_backward is None:  # all items were other ranks'
+            return numbers
+        self.timers.mark("first backward", self.model.first_backward)
+        waited_s = started + arrivals.end.seconds
+        return numbers | {"time/first_backward_s": self.model.first_backward - waited_s}
+
+    def _horizon(self, rows: range | None) -> int:
+        return 0 if rows is None else self.algo.rollout_decisions
+
+    def _look(self, buffer: RolloutBuffer, rows: range | None) -> None:
+        """Encode what has come of these env rows."""
+        if rows is not None and self._encodes_once():
+            with self.timers.measure("look"):
+                buffer.encode(self.model, np.array(rows))
+
+    def _learn_together(self, arrivals: Arrivals) -> dict[str, float]:
+        """Gather all units, then take the steps of all epochs."""
+        sources: list[str] = []
+        while (unit := arrivals.next()) is not None:
+            sources += unit.sources
+        buffer, end = arrivals.buffer, arrivals.end
         whole = buffer.trajectory(sources)
-        share = self._prepared(whole, part)
+        share = self._prepared(whole, end.part)
         if self._encodes_once():
             with self.timers.measure("look"):
                 share = share.with_replay(self._encoded(buffer, whole, share.batch))
         moments = None
         if not self.started:  # else the statistics that the weights were trained with stay
-            moments = moments_of(whole, part.last - part.first, self.policy.observation_moments)
+            moments = moments_of(whole, end.part.last - end.part.first, self.policy.observation_moments)
         with self.store.updating(), self.computing.measured():
-            numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, iteration, total)
+            numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, end.iteration, end.total)
             if moments is not None:
                 self.policy.merge_observation_moments(np.concatenate(self.collective.gather(moments)))
-        if self.model.first_backward is None:  # all items were other ranks'
-            return numbers
-        self.timers.mark("first backward", self.model.first_backward)
-        return numbers | {"time/first_backward_s": self.model.first_backward - started}
+        return numbers
+
+    def _learn_one_by_one(self, arrivals: Arrivals, version: int) -> dict[str, float]:
+        """Add up the gradients of units as they come, then take one step."""
+        sums = Accumulation(self.model, self.algo, version, self.device, self.reference, self.packing)
+        while (unit := arrivals.next()) is not None:
+            group = arrivals.buffer.take(unit.sources)
+            with self.computing.measured():
+                sums.add(group, unit.advantages, unit.scores, unit.is_padding)
+            if not self.started and not unit.is_padding:  # as in `_learn_together`
+                sums.observe(group)
+        with self.store.updating(), self.computing.measured():
+            numbers = sums.step(self.optimizer, arrivals.end)
+            sums.merge_moments(self.collective)
+        return numbers
 
     def _prepared(self, whole: Trajectory, part: BatchPart) -> RankBatch:
         """Its items with their advantages: decisions, or tokens of conversations."""
@@ -145,65 +180,12 @@ class LearnerWorker(Worker):
             build_rank_batch(*common) if self.packing is None else build_token_batch(*common, self.packing, self.model)
         )
 
-    def _receive(self, trajectories: Channel, sources: tuple[str, ...], buffer: RolloutBuffer) -> None:
-        """Put what these sources hand over into the buffer; pieces of later batches wait for their own update."""
-        last, waiting = max(map(round_of, sources)), deque(self.early)
-        self.early = []
-        while not buffer.has(sources):
-            piece = waiting.popleft() if waiting else trajectories.get()
-            if round_of(piece.source) > last:
-                self.early.append(piece)
-            else:
-                buffer.add(piece)
-        self.early += waiting
-
-    @done_together
-    def accumulate(self, trajectories: Channel, version: int) -> dict[str, float]:
-        """Learn from this rank's groups as they come, while the sims play, all of them with this version; after the
-        last one do one update with all ranks."""
-        self.model.first_backward, started = None, perf_counter()
-        groups = Groups(trajectories)
-        sums = Accumulation(self.model, self.algo, version, self.device, self.reference, self.packing)
-        while True:
-            with self.timers.measure("wait"):
-                found = groups.next()
-            if found is None:
-                break
-            part, group = found
-            with self.computing.measured():
-                sums.add(group, part.advantages, part.scores, part.is_padding)
-            if not self.started and not part.is_padding:  # as in `update`
-                sums.observe(group)
-        with self.store.updating(), self.computing.measured():
-            numbers = sums.step(self.optimizer, groups.end)
-            sums.merge_moments(self.collective)
-        if self.model.first_backward is None:
-            return numbers
-        self.timers.mark("first backward", self.model.first_backward)
-        return numbers | {"time/first_backward_s": self.model.first_backward - started - groups.end.seconds}
-
     def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: ItemBatch) -> dict[str, Tensor]:
         """Frozen features of the items: of rollouts as they came, of whole episodes now."""
         if whole.values is None:
             return frozen_features(self.model, batch, step_items(self.algo, len(batch)))
         buffer.encode(self.model, whole.ids)
         return buffer.encoded(whole.ids)
-
-    def take_in(self, trajectories: Channel, rows: np.ndarray) -> None:
-        """Put together and encode what the sims hand on of env rows `rows`, this rank's, while they play."""
-        self.rollout_buffer = self._new_buffer(self.algo.rollout_decisions)
-        while True:
-            with self.timers.measure("wait"):
-                piece = trajectories.get()
-            if piece is None:
-                return
-            with self.timers.measure("look"):
-                self.rollout_buffer.add(piece)
-                if self._encodes_once():
-                    self.rollout_buffer.encode(self.model, rows)
-
-    def _new_buffer(self, horizon: int = 0) -> RolloutBuffer:
-        return RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
 
     def _encodes_once(self) -> bool:
         """True if what frozen parts of the policy make of an observation is kept for all epochs."""

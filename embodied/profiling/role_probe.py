@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,15 +22,18 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.arrays import num_rows, take_rows, text_lists
+from embodied.core.errors import DeadlineExceeded
 from embodied.core.types import (
     ActReply,
     ActRequest,
+    BatchEnd,
     BatchPart,
     EpisodeList,
     PolicyOutput,
     Route,
     Servers,
     Trajectory,
+    Unit,
     join,
 )
 from embodied.envs import env_class
@@ -239,13 +242,14 @@ class ProbeWorker(Worker):
             return 0.0
         part.sim.keep(())
         stats = part.sim.collect([episodes[i] for i in range(num_envs)], route)
-        part.sim.hand_over([np.array(part.sim.kept())], "probe", (part.kept,))
+        part.sim.hand_in([*part.sim.kept], "probe", part.kept, 0)
         return stats.reset_s
 
     def _learn(self, learner: LearnerWorker, part: ProbedPart) -> None:
         played = part.kept.get()
         scores = np.resize([1.0, -1.0], len(played.ids)) if self.grouped else None
-        learner.update(part.kept, ("probe",), BatchPart(played.ids, 0, len(played.ids), 0, scores, scores), 0, 100)
+        mine = BatchPart(played.ids, 0, len(played.ids), 0, scores, scores)
+        learner.learn(Items([played, Unit((played.source,), played.ids), BatchEnd(0, 100, part=mine)]), 0)
 
     def _learner(self, algo: Any, part: ProbedPart) -> LearnerWorker:
         options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))
@@ -398,11 +402,23 @@ class ReplayedChannel:
     def __init__(self) -> None:
         self.items: deque = deque(maxlen=1)
 
-    def put(self, item: Any, weight: float = 1) -> None:
+    def put(self, item: Any, key: Any = None) -> None:
         self.items.append(copied(item, self.copies))
 
     def get(self) -> Any:
         return self.items[0]
+
+
+class Items:
+    """A channel to a learner, with all that it will ever hold."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = deque(items)
+
+    def get(self, key: Any = None, timeout_s: float | None = None) -> Any:
+        if not self.items:
+            raise DeadlineExceeded("nothing more will come")
+        return self.items.popleft()
 
 
 def copied(played: Trajectory, copies: int) -> Trajectory:

@@ -36,7 +36,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
 PHASES = ("rollout", "update", "publish")
 # The work of an iteration, by role; a role that is not named here does nothing else.
-OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("take_in", "update", "accumulate")}
+OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("learn",)}
 WAITING = ("wait", "sync")
 
 

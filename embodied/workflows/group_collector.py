@@ -27,7 +27,6 @@ from embodied.core.types import (
     EpisodeList,
     EpisodeResult,
     EpisodeSpec,
-    GroupPart,
     RolloutStats,
     Route,
     env_blocks,
@@ -35,6 +34,7 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.runtime import Handle
 from embodied.workflows.contract import WARNING
+from embodied.workflows.experience import Experience, GroupTransfer, units_of
 
 if TYPE_CHECKING:
     from embodied.workflows.workers import Workers
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 class GroupedEpisodes:
     """The groups of one iteration, and what it took to collect them."""
 
+    number: int  # of the batch, in its channels
     version: int
     stats: list[RolloutStats] = field(default_factory=list)  # per sim and round
     rounds: int = 0
@@ -54,8 +55,8 @@ class GroupedEpisodes:
     carried: int = 0  # episodes that later iterations may learn from
     discarded: int = 0  # episodes of groups that were kept, or begun, and not needed
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
-    groups: list[Group] = field(default_factory=list)
-    sources: list[tuple[str, ...]] = field(default_factory=list)  # per learner rank
+    groups: list[Group] = field(default_factory=list)  # that learners have
+    mine: list[list[int] | None] = field(default_factory=list)  # by learner rank, its episodes; None: it has nothing
     engine: dict[str, float] = field(default_factory=dict)  # what language policies' engines report
 
     @property
@@ -89,12 +90,14 @@ class GroupCollector:
         )
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
-        self.stream: GroupStream | None = None  # with schedule=periodic, that of this iteration
+        self.batches = 0  # that were collected
+        self.learning: Handle | None = None  # with schedule=periodic, of learners that take groups as they come
+        self.playing: GroupedEpisodes | None = None  # the batch that is collected
+        self.began = 0.0
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.solved = False  # every episode of the last batch succeeded
         self.unusable = ""  # why no episode of the last batch counts
         self.warned = False  # that some do not
-        self.handed = 0  # times that episodes were handed over
         self.rollouts, self.learners = workers.rollouts, workers.learners
         self.text = workers.spec.text  # episodes are conversations
         # Losses compare with the log-probs of tokens as they were drawn.
@@ -102,6 +105,7 @@ class GroupCollector:
         self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at) if self.text else 1.0
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
         self.trajectories = self.outlets = workers.trajectory_channels()
+        self.experience = Experience(self.rollouts, config.learner.shard)
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
             raise ConfigError(
@@ -129,12 +133,15 @@ class GroupCollector:
     # A batch
 
     def collect(self, version: int) -> GroupedEpisodes:
-        batch = GroupedEpisodes(version)
+        self.batches += 1
+        batch = self.playing = GroupedEpisodes(self.batches, version, mine=[None] * len(self.learners))
         self.pool.counts.clear()
         if self.prompts is not None:
             self.prompts.counts.clear()
-        if self.config.pipeline.schedule == "periodic":
-            self.stream = GroupStream(self, batch)
+        self.experience.begin(self.outlets)
+        if self.early:
+            self._check_direct()
+            self.began, self.learning = perf_counter(), self._begin_to_learn(batch)
         # Rounds of whole groups, until the algorithm has what it asks for.
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
             self._play([self.spec_of(index) for index in self.pool.deal(count)], batch)
@@ -143,10 +150,9 @@ class GroupCollector:
             self.prompts.keep(self.pool.open)
             batch.drawn = self.prompts.counts.copy()
         # Learners get them now, unless they took them as they came; what is carried over stays with the sims.
-        if self.stream is None:
-            batch.groups = taken
-            self._hand_over(batch)
-        self.rollouts.settle(self.rollouts.sims.keep(self.pool.held))
+        if not self.early:
+            self._send_all(taken, batch)
+        self.experience.keep(self.pool.held)
         if self.text:
             batch.engine = added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
@@ -162,16 +168,40 @@ class GroupCollector:
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
         self.samples = batch.samples
         self._count_empty(batch)
-        if self.stream is not None:
-            return self.stream.end(iteration, total)
-        if not batch.groups:
+        learning, self.learning = self.learning, None
+        if learning is None and not batch.groups:
             return None
+        for rank, channel in enumerate(self.trajectories):
+            if learning:
+                end = BatchEnd(iteration, total, perf_counter() - self.began)
+            else:
+                end = BatchEnd(iteration, total, part=self._part(batch, rank))
+            channel.put(end, key=batch.number)
+        return learning or self._begin_to_learn(batch)
+
+    @property
+    def early(self) -> bool:
+        """True if learners begin before a batch is complete."""
+        return self.config.pipeline.schedule == "periodic"
+
+    def _check_direct(self) -> None:
+        if self.outlets is not self.trajectories:
+            raise ConfigError(
+                f"pipeline.schedule=periodic: sims send groups straight to learners, but {type(self).__name__} "
+                "lets them pass through other workers; try pipeline.schedule=sync"
+            )
+
+    def _begin_to_learn(self, batch: GroupedEpisodes) -> Handle:
+        version = batch.version if self.early else None
+        return self.learners.learn.each([(channel, batch.number, None, version) for channel in self.trajectories])
+
+    def _part(self, batch: GroupedEpisodes, rank: int) -> BatchPart:
+        """What all groups of a batch are together, and which of its episodes this rank has: a block."""
         scores = np.array([group.scores for group in batch.groups])
-        blocks = self._learner_blocks(scores.size)
-        about = (self.rollouts.weight_sync.learned, scores.ravel(), self.advantages(scores))
-        parts = [BatchPart(batch.episodes, block.start, block.stop, *about) for block in blocks]
-        shares = zip(self.trajectories, batch.sources, parts, strict=True)
-        return self.learners.update.each([(*share, iteration, total) for share in shares])
+        mine = batch.mine[rank] or []
+        first = int(np.searchsorted(batch.episodes, min(mine))) if mine else 0
+        version = self.rollouts.weight_sync.learned
+        return BatchPart(batch.episodes, first, first + len(mine), version, scores.ravel(), self.advantages(scores))
 
     def advantages(self, scores: np.ndarray) -> np.ndarray | None:
         """Advantages of the scores [G, S] of groups, one episode after the other; None with PPO, whose learners judge
@@ -224,7 +254,8 @@ class GroupCollector:
         if self.prompts is not None:
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
-            self.rollouts.ask(lambda: self.rollouts.sims.set_kept(kept))
+            found = self.rollouts.ask(lambda: self.rollouts.sims.set_kept(kept))
+            self.experience.play(dict(enumerate(found)))
         return 0
 
     # Inside
@@ -243,12 +274,12 @@ class GroupCollector:
             more: dict[str, Any] = {"beside": beside[sim]} if sim in beside else {}
             if self.text:
                 more["shown"] = shown
-            return rollouts.sims[sim].collect(shares[sim], route, noted=self.stream is not None, **more)
+            return rollouts.sims[sim].collect(shares[sim], route, noted=self.early, **more)
 
-        if self.stream is not None:
-            self.stream.begin({spec.index: sim for sim, share in shares.items() for spec in share})
+        self.experience.play({sim: [spec.index for spec in share] for sim, share in shares.items()})
+        background = self if self.early else None
         calls, _ = rollouts.play(
-            shares, begin, self.config.pipeline.stages, self.sampling, "train", background=self.stream
+            shares, begin, self.config.pipeline.stages, self.sampling, "train", background=background
         )
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
@@ -258,10 +289,10 @@ class GroupCollector:
         self.add([result for part in stats for result in part.finished], batch)
         self.lose(sorted(self.pool.playing), batch)
         self._lose_what_is_gone(batch)
-        if self.stream is not None:
-            self.stream.hand_on_certain()
+        if self.early:
+            self._send_what_is_certain()
             dead = [sim for sim, call in calls.items() if not call.succeeded()]
-            batch.stats += self.stream.saved([spec.index for sim in dead for spec in shares[sim]])
+            batch.stats += saved([spec.index for sim in dead for spec in shares[sim]], batch)
 
     def add(self, results: Iterable[EpisodeResult], batch: GroupedEpisodes) -> None:
         """Add the outcomes of episodes; those that are known already change nothing."""
@@ -273,49 +304,74 @@ class GroupCollector:
         scores = {index: score_of(result, self.algo, longest) for index, result in new.items()}
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
 
-    def _hand_over(self, batch: GroupedEpisodes) -> None:
-        """Every learner rank gets its part of the episodes; groups that went down with a sim are left out."""
-        while True:
-            there = self._lose_what_is_gone(batch)
-            lost = [group for group in batch.groups if not there.issuperset(group.episodes)]
-            batch.groups = [group for group in batch.groups if group not in lost]
-            self.pool.counts.update(kept=-len(lost), incomplete=len(lost))
-            batch.lost.update(episode for group in lost for episode in group.episodes)
-            if not batch.groups:
+    # To the learners
+
+    def due(self) -> bool:
+        """With schedule=periodic, while a round is played: true if episodes have ended, or groups were sent."""
+        return self.rollouts.journal.qsize() > 0 or any(one.done() for one in self.experience.under_way)
+
+    def go_on(self) -> None:
+        """Add what has ended, and send what is certain then."""
+        assert self.playing is not None
+        batch, journal = self.playing, self.rollouts.journal
+        while journal.qsize():
+            self.add(journal.get().finished, batch)
+        self._learn(self.experience.arrived(), batch)
+        for group in self.pool.certain():
+            self.pool.hand_on(group)
+            results = [batch.ended[episode] for episode in group.episodes]
+            self.experience.send(group, batch.number, sum(result.tokens or result.length for result in results))
+
+    def _send_what_is_certain(self) -> None:
+        """At the end of a round, until the learners have all that is certain now."""
+        self.go_on()
+        while self.experience.under_way:
+            self.rollouts.settle(*(call for one in self.experience.under_way for call in one.handles))
+            self.go_on()
+
+    def _send_all(self, groups: list[Group], batch: GroupedEpisodes) -> None:
+        """Send every learner rank its part of a batch; groups that went down with a sim are left out."""
+        self._lose_what_is_gone(batch)
+        lost = [group for group in groups if self.experience.gone(group.episodes)]
+        for group in lost:
+            self._leave_out(group, batch)
+        if left := [group for group in groups if group not in lost]:
+            self.experience.send_all(left, batch.number, whole=self.text)
+            self._learn(self.experience.wait(), batch)
+        while batch.groups and (idle := [rank for rank, mine in enumerate(batch.mine) if mine is None]):
+            there = [group for group in batch.groups if not self.experience.gone(group.episodes[:1])]
+            if not there:
+                batch.groups = []  # a rank has nothing, and nobody has a copy for it
                 return
-            self.handed += 1
-            episodes = batch.episodes
-            blocks = self._learner_blocks(len(episodes))
-            wanted = [episodes[block.start : block.stop] if len(block) else episodes[:1] for block in blocks]
-            calls = [
-                self.rollouts.sims[sim].hand_over(wanted, self.source(sim), tuple(self.outlets))
-                for sim in range(len(self.rollouts.sims))
-            ]
-            self.rollouts.settle(*calls)
-            if all(call.succeeded() for call in calls):
-                sent = [call.wait()[0] for call in calls]
-                batch.sources = [
-                    tuple(self.source(sim) for sim, ranks in enumerate(sent) if rank in ranks)
-                    for rank in range(len(blocks))
-                ]
-                return
+            self.experience.pad(there[0], idle, batch.number)
+            self._learn([one for one in self.experience.wait() if one.arrived()], batch)
 
-    def _learner_blocks(self, episodes: int) -> list[range]:
-        """The episodes, of so many, that each learner rank learns from: whole groups of conversations, which have a
-        prompt in common; of other episodes about as many as any rank."""
-        size = self.algo.group_size if self.text else 1
-        blocks = env_blocks(episodes // size, len(self.learners))
-        return [range(block.start * size, block.stop * size) for block in blocks]
+    def _learn(self, sent: Iterable[GroupTransfer], batch: GroupedEpisodes) -> None:
+        """Let learners learn from groups that have arrived."""
+        for one in sent:
+            group = one.group
+            if not one.arrived():
+                self._leave_out(group, batch)
+                continue
+            if group not in batch.groups:
+                batch.groups = sorted([*batch.groups, group])
+            advantages = self.advantages(np.array([group.scores])) if self.learning else None
+            for rank, unit in units_of(one, advantages).items():
+                self.trajectories[rank].put(unit, key=batch.number)
+                batch.mine[rank] = (batch.mine[rank] or []) + ([] if unit.is_padding else unit.ids.tolist())
 
-    def source(self, sim: int) -> str:
-        """The name under which a sim hands over now."""
-        return f"sim-{sim}#{self.handed}"
+    def _leave_out(self, group: Group, batch: GroupedEpisodes) -> None:
+        """A group that the pool has given away, and that nobody can bring any more."""
+        if self.learning:
+            self.lose(group.episodes, batch)
+        else:
+            self.pool.counts.update(kept=-1, incomplete=1)
+            batch.lost.update(group.episodes)
+            batch.groups = [one for one in batch.groups if one != group]
 
-    def _lose_what_is_gone(self, batch: GroupedEpisodes) -> set[int]:
-        """Sims that were replaced have forgotten what they kept; returns what is still there."""
-        there = {episode for kept in self.rollouts.ask(self.rollouts.sims.kept) for episode in kept}
-        self.lose([episode for episode in self.pool.held if episode not in there], batch)
-        return there
+    def _lose_what_is_gone(self, batch: GroupedEpisodes) -> None:
+        """Sims that were replaced have forgotten what they kept."""
+        self.lose(self.experience.gone(self.pool.held), batch)
 
     def lose(self, episodes: Collection[int], batch: GroupedEpisodes) -> None:
         """Drop the groups of episodes that nobody can bring any more."""
@@ -347,125 +403,11 @@ def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-@dataclass
-class GroupTransfer:
-    """A group on its way from sims to learner ranks."""
-
-    group: Group
-    shares: dict[int, range]  # by rank, the places of its episodes in the group
-    calls: dict[int, dict[str, Handle]]  # by rank and source
-
-    @property
-    def handles(self) -> list[Handle]:
-        return [call for calls in self.calls.values() for call in calls.values()]
-
-    def done(self) -> bool:
-        return all(call.done() for call in self.handles)
-
-    def arrived(self) -> bool:
-        """True if all of it was sent; not where a sim died first."""
-        return all(call.succeeded() and call.wait()[0] for call in self.handles)
-
-
-class GroupStream:
-    """Hands the groups of an iteration on as soon as it is certain that it will learn from them.
-
-    Each goes as a whole to the learner rank that has had the fewest env steps, or tokens, so far. Where ranks hold
-    shards of the weights, all of them take every group together, some of its episodes each. A rank learns from a group
-    when all of it was sent. Episodes of a group that a sim sent before it died count for nothing.
-    """
-
-    def __init__(self, collector: GroupCollector, batch: GroupedEpisodes) -> None:
-        """Learners begin to wait for groups."""
-        if collector.outlets is not collector.trajectories:
-            raise ConfigError(
-                f"pipeline.schedule=periodic: sims send groups straight to learners, but {type(collector).__name__} "
-                "lets them pass through other workers; try pipeline.schedule=sync"
-            )
-        self.collector, self.batch = collector, batch
-        self.pool, self.rollouts, self.channels = collector.pool, collector.rollouts, collector.trajectories
-        self.notes = self.rollouts.journal
-        self.played_by: dict[int, int] = {}  # episode -> sim
-        self.under_way: list[GroupTransfer] = []
-        self.had = [0] * len(self.channels)  # by rank, env steps or tokens
-        self.began = perf_counter()
-        self.accumulating = collector.learners.accumulate.each([(channel, batch.version) for channel in self.channels])
-
-    def begin(self, played_by: dict[int, int]) -> None:
-        """A round begins, in which these sims play these episodes."""
-        self.played_by |= played_by
-
-    def due(self) -> bool:
-        """True if episodes have ended, or groups are sent."""
-        return self.notes.qsize() > 0 or any(one.done() for one in self.under_way)
-
-    def go_on(self) -> None:
-        """Add what has ended, and hand on what is certain then."""
-        while self.notes.qsize():
-            self.collector.add(self.notes.get().finished, self.batch)
-        sent = [one for one in self.under_way if one.done()]
-        self.under_way = [one for one in self.under_way if one not in sent]
-        for one in sent:
-            self._learn(one)
-        for group in self.pool.certain():
-            self.pool.hand_on(group)
-            self.under_way.append(self._send(group))
-
-    def hand_on_certain(self) -> None:
-        """Hand on, at the end of a round, until the learners have all that is certain now."""
-        self.go_on()
-        while self.under_way:
-            self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
-            self.go_on()
-
-    def saved(self, episodes: Collection[int]) -> list[RolloutStats]:
-        """The results of these episodes that are known although their sims died in this round."""
-        known = [self.batch.ended[episode] for episode in episodes if episode in self.batch.ended]
-        results = tuple(result for result in known if result.index not in self.batch.lost)
-        return [RolloutStats(sum(result.length for result in results), results, 0.0, 0.0, 0.0)] if results else []
-
-    def end(self, iteration: int, total: int) -> Handle:
-        """There are no more groups: the learners' step, with what there is to say of it."""
-        last = BatchEnd(iteration, total, perf_counter() - self.began)
-        for channel in self.channels:
-            channel.put(last)
-        return self.accumulating
-
-    def _send(self, group: Group) -> GroupTransfer:
-        collector = self.collector
-        collector.handed += 1
-        size = len(group.episodes)
-        if collector.config.learner.shard:
-            shares = dict(enumerate(env_blocks(size, len(self.channels))))
-        else:
-            rank, results = int(np.argmin(self.had)), [self.batch.ended[episode] for episode in group.episodes]
-            self.had[rank] += sum(result.tokens or result.length for result in results)
-            shares = {rank: range(size)}
-        calls = {}
-        for rank, share in sorted(shares.items(), key=lambda item: len(item[1])):  # copies for padding come first
-            sent: dict[int, list[int]] = {}
-            for place in share or range(1):
-                sent.setdefault(self.played_by[group.episodes[place]], []).append(group.episodes[place])
-            calls[rank] = {
-                collector.source(sim): self.rollouts.sims[sim].hand_on(
-                    episodes, collector.source(sim), self.channels[rank], keep=not share
-                )
-                for sim, episodes in sent.items()
-            }
-        return GroupTransfer(group, shares, calls)
-
-    def _learn(self, sent: GroupTransfer) -> None:
-        if not sent.arrived():
-            self.collector.lose(sent.group.episodes, self.batch)
-            return
-        self.batch.groups = sorted([*self.batch.groups, sent.group])
-        scores, episodes = np.array([sent.group.scores]), np.array(sent.group.episodes)
-        advantages = self.collector.advantages(scores)
-        for rank, share in sent.shares.items():
-            at = list(share or range(1))
-            compared = None if advantages is None else advantages[at]
-            part = GroupPart(tuple(sent.calls[rank]), episodes[at], compared, scores[0][at], is_padding=not share)
-            self.channels[rank].put(part)
+def saved(episodes: Collection[int], batch: GroupedEpisodes) -> list[RolloutStats]:
+    """The results of these episodes that are known although their sims died in this round."""
+    known = [batch.ended[episode] for episode in episodes if episode in batch.ended]
+    results = tuple(result for result in known if result.index not in batch.lost)
+    return [RolloutStats(sum(result.length for result in results), results, 0.0, 0.0, 0.0)] if results else []
 
 
 def sampled(episodes: list[int], count: int) -> frozenset[int]:

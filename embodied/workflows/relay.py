@@ -24,20 +24,20 @@ class RelayWorker(Worker):
         raise NotImplementedError
 
     def pass_on(
-        self, channels: Sequence[Channel], sources: Sequence[Sequence[str]], learners: Sequence[Channel]
+        self, batch: int, channels: Sequence[Channel], sources: Sequence[Sequence[str]], learners: Sequence[Channel]
     ) -> dict[str, float]:
-        """Get the rollouts of these sources from each of the channels, and put what becomes of them into the learner's
-        channel in the same place. Returns the metrics."""
+        """Get the rollouts of these sources for this batch from each of the channels, and put what becomes of them into
+        the learner's channel in the same place. Returns the metrics."""
         came: list[tuple[Trajectory, Channel]] = []
         for channel, wanted, learner in zip(channels, sources, learners, strict=True):
             buffer = RolloutBuffer(1)
             while not buffer.has(wanted):  # others that come are of workers that have died since
-                buffer.add(channel.get())
+                buffer.add(channel.get(key=batch))
             came += [(part, learner) for part in buffer.parts(wanted)]
         came.sort(key=lambda item: item[0].ids[0])  # in whatever order they came
         parts, metrics = self.relay([part for part, _ in came])
         for part, (_, learner) in zip(parts, came, strict=True):
-            learner.put(part)
+            learner.put(part, key=batch)
         return metrics
 
 
@@ -58,7 +58,8 @@ class RelayedRollouts(HorizonCollector):
     def collect(self, version: int) -> RolloutParts:
         batch = super().collect(version)
         ways = (self.outlets, [batch.sources_of(block) for block in self.blocks], self.trajectories)
-        shares = [tuple(way[rank :: len(self.relays)] for way in ways) for rank in range(len(self.relays))]
+        ranks = range(len(self.relays))
+        shares = [(batch.number, *(way[rank :: len(self.relays)] for way in ways)) for rank in ranks]
         self.rollouts.settle(passing := self.relays.pass_on.each(shares))
         batch.relayed = passing.wait()[0]
         return batch

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,7 +27,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
-from embodied.core.types import BatchPart, EpisodeList, EpisodeResult, Merging, RolloutStats, Route, env_blocks
+from embodied.core.types import (
+    BatchEnd,
+    BatchPart,
+    EpisodeList,
+    EpisodeResult,
+    Merging,
+    RolloutStats,
+    Route,
+    Unit,
+    env_blocks,
+)
 from embodied.envs import env_class
 from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
@@ -264,6 +275,7 @@ class EmbodiedLoop:
 class RolloutParts:
     """A rollout as the sims have collected it: which of them gave which env rows, and where the time went."""
 
+    number: int  # of the batch, in its channels
     version: int
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
     sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
@@ -297,6 +309,9 @@ class HorizonCollector:
         self.episodes = self.rollouts.episodes = EpisodeList(config.seed, "train", workers.tasks)
         self.trajectories = self.outlets = workers.trajectory_channels()
         self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
+        self.batches = 0  # that were collected
+        self.learning: Handle | None = None  # of learners that take the pieces of a rollout as they come
+        self.began = 0.0
 
     def total_iterations(self) -> int:
         """`run.iterations`, or `run.env_steps` in whole iterations (with chunks unmasked steps may be a little
@@ -310,12 +325,14 @@ class HorizonCollector:
     def collect(self, version: int) -> RolloutParts:
         """A rollout of all sims. Of those that die, the part is played again where half or more is missing, or all that
         a learner rank would get; otherwise it is left out."""
-        rollouts, streamed = self.rollouts, self.config.pipeline.granularity
-        if streamed:
-            self.learners.take_in.each(list(zip(self.trajectories, map(np.array, self.blocks), strict=True)))
-        batch, missing = RolloutParts(version), list(range(len(rollouts.sims)))
+        rollouts = self.rollouts
+        self.batches += 1
+        batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
+        if self.config.pipeline.granularity:
+            self.began, self.learning = perf_counter(), self._learn(batch)
         while missing:
-            calls, routes = rollouts.play(missing, self._collect, self.config.pipeline.stages, 1.0, "train")
+            begin = partial(self._collect, batch.number)
+            calls, routes = rollouts.play(missing, begin, self.config.pipeline.stages, 1.0, "train")
             for sim, call in calls.items():
                 if call.succeeded():
                     batch.stats[sim] = call.wait()[0]
@@ -324,19 +341,25 @@ class HorizonCollector:
             missing = [sim for sim in missing if sim not in batch.stats]
             if not self._too_little(batch, missing):
                 break
-        for channel in self.trajectories if streamed else ():
-            channel.put(None)
         rollouts.read_journal()
         rollouts.episode_counter.finish(result for part in batch.stats.values() for result in part.finished)
         return batch
 
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
-        ids, calls, version = batch.env_ids, [], self.rollouts.weight_sync.learned
+        ids, version = batch.env_ids, self.rollouts.weight_sync.learned
+        learning, self.learning = self.learning, None
+        seconds = perf_counter() - self.began if learning else 0.0
         for channel, block in zip(self.trajectories, self.blocks, strict=True):
             first, last = np.searchsorted(ids, (block.start, block.stop)).tolist()
-            part = BatchPart(ids, first, last, version)
-            calls.append((channel, batch.sources_of(block), part, iteration, total))
-        return self.learners.update.each(calls)
+            channel.put(Unit(batch.sources_of(block), ids[first:last]), key=batch.number)
+            end = BatchEnd(iteration, total, seconds, BatchPart(ids, first, last, version))
+            channel.put(end, key=batch.number)
+        return learning or self._learn(batch)
+
+    def _learn(self, batch: RolloutParts) -> Handle:
+        """Have each learner take its env rows of a batch, and step when it has all."""
+        shares = zip(self.trajectories, self.blocks, strict=True)
+        return self.learners.learn.each([(channel, batch.number, block) for channel, block in shares])
 
     def metrics(self, batch: RolloutParts) -> dict[str, float]:
         def mean(what: Callable[[RolloutStats], float]) -> float:
@@ -364,9 +387,9 @@ class HorizonCollector:
         self.rollouts.episode_counter.restore(state)
         return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
 
-    def _collect(self, sim: int, route: Route) -> Handle:
-        granularity = self.config.pipeline.granularity or 0
-        return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, tuple(self.outlets), granularity)
+    def _collect(self, batch: int, sim: int, route: Route) -> Handle:
+        where = (tuple(self.outlets), batch, self.config.pipeline.granularity or 0)
+        return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where)
 
     def _parts(self, sim: int, route: Route) -> dict[str, range]:
         """The env rows that each stage of a sim plays."""

@@ -62,6 +62,7 @@ class RolloutManager:
         self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
         self.rounds = 0
         self.restarts = 0
+        self.lives = [0] * len(self.sims)  # by sim worker, how often it was replaced
         self.abandoned_episodes = 0
         self.repetitions = Repetitions()
         # Requests live with the policy workers, replies with the sims.
@@ -179,6 +180,8 @@ class RolloutManager:
             loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
             self.cluster.rebuilt_by(host, built, loads)
             self.restarts += 1
+            for sim in sims:
+                self.lives[sim] += 1
             self.abandoned_episodes += abandoned
             self._report_restart(restart, failure, abandoned)
             found += policies

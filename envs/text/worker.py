@@ -36,7 +36,6 @@ from embodied.core.types import (
     RolloutStats,
     Route,
     Trajectory,
-    join,
 )
 from embodied.envs import env_class
 from embodied.envs.request_client import PromptClient
@@ -81,18 +80,19 @@ class TextWorker(EpisodeKeeper):
         route: Route,
         horizon: int = 0,
         out: tuple[Channel, ...] = (),
+        batch: int = 0,
         granularity: int = 0,
         noted: bool = False,
         beside: EvaluationShare | None = None,
         shown: frozenset[int] = frozenset(),
     ) -> RolloutStats:
-        """Hold these conversations to their ends and keep them; where their ends are `noted`, `hand_on` may be asked
+        """Hold these conversations to their ends and keep them; where their ends are `noted`, `hand_in` may be asked
         for each from then on. One whose answer was unusable counts for nothing. Those of an evaluation `beside` are
         held at the same time, and written down. `shown` are the episodes whose conversations are returned as
         samples."""
         if horizon:
             raise ConfigError(f"a text env holds whole conversations, not {horizon} decisions; set algo.groups")
-        before, results, kept, steps = self.timers.totals(), [], [], 0
+        before, results, steps = self.timers.totals(), [], 0
         problems: list[str] = []
         samples: list[dict[str, Any]] = []
         rows = max(1, self.config.num_envs // self.world_size)
@@ -115,14 +115,9 @@ class TextWorker(EpisodeKeeper):
                         problems.append(one.problem)
                         continue
                     results.append(one.result())
-                    if noted:
-                        self.ended[one.spec.index] = one.trajectory()
-                    else:
-                        kept.append(one.trajectory())
+                    self.kept[one.spec.index] = one.trajectory()
                 if noted and (finished := tuple(one.result() for one in ended if not one.problem)):
                     self.journal.put(Note(route.sources[0], finished=finished))
-        if kept:
-            self.whole = join([self.whole, *kept] if self.whole else kept)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return RolloutStats(steps, tuple(results), *spent, tuple(problems), tuple(samples))
 

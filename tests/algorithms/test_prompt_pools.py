@@ -81,7 +81,7 @@ def test_a_collector_plays_drawn_prompts_and_keeps_the_rates_in_its_checkpoint(s
     results = [
         EpisodeResult(s.index, s.task, -1, s.seed, 1, float(s.index % 2), bool(s.index % 2), True) for s in specs
     ]
-    found.add(results, GroupedEpisodes(0))
+    found.add(results, GroupedEpisodes(1, 0))
     assert found.prompts.rates == {0: 0.5, 1: 0.5}
     again = [found.spec_of(index) for index in found.pool.deal(2 * size)]
     assert [spec.index for spec in again] == list(range(2 * size, 4 * size))

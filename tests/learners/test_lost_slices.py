@@ -2,7 +2,6 @@
 
 import importlib.util
 import threading
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +9,13 @@ import numpy as np
 import torch
 
 from embodied.algorithms.config import PPOConfig
-from embodied.core.types import join, map_decisions
+from embodied.core.types import BatchEnd, Unit, join, map_decisions
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import RolloutBuffer
+from embodied.learners.rollout_buffer import Arrivals, RolloutBuffer
 from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
+from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.collective import Alone, Threads
 from embodied.runtime.rendezvous import InProcessRendezvous
 
@@ -53,19 +53,20 @@ def test_all_counts_are_those_of_a_smaller_run():
         assert torch.equal(weights[0][name], weights[1][name])
 
 
-class Fifo(deque):
-    get = deque.popleft
-
-
-def test_a_rank_takes_the_trajectories_it_is_told_of_and_no_other():
+def test_a_rank_learns_from_what_it_is_told_of_and_forgets_the_rest_of_the_batch():
     data = toy.rollout(toy.make(), seed=2)
-    sources = ("sim-0/0#1", "sim-1/0#2", "sim-0/0#2", "sim-0/0#3")
-    channel = Fifo(replace(data, source=source) for source in sources)
-    buffer, wanted = RolloutBuffer(32), ("sim-0/0#2", "sim-1/0#2")
-    while not buffer.has(wanted):
-        buffer.add(channel.get())
-    assert sorted(coming.whole.source for coming in buffer.coming.values()) == sorted(wanted)
-    assert [part.source for part in channel] == ["sim-0/0#3"]
+    wanted = ("sim-0/0#2", "sim-1/0#2")
+    with Cluster("inline", [HostPlan("a", ("learner",))]) as cluster:
+        channel = cluster.channel("trajectories", capacity=None)
+        channel.put(replace(data, source="sim-0/0#3"), key=2)  # of the next batch, which is collected meanwhile
+        for source in ("sim-0/0#1", *wanted):  # the first is of a sim that died then
+            channel.put(replace(data, source=source), key=1)
+        for item in (Unit(wanted, data.ids), BatchEnd(0, 10)):
+            channel.put(item, key=1)
+        channel.put(replace(data, source="sim-1/0#1"), key=1)
+        arrivals = Arrivals(channel, 1, RolloutBuffer(32), Timers(), lambda: None)
+        assert arrivals.next().sources == wanted and arrivals.next() is None
+        assert channel.qsize() == 1 and channel.get(key=2).source == "sim-0/0#3"
 
 
 def test_what_older_weights_have_played_is_known_for_it():

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,14 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.core.types import BatchEnd, BatchPart, GroupPart, choose, env_blocks
+from embodied.core.types import BatchEnd, BatchPart, Unit, choose, env_blocks
 from embodied.learners.accumulation import Accumulation
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.token_batch import build_token_batch, packing_of
 from embodied.learners.update import gradient, update_policy
 from embodied.learners.worker import LearnerWorker
+from embodied.profiling.role_probe import Items
 from embodied.runtime import Timers
 from embodied.runtime.collective import Alone, Threads
 from embodied.runtime.rendezvous import InProcessRendezvous
@@ -290,9 +290,10 @@ class SpeakingLearner(LearnerWorker):
         return Speaking()
 
 
-class Fifo(deque):
-    def get(self, timeout_s=None):
-        return self.popleft()
+def learned(learner, parts, batch_part):
+    """All of a batch at once, in the way of schedule=sync."""
+    unit = Unit(tuple(part.source for part in parts), batch_part.ids)
+    return learner.learn(Items([*parts, unit, BatchEnd(0, 10, part=batch_part)]), 0)
 
 
 def learner(config):
@@ -307,19 +308,19 @@ def test_a_learner_worker_makes_the_same_step_of_a_batch_and_of_groups_as_they_c
     whole, one_by_one = learner(config), learner(config)
     part = BatchPart(data.ids, 0, EPISODES, 0, SCORES, ADVANTAGES)
     half = [replace(choose(data, ids), source=f"sim-{i}#1") for i, ids in enumerate(np.split(data.ids, [6]))]
-    numbers = whole.update(Fifo(half), ("sim-0#1", "sim-1#1"), part, 0, 10)
+    numbers = learned(whole, half, part)
     items = []
     for group in (3, 1, 4, 0, 2):
         ids = np.arange(group * SIZE, (group + 1) * SIZE)
-        items += [choose(data, ids, f"sim-0#{group}"), GroupPart((f"sim-0#{group}",), ids, ADVANTAGES[ids])]
-    streamed = one_by_one.accumulate(Fifo([*items, BatchEnd(0, 10, 0.0)]), 0)
+        items += [choose(data, ids, f"sim-0#{group}"), Unit((f"sim-0#{group}",), ids, ADVANTAGES[ids])]
+    streamed = one_by_one.learn(Items([*items, BatchEnd(0, 10)]), 0, version=0)
     assert far(one_by_one.policy.state_dict(), whole.policy.state_dict()) < 1e-10
     assert far(whole.policy.state_dict(), Speaking().state_dict()) > 1e-3
     for name in ("train/entropy", "train/grad_norm", "train/mismatch_k3", "train/logprob_gap"):
         assert streamed[name] == pytest.approx(numbers[name], rel=1e-8) and numbers[name] > 0
     for epochs in (1, 2):  # nothing is precomputed of conversations
         again = learner(algo(epochs=epochs))
-        assert again.update(Fifo(half), ("sim-0#1", "sim-1#1"), part, 0, 10)["train/epochs"] == epochs
+        assert learned(again, half, part)["train/epochs"] == epochs
 
 
 def test_a_pack_has_no_more_tokens_than_it_may_but_for_one_long_conversation():

@@ -11,9 +11,6 @@ from stepped import GRPO, ITERATIONS, ONE_STEP, PPO, TWO_LEARNERS, TWO_SIMS, Run
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.core.types import Trajectory
-from embodied.learners.rollout_buffer import RolloutBuffer
-from embodied.learners.worker import LearnerWorker
 from embodied.run.memory_check import copies
 from embodied.train import follow
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -129,7 +126,7 @@ def test_a_rollout_begins_before_the_update_beside_it_has_ended(tmp_path):
 
     with Run(tmp_path, *PPO, "pipeline.schedule=async", kind=Watched) as run:
         run.loop.iterate(0, ITERATIONS)
-    assert events[1:] == ["collect", "update", "collect", "wait for learner.update"]
+    assert events[1:] == ["collect", "update", "collect", "wait for learner.learn"]
 
 
 def test_what_was_collected_ahead_is_dropped_and_counted_on_resuming(tmp_path, capsys, monkeypatch):
@@ -155,31 +152,6 @@ def test_what_was_collected_ahead_is_dropped_and_counted_on_resuming(tmp_path, c
     assert "1 batch that was collected ahead was dropped" in capsys.readouterr().out
     state = json.loads((folder / "checkpoints" / f"v{ITERATIONS:06d}" / "state.json").read_text())
     assert state["dropped_batches"] == 1
-
-
-def test_pieces_of_a_later_batch_wait_for_their_own_update():
-    def piece(source):
-        one = np.zeros((1, 1, 1))
-        flags = np.zeros((1, 1), bool)
-        arrays = {"actions": one, "logprobs": one, "rewards": one[0], "terminated": flags, "truncated": flags}
-        arrays |= {"mask": ~flags, "versions": np.zeros(1, int), "episodes": np.zeros(1, int)}
-        about = {"ids": np.array([0]), "lengths": np.array([1]), "obs": {"state": one[0]}, "source": source}
-        return Trajectory(**about, **arrays)
-
-    class Coming:
-        def __init__(self, *sources):
-            self.pieces = [piece(source) for source in sources]
-
-        def get(self):
-            return self.pieces.pop(0)
-
-    learner = LearnerWorker(None, None, None, 0, None)
-    channel = Coming("sim-0/0#2", "sim-0/0#4", "sim-1/0#4", "sim-0/0#5", "sim-1/0#3", "sim-1/0#5")
-    for sources in (("sim-0/0#2", "sim-1/0#3"), ("sim-0/0#4", "sim-1/0#4"), ("sim-0/0#5", "sim-1/0#5")):
-        buffer = RolloutBuffer(1)
-        learner._receive(channel, sources, buffer)
-        assert [part.source for part in buffer.parts(sources)] == list(sources)
-    assert not learner.early
 
 
 @pytest.mark.parametrize(

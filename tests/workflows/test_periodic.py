@@ -17,7 +17,7 @@ from embodied.learners.model import PolicyOptimizer
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
-from embodied.workflows.group_collector import GroupStream
+from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 4
@@ -104,13 +104,13 @@ def sync(tmp_path_factory):
 @pytest.fixture
 def arrivals(monkeypatch):
     """The groups that learners were given, by their first episodes, in that order."""
-    given, learn = [], GroupStream._learn
+    given, learn = [], GroupCollector._learn
 
-    def watched(stream, sent):
-        given.append(sent.group.episodes[0])
-        learn(stream, sent)
+    def watched(collector, sent, batch):
+        given.extend(one.group.episodes[0] for one in sent)
+        learn(collector, sent, batch)
 
-    monkeypatch.setattr(GroupStream, "_learn", watched)
+    monkeypatch.setattr(GroupCollector, "_learn", watched)
     return given
 
 
@@ -220,14 +220,14 @@ def test_a_group_that_sync_would_not_take_is_noticed(sync, tmp_path, monkeypatch
 
 
 def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
-    hand_on = SimWorker.hand_on
+    hand_in = SimWorker.hand_in
 
     def older(sim, episodes, *to, **how):
-        sim.ended |= {one: replace(sim.ended[one], versions=sim.ended[one].versions - 1) for one in episodes}
-        return hand_on(sim, episodes, *to, **how)
+        sim.kept |= {one: replace(sim.kept[one], versions=sim.kept[one].versions - 1) for one in episodes}
+        return hand_in(sim, episodes, *to, **how)
 
     older.served_while_busy = True
-    monkeypatch.setattr(SimWorker, "hand_on", older)
+    monkeypatch.setattr(SimWorker, "hand_in", older)
     with Run(tmp_path, PERIODIC) as run:
         with pytest.raises(WorkerFailed, match="were played with version -1 of the weights, but version 0 learns"):
             run.train()
@@ -243,15 +243,16 @@ def kill(run, worker):
 
 def kill_when(monkeypatch, run, worker, now):
     """Kill a worker once; `now` says when, from the groups that learners were given so far."""
-    given, killed, learn = [], [], GroupStream._learn
+    given, killed, learn = [], [], GroupCollector._learn
 
-    def watched(stream, sent):
-        learn(stream, sent)
-        given.append(sent.group.episodes)
-        if now(given) and not killed:
-            killed.append(kill(run, worker))
+    def watched(collector, sent, batch):
+        for one in sent:
+            learn(collector, [one], batch)
+            given.append(one.group.episodes)
+            if now(given) and not killed:
+                killed.append(kill(run, worker))
 
-    monkeypatch.setattr(GroupStream, "_learn", watched)
+    monkeypatch.setattr(GroupCollector, "_learn", watched)
 
 
 def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monkeypatch):
@@ -270,14 +271,14 @@ def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monke
 
 
 def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_counted(tmp_path, monkeypatch):
-    hand_on, asked = SimWorker.hand_on, []
+    hand_in, asked = SimWorker.hand_in, []
 
     def forgetful(sim, episodes, *to, **how):
         asked.append(episodes)
-        return len(asked) > 1 and hand_on(sim, episodes, *to, **how)
+        return len(asked) > 1 and hand_in(sim, episodes, *to, **how)
 
     forgetful.served_while_busy = True
-    monkeypatch.setattr(SimWorker, "hand_on", forgetful)
+    monkeypatch.setattr(SimWorker, "hand_in", forgetful)
     with Run(tmp_path, PERIODIC, "algo.filter=none", *AS_MANY) as run:
         ((_, row),) = run.train(0, 1)
     assert row["faults/lost_episodes"] == SIZE and row["groups/dropped_incomplete"] == 1

@@ -41,14 +41,14 @@ class RewardWorker(Worker):
     def __init__(self, bonus: float) -> None:
         self.bonus = bonus
 
-    def score(self, unscored, sources, scored) -> int:
+    def score(self, batch, unscored, sources, scored) -> int:
         count = 0
         for rank, mine in enumerate(sources):
             left = {*mine}
             while left:
-                part = unscored[rank].get()
+                part = unscored[rank].get(key=batch)
                 left -= {part.source}
-                scored[rank].put(replace(part, rewards=part.rewards + self.bonus))
+                scored[rank].put(replace(part, rewards=part.rewards + self.bonus), key=batch)
                 count += 1
         return count
 
@@ -63,7 +63,7 @@ class ScoredRollouts(HorizonCollector):
     def collect(self, version):
         batch = super().collect(version)
         sources = [batch.sources_of(block) for block in self.blocks]
-        self.rollouts.settle(scoring := self.reward.score(self.outlets, sources, self.trajectories))
+        self.rollouts.settle(scoring := self.reward.score(batch.number, self.outlets, sources, self.trajectories))
         self.scored = scoring.wait()[0]
         return batch
 

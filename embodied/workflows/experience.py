@@ -1,0 +1,144 @@
+"""The driver's record of whole episodes: which sim has each, and which groups of them learners have been sent.
+
+A group is learned from when all of it was sent: to one learner rank, or a part of it to each. What a sim had sent of a
+group before it died counts for nothing then. With schedule=periodic groups are sent as soon as it is certain that the
+batch will hold them, each to the rank that has had the fewest env steps, or tokens, so far, and learned from while
+others are played. Otherwise they are sent when the batch is complete, to each rank a block of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.algorithms.groups import Group
+from embodied.core.types import Unit, env_blocks
+from embodied.runtime import Channel, Handle
+
+if TYPE_CHECKING:
+    from embodied.workflows.rollout_manager import RolloutManager
+
+
+@dataclass
+class GroupTransfer:
+    """A group on its way from sims to learner ranks."""
+
+    group: Group
+    shares: dict[int, range]  # by rank, the places of its episodes in the group; an empty one: padding
+    calls: dict[int, dict[str, Handle]]  # by rank and source
+
+    @property
+    def handles(self) -> list[Handle]:
+        return [call for calls in self.calls.values() for call in calls.values()]
+
+    def done(self) -> bool:
+        return all(call.done() for call in self.handles)
+
+    def arrived(self) -> bool:
+        """True if all of it was sent; not where a sim died first."""
+        return all(call.succeeded() and call.wait()[0] for call in self.handles)
+
+
+class Experience:
+    """Whole episodes that sims keep, and groups on their way to learners."""
+
+    def __init__(self, rollouts: RolloutManager, shard: bool) -> None:
+        """With `shard` all ranks take every group together, some of its episodes each, since none has all weights."""
+        self.rollouts, self.shard = rollouts, shard
+        self.channels: list[Channel] = []
+        self.kept_by: dict[int, tuple[int, int]] = {}  # episode -> the sim that plays or keeps it, and its life
+        self.sent = 0  # groups, in all
+        self.under_way: list[GroupTransfer] = []
+        self.had: list[int] = []  # by rank, env steps or tokens of this batch
+
+    def begin(self, channels: list[Channel]) -> None:
+        """A batch begins, whose groups go through these channels to the learner ranks."""
+        self.channels, self.had = channels, [0] * len(channels)
+
+    def play(self, episodes: Mapping[int, Collection[int]]) -> None:
+        """These episodes are played, by sim."""
+        lives = self.rollouts.lives
+        self.kept_by |= {one: (sim, lives[sim]) for sim, mine in episodes.items() for one in mine}
+
+    def keep(self, episodes: tuple[int, ...]) -> None:
+        """Have the sims forget all other episodes."""
+        self.kept_by = {one: self.kept_by[one] for one in episodes if one in self.kept_by}
+        self.rollouts.settle(self.rollouts.sims.keep(episodes))
+
+    def gone(self, episodes: Collection[int]) -> list[int]:
+        """Those of these whose sim has died since it played them."""
+        return [one for one in episodes if not self._there(one)]
+
+    def _there(self, episode: int) -> bool:
+        sim, life = self.kept_by[episode]
+        return self.rollouts.lives[sim] == life
+
+    def send(self, group: Group, batch: int, steps: int) -> None:
+        """Begin to send a group of so many env steps or tokens, as soon as it is certain."""
+        size = len(group.episodes)
+        if self.shard:
+            shares = dict(enumerate(env_blocks(size, len(self.channels))))
+        else:
+            rank = int(np.argmin(self.had))
+            self.had[rank] += steps
+            shares = {rank: range(size)}
+        self._send(group, shares, batch, keep=False)
+
+    def send_all(self, groups: Sequence[Group], batch: int, whole: bool) -> None:
+        """Begin to send all groups of a batch, to each rank a block of the episodes; of whole groups, if asked for. A
+        rank without any is sent one that counts nothing."""
+        size = len(groups[0].episodes)
+        together = size if whole else 1
+        blocks = env_blocks(len(groups) * size // together, len(self.channels))
+        for number, group in enumerate(groups):
+            first = number * size
+            shares = {}
+            for rank, block in enumerate(blocks):
+                begin, end = (min(max(edge * together - first, 0), size) for edge in (block.start, block.stop))
+                if begin < end or not (block or number):
+                    shares[rank] = range(begin, end)
+            self._send(group, shares, batch, keep=True)
+
+    def pad(self, group: Group, ranks: Collection[int], batch: int) -> None:
+        """Begin to send an episode that counts nothing to these ranks."""
+        self._send(group, {rank: range(0) for rank in ranks}, batch, keep=True)
+
+    def arrived(self) -> list[GroupTransfer]:
+        """Groups whose transfer is over, well or not; they are under way no longer."""
+        over = [one for one in self.under_way if one.done()]
+        self.under_way = [one for one in self.under_way if one not in over]
+        return over
+
+    def wait(self) -> list[GroupTransfer]:
+        """The same of all that are under way."""
+        self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
+        return self.arrived()
+
+    def _send(self, group: Group, shares: dict[int, range], batch: int, keep: bool) -> None:
+        self.sent += 1
+        calls = {}
+        for rank, share in sorted(shares.items(), key=lambda item: len(item[1])):  # copies for padding come first
+            by_sim: dict[int, list[int]] = {}
+            for place in share or range(1):
+                by_sim.setdefault(self.kept_by[group.episodes[place]][0], []).append(group.episodes[place])
+            calls[rank] = {
+                f"sim-{sim}#{self.sent}": self.rollouts.sims[sim].hand_in(
+                    episodes, f"sim-{sim}#{self.sent}", self.channels[rank], batch, keep=keep or not share
+                )
+                for sim, episodes in by_sim.items()
+            }
+        self.under_way.append(GroupTransfer(group, shares, calls))
+
+
+def units_of(sent: GroupTransfer, advantages: np.ndarray | None = None) -> dict[int, Unit]:
+    """What each rank learns from of a group that has arrived; with advantages [S] of its episodes, by itself."""
+    episodes, scores = np.array(sent.group.episodes), np.array(sent.group.scores)
+    found = {}
+    for rank, share in sent.shares.items():
+        at = list(share or range(1))
+        compared = None if advantages is None else advantages[at]
+        found[rank] = Unit(tuple(sent.calls[rank]), episodes[at], compared, scores[at], is_padding=not share)
+    return found
