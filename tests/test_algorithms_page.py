@@ -33,5 +33,5 @@ def test_the_table_of_relatives_is_that_of_the_presets():
 def test_every_reward_and_every_number_of_groups_is_named():
     assert all(f"| `{reward}` |" in PAGE for reward in REWARDS)
     config = load(["recipe=pointmass_grpo"]).config
-    numbers = idle_collector(config, ("reach",)).metrics(GroupedEpisodes(0))
+    numbers = idle_collector(config, ("reach",)).metrics(GroupedEpisodes(1, 0))
     assert all(f"`{name}`" in PAGE for name in numbers if name.startswith(("groups/", "faults/")))

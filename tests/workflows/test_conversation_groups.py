@@ -1,6 +1,5 @@
 """What a collector of groups does for policies that speak."""
 
-import pytest
 from idle_collector import idle_collector
 
 from embodied.config.recipe import load
@@ -8,24 +7,14 @@ from embodied.core.types import EpisodeResult
 from embodied.workflows.group_collector import GroupedEpisodes
 
 
-def collector(*options, learners=3, text=True):
+def collector(*options):
     config = load(["recipe=sums_grpo", "env.num_envs=4", *options]).config
-    return idle_collector(config, ("sums",), learners, text)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3, 7])
-def test_learner_ranks_have_whole_groups_of_conversations(groups):
-    blocks = collector("algo.group_size=4")._learner_blocks(groups * 4)
-    assert [episode for block in blocks for episode in block] == list(range(groups * 4))
-    assert all(block.start % 4 == block.stop % 4 == 0 for block in blocks)
-    assert max(map(len, blocks)) - min(map(len, blocks)) <= 4
-    acting = collector("algo.group_size=4", text=False)._learner_blocks(groups * 4)
-    assert max(map(len, acting)) - min(map(len, acting)) <= 1
+    return idle_collector(config, ("sums",), text=True)
 
 
 def test_scores_that_are_compared_are_those_of_cut_and_long_answers():
     found = collector("algo.truncated=punish", "algo.overlong=2", "algo.groups=1", "algo.group_size=4")
-    batch = GroupedEpisodes(0)
+    batch = GroupedEpisodes(1, 0)
     found.pool.deal(4)
     tokens, cut = (2, 4, 5, 5), (False, False, False, True)
     found.add(

@@ -1,0 +1,93 @@
+"""Which learner rank is sent which episodes of a batch, and what becomes of those whose sim has died."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from embodied.algorithms.groups import Group
+from embodied.workflows.experience import Experience, units_of
+
+SIZE = 4
+
+
+class Call:
+    """A call of `hand_in`, which has ended: True where the sim had the episodes, None where it died first."""
+
+    def __init__(self, result):
+        self.result = result
+
+    def done(self):
+        return True
+
+    def succeeded(self):
+        return self.result is not None
+
+    def wait(self):
+        return [self.result]
+
+
+class Sims:
+    """Two sims; `sent` are (channel, episodes, whether they are kept) in order."""
+
+    def __init__(self):
+        self.sent, self.dead = [], set()
+
+    def __getitem__(self, sim):
+        def hand_in(episodes, source, channel, batch, keep):
+            self.sent.append((channel, episodes, keep))
+            return Call(None if sim in self.dead else True)
+
+        return SimpleNamespace(hand_in=hand_in)
+
+
+def experience(ranks, groups, shard=False):
+    """Groups of four episodes, every other episode played by the same sim."""
+    sims = Sims()
+    rollouts = SimpleNamespace(sims=sims, lives=[0, 0], settle=lambda *calls: None)
+    found = Experience(rollouts, shard)
+    found.begin(list(range(ranks)))
+    episodes = range(groups * SIZE)
+    found.play({0: episodes[::2], 1: episodes[1::2]})
+    return found, sims, [Group(tuple(episodes[g * SIZE : (g + 1) * SIZE]), (0.0,) * SIZE) for g in range(groups)]
+
+
+def had(sims, rank):
+    return sorted(episode for channel, episodes, _ in sims.sent for episode in episodes if channel == rank)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 3, 7])
+def test_ranks_have_blocks_of_a_batch_of_whole_groups_where_these_share_prompts(groups, whole):
+    found, sims, all_groups = experience(3, groups)
+    found.send_all(all_groups, batch=1, whole=whole)
+    owned = {rank: [] for rank in range(3)}
+    for sent in found.arrived():
+        for rank, unit in units_of(sent).items():
+            owned[rank] += [] if unit.is_padding else unit.ids.tolist()
+    assert [episode for rank in range(3) for episode in owned[rank]] == list(range(groups * SIZE))
+    assert max(map(len, owned.values())) - min(map(len, owned.values())) <= (SIZE if whole else 1)
+    assert all(had(sims, rank) == (owned[rank] or [0]) for rank in range(3))  # who has nothing gets a copy to pad with
+    assert not whole or all(len(mine) % SIZE == 0 for mine in owned.values())
+
+
+def test_what_is_certain_goes_to_the_rank_that_has_had_the_fewest_steps():
+    found, sims, groups = experience(2, 3)
+    for group, steps in zip(groups, (10, 3, 5), strict=True):
+        found.send(group, batch=1, steps=steps)
+    assert (had(sims, 0), had(sims, 1)) == ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11])
+    assert not any(keep for _, _, keep in sims.sent)
+
+
+def test_with_shards_every_rank_has_a_part_of_every_group():
+    found, sims, groups = experience(2, 2, shard=True)
+    found.send(groups[1], batch=1, steps=9)
+    assert (had(sims, 0), had(sims, 1)) == ([4, 5], [6, 7])
+
+
+def test_a_group_of_which_a_sim_died_before_it_had_sent_its_part_has_not_arrived():
+    found, sims, groups = experience(1, 2)
+    sims.dead = {1}
+    found.rollouts.lives[1] += 1
+    assert found.gone([0, 1, 2, 3]) == [1, 3]
+    found.send_all(groups, batch=1, whole=True)
+    assert [sent.arrived() for sent in found.arrived()] == [False, False] and not found.arrived()
