@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -228,6 +228,16 @@ class Host:
     def enter(self, spec: WorkerSpec) -> None:
         self._current.spec = spec
 
+    @contextmanager
+    def speaking(self, spec: WorkerSpec) -> Iterator[None]:
+        """What this thread does inside, a worker does that is busy in its own."""
+        before = getattr(self._current, "spec", None)
+        self._current.spec = spec
+        try:
+            yield
+        finally:
+            self._current.spec = before
+
     def caller(self) -> str:
         """The worker whose thread this is, otherwise the host."""
         spec = getattr(self._current, "spec", None)
@@ -341,7 +351,8 @@ class _WorkerThread(threading.Thread):
         args, kwargs = self.host.unpack(packed)
         call = getattr(self._worker, method)
         if self._served_while_busy(method):  # a question from outside, no work of its own
-            return call(*args, **kwargs)
+            with self.host.speaking(self.spec):
+                return call(*args, **kwargs)
         with self._worker.timers.measure(method):
             return call(*args, **kwargs)
 
