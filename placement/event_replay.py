@@ -255,6 +255,7 @@ class Cycle:
             self.station[name] = [(float(both), float(alone)) for both, alone in zip(*found)]
         self.workers = {name: int(pricer.count(name, at, self.stages)) for name in self.others}
         merging = {name: pricer.merging(name, self.asker, at, self.stages) for name in self.others}
+        self.cuts = {name: int(pricer.cuts(name, self.asker, at)) for name in self.others}
         self.together = {name: int(together) for name, (_, _, together) in merging.items()}
         self.delay = float(pricer.delay(node, self.asker, at, self.stages))
         fixed: dict[Zone, float] = defaultdict(float)  # of components that take turns one after the other
@@ -302,6 +303,11 @@ class Cycle:
         which = 3 if request.number == self.calls else 0
         if zone == self.zone:
             self.pass_on([request], hop, self.work(self.device(zone, request.asker), name, now, which))
+            return
+        if self.cuts[name] > 1:  # each of the asker's own workers answers a part
+            first = request.asker * self.workers[name] // self.num
+            devices = [self.device(zone, first + place) for place in range(self.cuts[name])]
+            self.pass_on([request], hop, max(self.work(device, name, now, which) for device in devices))
             return
         worker = self.worker_of(name, request.asker, request.stage)
         mine = [asker for asker in range(self.num) if self.worker_of(name, asker, request.stage) == worker]

@@ -294,19 +294,32 @@ class Pricer:
         one = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
         full, rest = np.divmod(waiting, together)
         stage = full * one + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
-        requests = np.where(together == 1, -(-parts // workers), stages)
+        alone = (together == 1) & (self.cuts(name, asker, at) == 1)
+        requests = np.where(alone, -(-parts // workers), stages)
         first = np.where(together == 1, one * -(-requests // stages), stage)
         whole = np.where(together == 1, one, stage) * requests
         return one, first, whole, cost.last_s.at(together * each) * slowed
 
     def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
         """Returns for a component that answers: items of a request, requests of a stage that wait for a worker, and
-        how many of these it answers in a call. The request of a stage of an asker goes to one worker, as a whole."""
+        how many of these it answers in a call. The request of a stage of an asker goes to one worker as a whole, or is
+        divided among all workers of the asker (`cuts`)."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
         each = self.dataflow[name].items / (asking * stages)
+        cuts = self.cuts(name, asker, at)
+        each = np.where(cuts > 1, np.ceil(each / cuts), each)
         waiting = 1 if zone is home else -(-asking // np.clip(devices, 1, asking))
         return each, waiting, np.clip(self.dataflow[name].merges // each, 1, waiting)
+
+    def cuts(self, name: str, asker: str, at: Mapping) -> Array:
+        """The number of workers that a request is divided among: where requests are merged, and workers are more than
+        those who ask, each asker has some for itself."""
+        (zone, devices), (home, home_devices) = at[name], at[asker]
+        if zone is home or self.dataflow[name].merges == 1:
+            return np.ones_like(devices)
+        asking = np.maximum(self.table(asker, home.device_class, 1).workers[home_devices], 1)
+        return np.maximum(devices // asking, 1)
 
     def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:
         """Handing a stage's data around the cycle, where it leaves the process."""
@@ -326,7 +339,9 @@ class Pricer:
             return self.table(name, zone.device_class, stages).workers[devices]
         home, home_devices = at[asker]
         asking = self.table(asker, home.device_class, stages).workers[home_devices]
-        return asking if zone is home else np.minimum(devices, asking * stages)
+        if zone is home:
+            return asking
+        return devices if self.dataflow[name].merges > 1 else np.minimum(devices, asking * stages)
 
     def sync_seconds(self, at: Mapping, stages: int) -> Array:
         """Weights of the next iteration: nothing moves where every receiver shares a host with its source."""

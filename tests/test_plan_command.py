@@ -28,7 +28,7 @@ def run(capsys, *argv):
 @pytest.mark.parametrize(
     ("profile", "order"),
     [
-        ("published_maniskill_openvla", ["collocated", "hybrid", "disaggregated"]),
+        ("published_maniskill_openvla", ["hybrid", "collocated", "disaggregated"]),
         ("published_libero_openvla_oft", ["hybrid", "collocated", "disaggregated"]),
     ],
 )
@@ -56,10 +56,10 @@ def test_simulators_on_cores_beside_gpus_are_a_worker_per_core_that_steps_its_ro
 def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
     code, out, _ = run(capsys, "profile=published_maniskill_openvla", "cluster=8xGPU", f"out={tmp_path}")
     assert code == 0
-    assert "collocated wins" in out
-    assert "faster than hybrid: rollout" in out
+    assert "hybrid wins" in out
+    assert "faster than collocated: rollout" in out
     written = json.loads((tmp_path / "plan.json").read_text())
-    assert written["winner"] == "collocated"
+    assert written["winner"] == "hybrid"
     assert set(written["modes"]) == {"collocated", "hybrid", "disaggregated", "custom"}
     drawing = (tmp_path / "plan.svg").read_text()
     assert all(f"{mode}: [" in drawing for mode in written["modes"])

@@ -25,8 +25,7 @@ SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts hears from
 
 
 class Answering:
-    """The policy workers of a round, and whom each source asks: neighbours the same worker, or all of a few workers
-    where there are more of them than sources. Whatever changes when, every request is answered."""
+    """The policy workers of a round, and whom each source asks. Whatever changes when, every request is answered."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Answering:
         self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
         self.sources = {f"sim-{s}/{i}#{manager.rounds}": (s, i) for s in sims for i in range(stages)}
         self.replies = {source: manager.replies[sim][stage] for source, (sim, stage) in self.sources.items()}
-        self.num_sources = len(manager.sims) * stages
+        self.stages = stages
         self.calls: dict[int, Handle] = {}  # of the sims
         self.how = (manager.weight_sync.version, sampling, stream) if policies else ()
         self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
@@ -135,7 +134,7 @@ class Answering:
         if self.shared or not self.names:
             return Servers(source, {"all": manager.prompts} if self.shared else {})
         sim, stage = self.sources[source]
-        block = manager.share(sim * (self.num_sources // len(manager.sims)) + stage, self.num_sources, self._taking())
+        block = manager.share(sim, stage, self.stages, self._taking())
         others = frozenset(self.names.values()) - {self.names[policy] for policy in block}
         return Servers(source, {self.names[policy]: manager.requests[policy] for policy in block}, others)
 

@@ -213,13 +213,14 @@ class RolloutManager:
             f"{budget.window_s:g} s): {failure.cause}{lost}"
         )
 
-    def share(self, place: int, places: int, policies: list[int]) -> list[int]:
-        """The policy workers, of these, that answer source `place` of so many: neighbours ask the same one. Of more
-        workers than sources each is asked by one source, where requests may be cut."""
-        if not policies:
-            return []
-        first, end = place * len(policies) // places, (place + 1) * len(policies) // places
-        return policies[first : end if self.cuts else first + 1] or policies[first : first + 1]
+    def share(self, sim: int, stage: int, stages: int, policies: list[int]) -> list[int]:
+        """The policy workers, of these, that answer a sim's stage: neighbours ask the same one. Where there are more
+        workers than sims and requests may be cut, every request of a sim is divided among the sim's own workers."""
+        sims = len(self.sims)
+        if self.cuts and len(policies) > sims:
+            return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
+        place, places = sim * stages + stage, sims * stages
+        return policies[place * len(policies) // places :][:1]
 
 
 class EpisodeCounter:
