@@ -255,7 +255,7 @@ class Cycle:
             self.station[name] = [(float(both), float(alone)) for both, alone in zip(*found)]
         self.workers = {name: int(pricer.count(name, at, self.stages)) for name in self.others}
         merging = {name: pricer.merging(name, self.asker, at, self.stages) for name in self.others}
-        self.cuts = {name: int(pricer.cuts(name, self.asker, at)) for name in self.others}
+        self.cuts = {name: int(pricer.cuts(name, self.asker, at, self.stages)) for name in self.others}
         self.together = {name: int(together) for name, (_, _, together) in merging.items()}
         self.delay = float(pricer.delay(node, self.asker, at, self.stages))
         fixed: dict[Zone, float] = defaultdict(float)  # of components that take turns one after the other

@@ -294,7 +294,7 @@ class Pricer:
         one = np.where(devices > 0, cost.seconds.at(together * each) * ratio, np.inf)
         full, rest = np.divmod(waiting, together)
         stage = full * one + np.where(rest > 0, cost.seconds.at(rest * each) * ratio, 0.0)
-        alone = (together == 1) & (self.cuts(name, asker, at) == 1)
+        alone = (together == 1) & (self.cuts(name, asker, at, stages) == 1)
         requests = np.where(alone, -(-parts // workers), stages)
         first = np.where(together == 1, one * -(-requests // stages), stage)
         whole = np.where(together == 1, one, stage) * requests
@@ -307,18 +307,18 @@ class Pricer:
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
         each = self.dataflow[name].items / (asking * stages)
-        cuts = self.cuts(name, asker, at)
+        cuts = self.cuts(name, asker, at, stages)
         each = np.where(cuts > 1, np.ceil(each / cuts), each)
         waiting = 1 if zone is home else -(-asking // np.clip(devices, 1, asking))
         return each, waiting, np.clip(self.dataflow[name].merges // each, 1, waiting)
 
-    def cuts(self, name: str, asker: str, at: Mapping) -> Array:
+    def cuts(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
         """The number of workers that a request is divided among: where requests are merged, and workers are more than
         those who ask, each asker has some for itself."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         if zone is home or self.dataflow[name].merges == 1:
             return np.ones_like(devices)
-        asking = np.maximum(self.table(asker, home.device_class, 1).workers[home_devices], 1)
+        asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
         return np.maximum(devices // asking, 1)
 
     def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:

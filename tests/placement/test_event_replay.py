@@ -205,8 +205,17 @@ def test_questions_that_wait_are_answered_in_one_call_up_to_so_many_rows(merges,
     assert price.seconds == pytest.approx(seconds)
 
 
-def test_a_question_goes_to_one_policy_worker_as_a_whole():
+@pytest.mark.parametrize(
+    ("merges", "stages", "seconds", "busy_s"),
+    [
+        (1, 1, 10 * (3 + 9), (90, 0)),  # one sim of eight rows asks one of the four
+        (64, 1, 10 * (3 + 3), (30, 30)),  # all four, two rows each
+        (64, 2, 2 + 20 * 3, (40, 40)),  # in two halves, one row each: the sim has no pause
+    ],
+)
+def test_a_question_goes_to_one_policy_worker_or_where_it_may_be_cut_to_all_of_the_sim(merges, stages, seconds, busy_s):
     layers = ((Zone(("sim",), "gpu", 1), Zone(("policy",), "gpu", 4)), (Zone(("learner",), "gpu", 1),))
-    schedule, price = replay(layers, constant(3), Curve((0, 8), (1.0, 9.0)), constant(0))
-    assert price.seconds == schedule.seconds == 10 * (3 + 9)  # one sim of eight rows asks one of the four
-    assert schedule.busy_s["gpu:1"] == 90 and not schedule.busy_s["gpu:2"]
+    schedule, price = replay(layers, constant(3), Curve((0, 8), (1.0, 9.0)), constant(0), stages=stages, merges=merges)
+    assert price.seconds == pytest.approx(schedule.seconds)
+    assert (schedule.busy_s["gpu:1"], schedule.busy_s["gpu:2"]) == busy_s
+    assert schedule.seconds == pytest.approx(seconds)
