@@ -327,15 +327,33 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
 
 def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> None:
     """Raise if machines with so much memory could not hold them."""
-    each = config.env.worker_bytes(-(-config.env.num_envs // num_sims))
+    env = config.env
+    each = env.worker_bytes(-(-env.num_envs // num_sims))
     if num_sims * each > memory_bytes:
-        fit = int(memory_bytes / each)
-        works = f"{fit} sim worker(s)" if fit else "env.tasks_in_memory=1 with fewer env.num_envs"
+        works = [*smaller_simulators(env, num_sims, memory_bytes)] or ["fewer env.num_envs"]
         raise ConfigError(
-            f"{num_sims} sim workers of env.name={config.env.name} take about {gigabytes(each)} each, "
-            f"{gigabytes(num_sims * each)} in all, and this machine has {gigabytes(memory_bytes)}; try {works}, "
-            "or fewer tasks at a time"
+            f"{num_sims} sim workers of env.name={env.name} take about {gigabytes(each)} each, "
+            f"{gigabytes(num_sims * each)} in all, and this machine has {gigabytes(memory_bytes)}; try "
+            f"{', or '.join(works)}"
         )
+
+
+def smaller_simulators(env: Any, num_sims: int, memory_bytes: float) -> Iterator[str]:
+    """The options with which the simulators fit into so much memory: fewer tasks in each, or fewer workers."""
+
+    def fits(workers: int, **options: int) -> bool:
+        rows = -(-env.num_envs // workers)
+        return workers * env.model_copy(update=options).worker_bytes(rows) <= memory_bytes
+
+    for tasks in range(getattr(env, "tasks_in_memory", 1) - 1, 0, -1):
+        if fits(num_sims, tasks_in_memory=tasks):
+            yield f"env.tasks_in_memory={tasks}"
+            break
+    for workers in range(num_sims - 1, 0, -1):
+        if env.num_envs % workers == 0 and fits(workers):
+            cores = f"cpu:0-{workers - 1}*{workers}" if workers > 1 else "cpu:0"
+            yield f"""{workers} sim worker(s), placement='{{"sim,policy": "{cores}", learner: "cpu:0"}}'"""
+            break
 
 
 def most_sims(config: RunConfig, machines: Topology) -> int | None:

@@ -77,8 +77,8 @@ class LiberoEnv(VectorEnv):
         if is_own(tasks_of(config.task)[0]):
             return own_protocol(config).in_mujoco(MUJOCO), AS_TRAINED
         trained = {
-            "drawn": "training drew placements of its own and never began in one of these",
-            "stored": "training began in the same states (env.initial_states=stored)",
+            "drawn": "training with env.initial_states=drawn never begins in one of these",
+            "stored": "training with env.initial_states=stored begins in the same states",
         }
         tasks = tasks_of(config.task)
         number = num_states(tasks)

@@ -47,8 +47,12 @@ def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_ca
     assert load(suite).config.env.worker_bytes(4) == pytest.approx(0.7e9 + 4 * 0.3e9)  # 4 rows play 4 tasks
     assert load(["recipe=pointmass_ppo"]).config.env.worker_bytes(4) == 0
     check_simulators(seen, 2, 6_300_000_000)
-    with pytest.raises(ConfigError, match=r"3\.1 GB each, 6\.2 GB in all.*try 1 sim worker"):
+    one = """1 sim worker(s), placement='{"sim,policy": "cpu:0", learner: "cpu:0"}'"""
+    tried = f"3.1 GB each, 6.2 GB in all, and this machine has 6 GB; try env.tasks_in_memory=2, or {one}"
+    with pytest.raises(ConfigError, match=re.escape(tried)):
         check_simulators(seen, 2, 6_000_000_000)
+    with pytest.raises(ConfigError, match=r"try fewer env\.num_envs$"):
+        check_simulators(seen, 2, 1_000_000_000)
 
 
 def test_layers_too_wide_for_a_gpu_are_refused_with_the_arithmetic(capsys):

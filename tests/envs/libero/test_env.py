@@ -69,7 +69,7 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch):
 
 
 def test_the_protocol_plays_the_stored_states_whatever_the_recipe_trains_on():
-    for trained_on, words in (("drawn", "never began in one of these"), ("stored", "began in the same states")):
+    for trained_on, words in (("drawn", "never begins in one of these"), ("stored", "begins in the same states")):
         config = LiberoConfig(name="libero", initial_states=trained_on, on_success="continue", max_episode_steps=9)
         protocol = choose_protocol(env_class(config), config, None)
         assert (protocol.name, protocol.stored_states) == ("libero-v1", 50)
