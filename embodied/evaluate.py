@@ -9,6 +9,7 @@ are played one after the other where the simulator cannot mix them.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -48,9 +49,16 @@ from embodied.run import launch
 from embodied.run.checkpoints import MANIFEST, WEIGHTS, read_json
 from embodied.run.devices import is_small
 from embodied.run.ending import Interruption
-from embodied.run.policy_source import PolicySource, check_fits, describe_published, find_all, other_training
+from embodied.run.policy_source import (
+    PolicySource,
+    check_fits,
+    describe_published,
+    find_all,
+    of_another_env,
+    other_training,
+)
 from embodied.run.published_comparison import compare_with_published
-from embodied.run.rehearsal import rehearse
+from embodied.run.rehearsal import check_all_fit, rehearse
 from embodied.run.run_folder import taken
 
 if TYPE_CHECKING:
@@ -87,6 +95,9 @@ def play(loaded: Loaded) -> Path | None:
     """Returns the folder of the results; None for a dry run."""
     sources = find_all(loaded)
     parts = [planned(part, sources, loaded.dry_run) for part in one_env_each(loaded.config)]
+    if not loaded.dry_run:
+        for config, _ in parts:
+            check_all_fit([source for source in sources if of_another_env(source, config.env)], config.env)
     announce(loaded, parts, sources)
     if loaded.dry_run:
         for config, _ in parts:
@@ -191,7 +202,8 @@ def as_played(plan: PlacementPlan, config: RunConfig) -> PlacementPlan:
 @contextmanager
 def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
     """The folder in which the same evaluation was interrupted, if no other process is at it. Otherwise this
-    one, or with a number where others are: nothing is overwritten, and no empty one stays."""
+    one, or with a number where others are: nothing is overwritten, and no empty one stays, nor one of a refusal."""
+    new_parent = [] if path.parent.exists() else [path.parent]
     for attempt in count(1):
         out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
         try:
@@ -205,9 +217,12 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
         os.close(lock)
     try:
         yield out
-    except BaseException:
+    except BaseException as err:
+        if isinstance(err, ConfigError) and {file.name for file in out.iterdir()} <= {"logs"}:
+            shutil.rmtree(out / "logs", ignore_errors=True)
         with suppress(OSError):  # something is in it
-            out.rmdir()
+            for folder in (out, *new_parent):
+                folder.rmdir()
         raise
     finally:
         os.close(lock)

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 from contextlib import contextmanager, nullcontext
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from embodied import evaluate
+from embodied import evaluate, train
 from embodied.reporting.results import read_results
 from embodied.reporting.success_stats import wilson
 from embodied.workflows.evaluator import Evaluator
@@ -174,7 +175,7 @@ def test_a_policy_on_the_hub_is_evaluated_like_its_folder(tmp_path, hub):
     [
         ("org/policy", 1, "hf download org/policy"),
         ("nowhere", 1, "nowhere: there is no such folder"),
-        (str(Path(__file__).parent), 1, "not a run folder"),
+        (str(Path(__file__).parent), 1, "no policy in it"),
         ("[]", 2, "name at least one"),
         ("[random,3]", 2, "should be text"),
         ("nowhere:Policy", 2, "No module named 'nowhere'"),
@@ -190,6 +191,7 @@ def test_a_policy_that_is_not_there_is_explained(checkpoint, code, says, capsys)
     [
         ("runs/nothing-2026", "checkpoint=runs/nothing-2026: there is no such folder\n"),
         ("org/policy", "no such folder; if it is a policy on the Hugging Face hub, name its env: env.name=libero"),
+        (".", "checkpoint=.: no policy in it; name a run folder"),
         ("random", "checkpoint=random is not in a run's folder, so name the env: env.name="),
     ],
 )
@@ -197,6 +199,21 @@ def test_without_a_recipe_a_missing_folder_is_told_from_a_missing_env(checkpoint
     (tmp_path / "runs").mkdir()
     run(f"checkpoint={checkpoint}", code=2)
     assert says in capsys.readouterr().err
+
+
+def test_a_policy_for_another_env_is_refused_and_leaves_nothing(tmp_path, capsys):
+    words = ["recipe=pointmass_ppo", "run.iterations=1", "eval.episodes=1", "eval.videos=0", "cluster.backend=inline"]
+    made = train(*words, 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}').folder
+    capsys.readouterr()
+    before = {*made.rglob("*")}
+    run(f"checkpoint={made}", "env.name=scripted:Switch", code=2)
+    told = capsys.readouterr()
+    assert told.out == "" and "was made for another env than scripted:Switch" in told.err  # no plan
+    run(f"checkpoint={made}", "env.state=proprio", code=2)
+    assert "state 6 there, 4 here" in capsys.readouterr().err and {*made.rglob("*")} == before
+    policy = shutil.copytree(next(made.glob("checkpoints/*/policy")), tmp_path / "alone" / "policy")
+    run(f"checkpoint={policy}", "env.name=scripted:Switch", code=2)
+    assert not (tmp_path / "alone" / "eval").exists()
 
 
 @pytest.fixture

@@ -152,11 +152,16 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
 
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
     """Problems of checkpoints that lie in no run; none where they exist and their env is named."""
+    from embodied.run.checkpoints import no_policy_in
+
     problems, others = [], []
     for checkpoint in checkpoints:
         on_hub = env_is_named and is_hub_id(checkpoint)
-        here = ":" in checkpoint or checkpoint in ("random", "zero") or as_path(checkpoint).exists()
-        if on_hub or here:
+        by_name = on_hub or ":" in checkpoint or checkpoint in ("random", "zero")
+        exists = not by_name and as_path(checkpoint).exists()
+        if exists and (empty := no_policy_in(checkpoint)):
+            problems.append(f"checkpoint={empty}")
+        elif by_name or exists:
             others.append(checkpoint)
         else:
             named = "; if it is a policy on the Hugging Face hub, name its env: env.name=libero, or recipe=NAME"

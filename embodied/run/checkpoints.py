@@ -214,7 +214,14 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
         return path, None, None
     if not path.exists():
         raise CheckpointError(f"{text}: there is no such folder")
-    raise CheckpointError(f"{text}: not a run folder, a checkpoint (v000123) or a policy folder")
+    raise CheckpointError(no_policy_in(text))
+
+
+def no_policy_in(text: str) -> str:
+    """What is wrong with a path that is neither a run folder nor a checkpoint nor a policy folder; else empty."""
+    if any((as_path(text) / file).is_file() for file in ("run.json", MANIFEST, "config.json")):
+        return ""
+    return f"{text}: no policy in it; name a run folder, a checkpoint (v000123) or a policy folder"
 
 
 def read_json(path: Path) -> dict:

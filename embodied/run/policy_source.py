@@ -236,9 +236,20 @@ def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
 def trained_in(source: PolicySource, env: Any) -> bool:
     """True if the run of this policy had an env whose observations and actions are those of `env`."""
     recipe = source.folder and stored_recipe(source.folder)
-    trained = (read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}) if recipe else {}
+    trained = env_stored_in(recipe) if recipe else {}
     now = env.model_dump(mode="json")
     return all(trained.get(key) == now.get(key) for key in trained.keys() | now.keys() if key not in UNSEEN)
+
+
+def of_another_env(source: PolicySource, env: Any) -> bool:
+    """True if the run of this policy had another `env.name`."""
+    recipe = source.folder and stored_recipe(source.folder)
+    return bool(recipe) and env_stored_in(recipe).get("name") != env.name
+
+
+def env_stored_in(recipe: Path) -> dict[str, Any]:
+    """The env options of a run's config.yaml."""
+    return read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}
 
 
 def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) -> str:
@@ -247,7 +258,7 @@ def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) 
     recipe = source.folder and stored_recipe(source.folder)
     if not recipe:
         return ""
-    trained = read_yaml(recipe.read_text(encoding="utf-8")).get("env") or {}
+    trained = env_stored_in(recipe)
     asked = {key for key, where in loaded.sources.items() if where == COMMAND_LINE}
     now = loaded.config.env.model_dump(mode="json")
     if trained.get("name") != now["name"]:

@@ -29,10 +29,14 @@ def rehearse(config: RunConfig, *sources: PolicySource) -> None:
     if config.cluster.machines and files_missing_here(config):
         return
     kind.rehearse(env)
-    spec = None
-    for source in sources:
-        if source.spec and not source.config.speaks and not trained_in(source, env):
-            spec = spec or built_spec(env)
+    check_all_fit([source for source in sources if not trained_in(source, env)], env)
+
+
+def check_all_fit(sources: list[PolicySource], env: Any) -> None:
+    """Refuse policies that were made for other observations or actions than those of this env, which is built here."""
+    if made := [source for source in sources if source.spec and not source.config.speaks]:
+        spec = built_spec(env)
+        for source in made:
             check_fits(source, env, spec)
 
 
