@@ -57,7 +57,7 @@ from embodied.run.policy_source import (
     of_another_env,
     other_training,
 )
-from embodied.run.published_comparison import compare_with_published
+from embodied.run.published_comparison import compare_with_published, differing_before
 from embodied.run.rehearsal import check_all_fit, rehearse
 from embodied.run.run_folder import taken
 
@@ -186,8 +186,16 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
     for source in sources:
         if source.published:
             print(f"protocol    {describe_published(source.config, env)}")
-        if note := other_training(source, loaded, protocol.options):
+        noted = [other_training(source, loaded, protocol.options), unlike_reference(played, source)]
+        for note in filter(None, noted):
             print(f"note        {note}")
+
+
+def unlike_reference(played: RunConfig, source: PolicySource) -> str:
+    """Says in which settings a policy is played otherwise than the published result that it is compared with."""
+    if not played.eval.reference or not (differs := differing_before(played, source.config)):
+        return ""
+    return f"{source.name} is not played as eval.reference={played.eval.reference}: {'; '.join(differs)}"
 
 
 def as_played(plan: PlacementPlan, config: RunConfig) -> PlacementPlan:

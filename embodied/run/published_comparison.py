@@ -45,7 +45,8 @@ def compare_with_published(results: dict[str, Any], played: Any, policy: Any) ->
     if ours:
         difference, *interval = independent_difference(ours["count"], ours["of"], count, model.episodes)
         found |= {"difference": difference, "interval": interval}
-    differs = differing_settings(model, suite, results, played, policy)
+    protocol = results["protocol"]
+    differs = differing_settings(model, suite, protocol["name"], protocol["env"], played, policy)
     return found | {"differs": differing_episodes(model, suite, task, ours) + differs}
 
 
@@ -56,8 +57,16 @@ def differing_episodes(model: PublishedModel, suite: str, task: Any, ours: dict[
     return found + ([f"{count} episodes here, {whole} there"] if count < whole else [])
 
 
+def differing_before(played: Any, policy: Any) -> list[str]:
+    """The settings in which an evaluation that has not begun is another one than that of its `eval.reference`."""
+    model, suite = reference_of(played.eval.reference, played.env.task)
+    protocol = choose_protocol(env_class(played.env), played.env, played.eval.protocol)
+    env = protocol.apply(played.env).model_dump(mode="json")
+    return differing_settings(model, suite, protocol.name, env, played, policy)
+
+
 def differing_settings(
-    model: PublishedModel, suite: str, results: dict[str, Any], played: Any, policy: Any
+    model: PublishedModel, suite: str, protocol_name: str, env_played: dict[str, Any], played: Any, policy: Any
 ) -> list[str]:
     """`env.image_size=128 here, 256 there` for every setting in which the published evaluation is another one."""
     recipe = load([f"recipe={model.evaluate}", f"env.task={suite}"], entry="evaluate")
@@ -66,14 +75,22 @@ def differing_settings(
     protocol = choose_protocol(env_class(there.env), there.env, there.eval.protocol)
     env = protocol.apply(there.env).model_dump(mode="json")
     wanted = settings(protocol.published_name, env, there.policy, there.eval.temperature) | model.options
-    here = settings(results["protocol"]["name"], results["protocol"]["env"], policy, played.eval.temperature)
+    here = settings(protocol_name, env_played, policy, played.eval.temperature)
     if policy.name != there.policy.name:  # other options
         wanted = {key: value for key, value in wanted.items() if not key.startswith("policy.") or key == "policy.name"}
-    return [
+    differs = [
         f"{key}={write_yaml(here.get(key))} here, {write_yaml(value)} there"
         for key, value in wanted.items()
         if here.get(key) != value
     ]
+    return differs + statistics_of_another_suite(model, suite, policy)
+
+
+def statistics_of_another_suite(model: PublishedModel, suite: str, policy: Any) -> list[str]:
+    """`policy.statistics` where they are those of a suite that is not played."""
+    name = getattr(policy, "statistics", None)
+    its = str(name).removesuffix("_no_noops")
+    return [f"policy.statistics={name} here, {suite} there"] if its in model.rates and its != suite else []
 
 
 def settings(protocol: str, env: dict[str, Any], policy: Any, temperature: float) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from embodied.config.published_models import reference_of
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.evaluate import main as evaluate
-from embodied.run.published_comparison import compare_with_published
+from embodied.run.published_comparison import compare_with_published, differing_before
 
 POINT = """
 point:
@@ -55,6 +55,15 @@ def test_another_mujoco_than_the_published_one_is_told(monkeypatch):
     ]
 
 
+def test_statistics_of_another_suite_are_told_before_anything_is_played():
+    _, config, policy = played()
+    for statistics, differs in (
+        ("libero_10_no_noops", ["policy.statistics=libero_10_no_noops here, libero_spatial there"]),
+        ("libero_spatial_no_noops", []),
+    ):
+        assert differing_before(config, policy.model_copy(update={"statistics": statistics})) == differs
+
+
 def test_a_suite_without_a_published_rate_is_refused():
     with pytest.raises(ConfigError, match=r"env\.task=libero_spatial\|.*and here is libero_90"):
         reference_of("openvla", "libero_90/3")
@@ -73,6 +82,8 @@ def test_an_evaluation_says_how_far_it_is_from_the_published_rate(tmp_path, monk
     (results,) = tmp_path.glob("*/results.json")
     found = json.loads(results.read_text())["reference"]
     assert found["published"]["rate"] == 0.99 and found["difference"] < -0.2
+    assert "random is not played as eval.reference=point: eval.temperature=0.0 here, 1.0 there" in out
+    assert out.index("is not played as") < out.index("results.json")
     for text in (out, (results.parent / "report.html").read_text()):
         assert "here - published: " in text and "is more than chance" in text
         assert "eval.temperature=0.0 here, 1.0 there" in text
