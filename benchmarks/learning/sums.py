@@ -102,9 +102,9 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict, 
 
 
 def same_weights(start: Path, run: Path) -> bool:
-    """Whether the policies of two runs, or a model's folder and a run's, have the same weights."""
+    """Whether a run has the weights of its start, a run or a model's folder; PPO's value head is not in the start."""
     one, other = (read_weights(folder_of(path)) for path in (start, run))
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+    return one.keys() <= other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 def folder_of(path: Path) -> Path:
