@@ -44,7 +44,7 @@ from embodied.run.policy_source import (
 from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import RunFolder
 from embodied.workflows.contract import WARNING, Workflow
-from embodied.workflows.imitation import imitation_of
+from embodied.workflows.imitation import ImitationLoop, imitation_of
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 BY_RL = ("algo.", "run.start_from", "resume")  # keys that ask for RL with a recipe that imitates
@@ -114,7 +114,8 @@ def follow(
         config, loaded = starting_from(config, start), replace(loaded, config=starting_from(loaded.config, start))
     origin = origin_of(start, config, run, checkpoint) if start else None
     if loaded.dry_run:
-        rehearse(config, *([origin] if origin else []))
+        imitators = plan.count("learner") if issubclass(program, ImitationLoop) else 0
+        rehearse(config, *([origin] if origin else []), imitators=imitators)
         print("\n".join([launch.describe(config, plan, weights=config.resume), *launch.notes(loaded)]))
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")

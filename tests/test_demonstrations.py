@@ -204,7 +204,7 @@ def test_mistakes_are_told_before_anything_starts(demos, tmp_path, capsys):
     assert sft([*LEARN, f"run.dir={tmp_path}", f"sft.data={demos}", "sft.epochs=1", "sft.warmup_steps=5000"]) == 2
     assert "sft.warmup_steps=5000 is not less than the" in capsys.readouterr().err
     other = ["recipe=pointmass_ppo", "env.state=proprio", "cluster.backend=inline", f"run.dir={tmp_path}"]
-    assert sft([*other, f"sft.data={demos}"]) == 2
-    assert "observation.state is [4] here, [6] there" in capsys.readouterr().err
+    assert sft([*other, f"sft.data={demos}"]) == sft([*other, f"sft.data={demos}", "--dry-run"]) == 2
+    assert capsys.readouterr().err.count("observation.state is [4] here, [6] there") == 2
     assert sft([*other, f"sft.data={demos}", "env.privileged=true"]) == 2
     assert "set env.privileged=false" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import MissingAsset
-from embodied.envs import env_class, make_env
+from embodied.envs import env_class, make_env, speaks
 from embodied.policies import policy_class
 from embodied.run.policy_source import PolicySource, check_fits, trained_in
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
 
 
-def rehearse(config: RunConfig, *sources: PolicySource) -> None:
-    """Refuse in a dry run what only a built env, or a policy's class and folder, would refuse. An env for the GPUs of
-    other machines is built on cores; one whose files are missing here is left to those machines."""
+def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> None:
+    """Refuse in a dry run what only a built env, or a policy's class and folder, would refuse; `imitators` learners
+    imitate sft.data. An env for the GPUs of other machines is built on cores; one whose files are missing here is left
+    to those machines."""
     policies = [source.config for source in sources] or [config.policy]
     for policy in policies:
         rehearse_policy(policy)
@@ -30,6 +31,10 @@ def rehearse(config: RunConfig, *sources: PolicySource) -> None:
         return
     kind.rehearse(env)
     check_all_fit([source for source in sources if not trained_in(source, env)], env)
+    if imitators and config.sft.data is not None and not speaks(kind):
+        from embodied.workflows.imitation import check_dataset
+
+        check_dataset(config.sft, built_spec(env), imitators)
 
 
 def check_all_fit(sources: list[PolicySource], env: Any) -> None:
