@@ -18,7 +18,9 @@ pytest.importorskip("mani_skill")
 PAGE = (Path(__file__).parents[1] / "docs" / "own_task.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
-CHECK, TRAIN, EVALUATE, BENCHMARK, PLAN, CHECK_OWN, TRAIN_OWN = COMMANDS
+CHECK, TRAIN, EVALUATE, BENCHMARK, PLAN, CHECK_OWN, TRAIN_OWN, CHECK_GYM, TRAIN_GYM, CHECK_CAMERA, TRAIN_CAMERA = (
+    COMMANDS
+)
 SHORT = ["run.iterations=1", "env.num_envs=8", "algo.rollout_decisions=5", "algo.minibatch_size=20"]
 SHORT += ['placement={"sim,policy": "cpu:0", learner: "cpu:1"}']
 SHORT += ["env.max_episode_steps=6", "eval.episodes=3", "eval.videos=1", "eval.failure_videos=0"]
@@ -136,3 +138,23 @@ def test_own_robots_controllers_and_rewards_are_checked_and_trained(folder):
 def test_a_dry_run_names_what_the_own_robot_has(here):
     wrong = TRAIN_OWN.replace("arm_only", "arm_onl")
     assert "the robot has arm_only; did you mean 'arm_only'?" in here(wrong, "--dry-run", code=2)
+
+
+@pytest.mark.parametrize(
+    ("check", "train", "observed"),
+    [
+        (CHECK_GYM, TRAIN_GYM, "observed state of 2 numbers"),
+        (CHECK_CAMERA, TRAIN_CAMERA, "observed images of top [64, 64, 3]"),
+    ],
+)
+def test_own_gymnasium_envs_and_cameras_are_checked_trained_and_filmed(check, train, observed, folder, here):
+    told = here(check)
+    assert observed in told and "success reported in every step" in told and "contract kept" in told
+    assert "success_once" in here(train, *SHORT, "cluster.backend=inline")
+    name = train.partition("run.name=")[2]
+    assert len([*(folder / "runs").glob(f"{name}-*/eval/v*/videos/*.mp4")]) == 1
+
+
+def test_a_gymnasium_env_without_a_step_limit_names_the_key(here):
+    bare = CHECK_GYM.replace(" env.max_episode_steps=40", "")
+    assert "set env.max_episode_steps=" in here(bare, code=2)
