@@ -114,6 +114,12 @@ def test_a_command_does_what_it_says(folder, here, command):
         assert "finished after" in output and ("processes   local" in output or own)
 
 
+def test_a_clone_has_what_make_needs(tmp_path):
+    (clone,) = (line for line in COMMANDS if line.startswith("git clone "))
+    subprocess.run(shlex.split(clone.replace("URL", str(ROOT))), cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "embodied-loop" / "Makefile").is_file() and COMMANDS[1] == "cd embodied-loop"
+
+
 def test_the_lines_from_python_train_and_evaluate(folder):
     lines = (folder / "from_python.py").read_text()
     (folder / "shorter.py").write_text(lines.replace("run.iterations=40", "run.iterations=2").replace("=200", "=4"))
