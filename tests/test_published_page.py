@@ -74,12 +74,13 @@ def here(tmp_path_factory):
         prismatic(models / name, OpenVLAOFTConfig(name="openvla_oft"), ONE, data)
     pi(models / "pi0-sft", "pi0", "physical-intelligence/libero")
     pi(models / "pi05-libero", "pi05", "assets/physical-intelligence/libero")
-    made = ["recipe=pointmass_ppo", f"out={root / 'demos' / 'libero'}", "collect.episodes=2", "env.num_envs=2"]
+    made = ["recipe=pointmass_ppo", f"out={root / 'demos' / 'libero'}", "collect.episodes=10", "env.num_envs=2"]
     assert collect([*made, "cluster.backend=inline"]) == 0
     info = root / "demos" / "libero" / "meta" / "info.json"  # by the names that openpi's data set has
     content = json.loads(info.read_text())
     features = content["features"]
-    features |= {"actions": features.pop("action"), "state": features.pop("observation.state")}
+    for ours, theirs, width in (("action", "actions", 7), ("observation.state", "state", 8)):  # as wide as LIBERO's
+        features[theirs] = features.pop(ours) | {"shape": [width], "names": None}
     features |= {key: {"dtype": "image", "shape": [256, 256, 3], "names": None} for key in ("image", "wrist_image")}
     info.write_text(json.dumps(content))
     return root
