@@ -37,7 +37,6 @@ from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_words
 from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, nearest
-from embodied.envs import env_class, speaks
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.iteration_cost import Pricer
@@ -59,7 +58,7 @@ from embodied.profiling.timed_run import Round, TimedRun, check_program
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.reporting.progress import now
 from embodied.run import launch
-from embodied.run.devices import draws_on_gpus, machines
+from embodied.run.devices import divides_requests, draws_on_gpus, machines
 from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
 from embodied.system.cpu_load import LoadMeter, load_before
@@ -240,8 +239,7 @@ def runnable(
     changed = config.with_values("pipeline", **{key: expected[key] for key in keys})
     changed = changed.model_copy(update={"placement": expected["placement"]})
     shares = (config.env.num_envs, expected["stages"])
-    shared = speaks(env_class(config.env))
-    return changed, make_plan(expected["placement"], there, *shares, roles=roles, shared=shared)
+    return changed, make_plan(expected["placement"], there, *shares, roles=roles, shared=divides_requests(config))
 
 
 def measured(config: RunConfig, options: Options, there: Topology, program: type[Workflow]) -> Profile:

@@ -118,8 +118,8 @@ def make_plan(
 ) -> PlacementPlan:
     """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
     nothing else. The rest is what a mode depends on: see `mode_rules.choose`; `roles`: those that need a place, by
-    name where nothing else is to be said; `more`: a map may place others as well; `shared`: any policy worker may
-    answer any sim worker. Raises PlacementError."""
+    name where nothing else is to be said; `more`: a map may place others as well; `shared`: several
+    policy workers may answer a request. Raises PlacementError."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
     roles = roles_of(roles)
@@ -216,7 +216,7 @@ def check_hardware(hosts: list[PlannedHost]) -> None:
 
 def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
     """Refuse counts that do not fit: all sim workers get the same number of envs in every stage, and every learner and
-    policy worker at least one env, or one stage of a sim worker where requests are not `shared`."""
+    policy worker at least one env, or one stage of a sim worker where requests are not `shared` by policy workers."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
     if not sims:
         return  # a program without simulators
@@ -227,10 +227,9 @@ def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
         below, above = envs // parts * parts, (envs // parts + 1) * parts
         fit = " or ".join(f"env.num_envs={n}" for n in (below, above) if n)
         raise PlacementError(f"env.num_envs={envs} does not divide among {what}; {fit} does")
-    if shared and policies > envs:
-        raise PlacementError(
-            f"{policies} policy workers share env.num_envs={envs}, so {policies - envs} would have none"
-        )
+    if shared and policies > envs // stages:
+        what = f"env.num_envs={envs}" + (f" / pipeline.stages={stages} = {envs // stages}" if stages > 1 else "")
+        raise PlacementError(f"{policies} policy workers share {what}, so {policies - envs // stages} would have none")
     if policies > parts and not shared:
         raise PlacementError(
             f"{policies} policy workers serve {number(sims, 'sim worker')} x pipeline.stages={stages} = {parts} parts, "

@@ -5,10 +5,10 @@ import signal
 from dataclasses import replace
 
 from embodied.config.recipe import load
-from embodied.envs import env_class, speaks
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
+from embodied.run.devices import divides_requests
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 6
@@ -34,7 +34,7 @@ class Run:
 
     def __init__(self, folder, *arguments, placement=TWO_SIMS, backend="inline", kind=EmbodiedLoop):
         self.config = load([*arguments, f"cluster.backend={backend}"]).config
-        shared = speaks(env_class(self.config.env))
+        shared = divides_requests(self.config)
         how = (self.config.env.num_envs, self.config.pipeline.stages)
         plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))

@@ -27,7 +27,7 @@ from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.reasons import why_not, why_not_apart
 from embodied.placement.topology import GB
-from embodied.run.devices import draws_on_gpus, networks_on
+from embodied.run.devices import divides_requests, draws_on_gpus, networks_on
 
 AMOUNTS = {
     "env": ("num_envs", "stagger", "retries"),
@@ -236,7 +236,8 @@ def plan_from_profile(
     if config.pipeline.schedule == "auto" and periodic_is_the_same(config):
         best, schedule = periodic_if_it_pays(planner, best)
     placement = as_placement(planner.pricer, best.layout, machines, draws_on_gpus(config.env))
-    plan = make_plan(placement, machines, config.env.num_envs, best.layout.stages, roles=roles)
+    counts = config.env.num_envs, best.layout.stages
+    plan = make_plan(placement, machines, *counts, roles=roles, shared=divides_requests(config))
     pieces = config.pipeline.granularity or granularity(best.layout, profile.dataflow)
     reason = why(best, profile.dataflow.env_steps, path, profile.made.get("date"), schedule)
     config = config.with_values("pipeline", stages=best.layout.stages, granularity=pieces, schedule=schedule)

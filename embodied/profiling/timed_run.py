@@ -28,7 +28,7 @@ from embodied.placement.profile import Cost, Link, Profile, Sync
 from embodied.profiling.stored_profiles import dataflow_of, homes
 from embodied.reporting.timeline import Timeline
 from embodied.run import launch
-from embodied.run.devices import draws_on_gpus
+from embodied.run.devices import divides_requests, draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.timers import Total, seconds_between
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -210,7 +210,8 @@ def calibrate(
     for place, layout in enumerate(layouts):
         say(f"a short real run: {layout}")
         pricer = Pricer(profile.dataflow, profile, classes)
-        plan = make_plan(as_placement(pricer, layout, there, draws), there, config.env.num_envs, roles=roles)
+        placement, shared = as_placement(pricer, layout, there, draws), divides_requests(config)
+        plan = make_plan(placement, there, config.env.num_envs, roles=roles, shared=shared)
         seen = real_run(config, plan, logs / f"run-{place}", clock, program)
         if not place:
             profile = replace(profile, dataflow=replace(profile.dataflow, edges=seen.edges))

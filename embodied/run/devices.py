@@ -11,7 +11,7 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
-from embodied.envs import env_class
+from embodied.envs import env_class, speaks
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.topology import read_topology
 from embodied.policies.common_config import PolicyOptions
@@ -127,3 +127,8 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
                 f"placement: {' and '.join(host.roles)} on {where}, but learner.device={wanted}; "
                 "try learner.device=auto"
             )
+
+
+def divides_requests(config: RunConfig) -> bool:
+    """True if several policy workers may answer a request: its prompts, or its rows where requests are merged."""
+    return speaks(env_class(config.env)) or config.merged_rows > 1

@@ -31,7 +31,7 @@ from embodied.placement.grammar import EMBODIED, is_loop
 from embodied.placement.mode_rules import ENVS_PER_SIM
 from embodied.policies import check_package, policy_class, slow_imports
 from embodied.reporting.wandb_logger import check_log
-from embodied.run import memory_check
+from embodied.run import devices, memory_check
 from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, host_plans, machines, networks_on
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
@@ -304,7 +304,7 @@ def placed(
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs
         overlap=overlap_key(config) if learn else "",
-        shared=speaks(kind),
+        shared=devices.divides_requests(config),
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 

@@ -54,7 +54,7 @@ class RolloutManager:
         self.spec, self.weight_sync = workers.spec, workers.weight_sync
         self.episodes: EpisodeList | None = None  # that a replaced sim worker goes on with by itself, if any
         self.journal, self.notify = workers.journal, workers.notify
-        self.cuts = workers.config.merged_rows > 1  # whether requests may be merged, and cut
+        self.divides = workers.config.merged_rows > 1  # requests, among policy workers
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
         self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
@@ -217,7 +217,7 @@ class RolloutManager:
         """The policy workers, of these, that answer a sim's stage: neighbours ask the same one. Where there are more
         workers than sims and requests may be cut, every request of a sim is divided among the sim's own workers."""
         sims = len(self.sims)
-        if self.cuts and len(policies) > sims:
+        if self.divides and len(policies) > sims:
             return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
         place, places = sim * stages + stage, sims * stages
         return policies[place * len(policies) // places :][:1]

@@ -107,6 +107,24 @@ def test_a_version_in_buckets_travels_beside_a_rollout(level, victim, tmp_path):
     assert same(*weights)
 
 
+def test_sims_that_die_after_their_batch_was_collected_take_nothing_along(tmp_path):
+    asked, found = [*GRPO, "algo.filter=none", "pipeline.schedule=async", "pipeline.async_level=2"], []
+    for killed in (False, True):
+        (folder := tmp_path / str(killed)).mkdir()
+        with Run(folder, *asked, backend="local") as run:
+            rows = []
+            for number in range(ITERATIONS):
+                rows.append(run.loop.iterate(number, ITERATIONS)[1])
+                if killed and number == 2:
+                    assert run.loop.ahead  # the next update's batch is here
+                    for sim in ("sim-0", "sim-1"):
+                        os.kill(run.pid(sim), signal.SIGKILL)
+            assert not any(row["faults/lost_episodes"] for row in rows)
+            assert sum(row["faults/restarts"] for row in rows) == 2 * killed
+            found.append(run.weights())
+    assert same(*found)
+
+
 def test_a_rollout_begins_before_the_update_beside_it_has_ended(tmp_path):
     events = []
 

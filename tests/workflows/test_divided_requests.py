@@ -1,0 +1,64 @@
+"""Where policy workers are more than sims, requests are divided among them, and learning does not depend on that."""
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from stepped import GRPO, PPO, Run
+
+MERGED = "pipeline.merge_rows=64"
+ONE = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:2"}
+MANY = {"sim": "fake:0", "policy": "fake:1-3", "learner": "fake:4"}
+STAGES = "pipeline.stages=2"
+
+
+def close(one, other):
+    return all(np.allclose(one[name], other[name], rtol=1e-9, atol=1e-12) for name in other)
+
+
+def acted(run):
+    """How often each policy worker has acted."""
+    totals = [timings.get("act") for timings in run.loop.rollouts.policies.timings().wait()]
+    return [total.count if total else 0 for total in totals]
+
+
+@pytest.mark.parametrize("recipe", [[*PPO], [*PPO, STAGES], [*GRPO]], ids=["ppo", "two stages", "grpo"])
+def test_one_sim_feeds_all_policies_and_learns_what_it_would_with_one(recipe, tmp_path):
+    found = []
+    for placement in (ONE, MANY):
+        (folder := tmp_path / str(len(found))).mkdir()
+        with Run(folder, *recipe, MERGED, placement=placement) as run:
+            run.train()
+            found.append(run.weights())
+            counts = acted(run)
+    assert len(counts) == 3 and min(counts) > 0.5 * max(counts)  # parts of two stages may be answered together
+    assert close(*found)
+
+
+@pytest.mark.parametrize("victims", [("policy-1",), ("policy-0", "policy-2")])
+def test_a_policy_that_dies_with_a_part_of_a_request_changes_nothing(victims, tmp_path):
+    (alone := tmp_path / "alone").mkdir()
+    with Run(alone, *PPO, MERGED, placement=MANY) as run:
+        run.train()
+        expected = run.weights()
+    (broken := tmp_path / "broken").mkdir()
+    with Run(broken, *PPO, MERGED, placement=MANY, backend="local") as run:
+
+        def strike():
+            for victim in victims:
+                time.sleep(0.05)
+                os.kill(run.pid(victim), signal.SIGKILL)
+
+        thread = threading.Thread(target=strike)
+        rows = []
+        for number in range(6):
+            if number == 2:
+                thread.start()
+            rows.append(run.loop.iterate(number, 6)[1])
+        thread.join()
+        assert sum(row["faults/restarts"] for row in rows) == len(victims)
+        assert not any(row["faults/lost_decisions"] for row in rows)
+        assert close(run.weights(), expected)
