@@ -16,7 +16,7 @@ on the request alone, so whoever gives it is as good as another, and a second an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -50,6 +50,10 @@ class RequestQueue:
 
     def put(self, *requests: Waiting) -> None:
         self.waiting += requests
+
+    def drop(self, unwanted: Callable[[Waiting], bool]) -> None:
+        """Forget requests that wait and that nobody wants answered any more."""
+        self.waiting = deque(one for one in self.waiting if not unwanted(one))
 
     def workers(self, most: Mapping[str, float], others: Collection[str] = ()) -> None:
         """From now on these take requests, at most so many rows at a time. `others` take no more and still answer what

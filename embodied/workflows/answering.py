@@ -192,7 +192,7 @@ class SharedPrompts:
                         for one in item.prompts
                     )
                 )
-        self.queue.waiting = type(self.queue.waiting)(one for one in self.queue.waiting if one.key[0] in playing)
+        self.queue.drop(lambda one: one.key[0] not in playing)
 
     def hand_out(self, taking: Iterable[str], others: Collection[str]) -> dict[str, list[PromptBatch]]:
         """What engines take that are `taking` prompts now; `others` still answer what they have."""

@@ -86,6 +86,12 @@ def test_what_a_worker_that_died_had_waits_in_front_and_one_that_leaves_still_an
     assert queue.answered(4) and not queue.answered(4) and not queue.answered(3)
 
 
+def test_requests_of_players_that_ask_no_more_are_dropped(queue):
+    queue.put(*prompts(1, 2, 3))
+    queue.drop(lambda one: one.key == 2)
+    assert taken(queue) == {"a": [1], "b": [3]}
+
+
 def test_requests_wait_while_nobody_takes_part():
     queue = RequestQueue()
     queue.put(*prompts(1, 2))
