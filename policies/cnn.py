@@ -33,10 +33,7 @@ LEAST = 0.01  # a privileged number that varies less, a centimetre say, need not
 
 class CNNPolicy(ActorCritic):
     def __init__(self, config: CNNConfig, spec: EnvSpec) -> None:
-        if not spec.images:
-            raise ConfigError(
-                "policy.name=cnn needs images, but this env offers none; set env.cameras, or try policy.name=mlp"
-            )
+        config.check_images(spec.images)
         if config.estimate and not spec.privileged_dim:
             raise ConfigError(
                 "policy.estimate=true needs privileged numbers, but this env gives none; set env.privileged=true"
@@ -45,7 +42,7 @@ class CNNPolicy(ActorCritic):
         width = (spec.privileged_dim if config.estimate else found) + (spec.state_dim or 0)
         super().__init__(config, spec, width)
         self.trunks = nn.ModuleDict(
-            {camera: trunk(camera, size, config, self.dtype) for camera, size in sorted(spec.images.items())}
+            {camera: trunk(size, config, self.dtype) for camera, size in sorted(spec.images.items())}
         )
         self.estimator = mlp(found, (), spec.privileged_dim, config.activation, self.dtype) if config.estimate else None
         self.own_losses = ("estimate_loss",) if config.estimate else ()
@@ -90,24 +87,14 @@ class CNNPolicy(ActorCritic):
         return tensor_of(frames, self.device).permute(0, 3, 1, 2).to(self.dtype).div(255).sub(0.5)
 
 
-def trunk(camera: str, size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> nn.Sequential:
+def trunk(size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> nn.Sequential:
     """Convolutions, then as many features as the config says, or the place of each channel."""
     layers: list[nn.Module] = []
     height, width, inputs = size
     for outputs, kernel, stride in zip(config.channels, config.kernels, config.strides, strict=True):
-        if min(height, width) < kernel:
-            raise ConfigError(
-                f"policy.kernels={list(config.kernels)} with policy.strides={list(config.strides)} need larger images "
-                f"than camera {camera!r} has ({size[0]}x{size[1]}): a layer would get {height}x{width}"
-            )
         layers += [EmptyConv2d(inputs, outputs, kernel, stride, dtype=dtype), nn.ReLU()]
         height, width, inputs = (height - kernel) // stride + 1, (width - kernel) // stride + 1, outputs
     if config.keypoints:
-        if min(height, width) < 2:
-            raise ConfigError(
-                f"policy.keypoints=true looks for places in what the last layer makes of camera {camera!r}, "
-                f"{height}x{width}; try smaller policy.strides"
-            )
         return nn.Sequential(*layers[:-1], Keypoints())
     flat = EmptyLinear(inputs * height * width, config.features, dtype=dtype)
     return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
+from embodied.core.errors import ConfigError
 from embodied.core.options import Requirement, Strict
 
 
 class PolicyOptions(Strict):
     """Attributes that the toolkit asks of every family."""
+
+    name: str
 
     needs: ClassVar[Requirement] = Requirement()
     """What has to be installed for it."""
@@ -27,6 +31,15 @@ class PolicyOptions(Strict):
 
     speaks: ClassVar[bool] = False
     """True if this family answers text envs; what a class of yours does, `Policy.speaks` says."""
+
+    def check_images(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse an env without images where it needs some, or with too small ones; `sizes` are height and width of the
+        images of each camera."""
+        if self.sees and not sizes:
+            raise ConfigError(
+                f"policy.name={self.name} needs images, but this env offers none; set env.cameras, or try "
+                "policy.name=mlp"
+            )
 
     @property
     def few_weights(self) -> float:

@@ -4,11 +4,13 @@ torch, so that `--help` stays fast.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
+from embodied.core.errors import ConfigError
 from embodied.core.options import variants
 from embodied.policies.common_config import PolicyOptions
 from embodied.policies.language.config import LanguageConfig
@@ -82,6 +84,24 @@ class CNNConfig(ActorCriticConfig):
     @property
     def num_features(self) -> int:
         return 1 if self.keypoints else self.features
+
+    @property
+    def least_image_side(self) -> int:
+        """Height and width, in pixels, of the smallest image that the convolutions accept."""
+        side = 2 if self.keypoints else 1  # of what the last layer makes of it
+        for kernel, stride in zip(reversed(self.kernels), reversed(self.strides), strict=True):
+            side = max(kernel, (side - 1) * stride + kernel)
+        return side
+
+    def check_images(self, sizes: Mapping[str, tuple[int, ...]]) -> None:
+        super().check_images(sizes)
+        for camera, (height, width, *_) in sizes.items():
+            if min(height, width) < (least := self.least_image_side):
+                raise ConfigError(
+                    f"policy.kernels={list(self.kernels)} with policy.strides={list(self.strides)} need images of "
+                    f"{least}x{least} pixels or more, and those of camera {camera!r} are {height}x{width}; try larger "
+                    f"images (env.image_size={least}), or smaller policy.strides"
+                )
 
     @model_validator(mode="after")
     def _layers_are_complete(self) -> CNNConfig:

@@ -261,14 +261,11 @@ def check_speech(config: RunConfig, kind: Any) -> None:
 
 
 def check_images_are_there(config: RunConfig) -> None:
-    """Refuse a policy that looks through cameras for an env whose options say that it has none."""
+    """Refuse a policy that looks through cameras for an env whose options say that it has none, or that its images
+    are too small."""
     policy, env = config.policy, config.env
-    says = type(env).observed_images is not CommonEnvConfig.observed_images
-    if policy.sees and says and not env.observed_images:
-        raise ConfigError(
-            f"policy.name={policy.name} needs images, but env.name={env.name} offers none; set env.cameras, or try "
-            "policy.name=mlp"
-        )
+    if type(env).observed_images is not CommonEnvConfig.observed_images:
+        policy.check_images(env.observed_images)
 
 
 def proofs(config: RunConfig) -> Path:

@@ -30,6 +30,10 @@ def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> N
     if config.cluster.machines and files_missing_here(config):
         return
     kind.rehearse(env)
+    if any(policy.sees for policy in policies) and not env.observed_images:  # its options do not say what it shows
+        shown = built_spec(env).images
+        for policy in policies:
+            policy.check_images(shown)
     check_all_fit([source for source in sources if not trained_in(source, env)], env)
     if imitators and config.sft.data is not None and not speaks(kind):
         from embodied.workflows.imitation import check_dataset

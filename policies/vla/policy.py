@@ -107,8 +107,7 @@ class VLAPolicy(PublishedPolicy):
     def check_cameras(self, chosen: tuple[str, ...], key: str = "policy.cameras") -> None:
         """Refuse cameras that the env does not have; `key` is the option that names them."""
         spec = self.spec
-        if not spec.images:
-            raise ConfigError(f"policy.name={self.config.name} needs images, but this env offers none; set env.cameras")
+        self.config.check_images(spec.images)
         if unknown := [name for name in chosen if name not in spec.images]:
             raise ConfigError(f"{key}={unknown[0]!r} is none of this env's cameras: {', '.join(spec.images)}")
 

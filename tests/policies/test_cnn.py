@@ -107,14 +107,27 @@ def test_what_it_cannot_look_at_is_refused():
         build(EnvSpec(ActionSpec(3), state_dim=5))
     with pytest.raises(ConfigError, match=r"set env\.privileged=true"):
         build(estimate=True)
-    with pytest.raises(ConfigError, match=r"camera 'wrist' has \(12x12\): a layer would get 5x5"):
+    with pytest.raises(
+        ConfigError, match=r"need images of 16x16 pixels or more, and those of camera 'wrist' are 12x12"
+    ):
         build(kernels=(4, 7))
     with pytest.raises(ValueError, match="describe the same layers"):
         build(kernels=(4,))
     with pytest.raises(ValueError, match="has no effect with policy"):
         build(keypoints=True)
-    with pytest.raises(ConfigError, match=r"1x1; try smaller policy\.strides"):
+    with pytest.raises(ConfigError, match=r"need images of 24x24 pixels or more"):
         build(keypoints=True, features=128, strides=(4, 3), kernels=(4, 3))
+
+
+@pytest.mark.parametrize("keypoints", [False, True])
+def test_the_smallest_images_that_it_names_are_large_enough(keypoints):
+    options = CNNConfig(name="cnn", keypoints=keypoints)
+    least = options.least_image_side
+    policy = make_policy(options, EnvSpec(ActionSpec(3), images={"top": (least, least, 3)}), 0)
+    frames = np.zeros((1, least, least, 3), np.uint8)
+    assert policy.trunks["top"](policy._pixels(frames)).isfinite().all()
+    with pytest.raises(ConfigError, match=f"need images of {least}x{least} pixels or more"):
+        make_policy(options, EnvSpec(ActionSpec(3), images={"top": (least, least - 1, 3)}), 0)
 
 
 def test_a_keypoint_is_the_place_of_a_spot_wherever_it_is():

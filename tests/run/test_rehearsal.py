@@ -16,13 +16,26 @@ from embodied.train import main as train
 
 POINT = EnvSpec(ActionSpec(2), state_dim=6)
 ARM = EnvSpec(ActionSpec(7), state_dim=8, images={"agentview": (64, 64, 3)}, instruction=True)
-NETS = """
+CODE = """
+import gymnasium
+import numpy as np
 from embodied.policies import Policy
 
 
 class Former(Policy):
     def noise_spec(self): ...
     def act(self, obs, noise, temperature=1.0): ...
+
+
+class Speck(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 255, (16, 24, 3), np.uint8)
+    action_space = gymnasium.spaces.Box(-1, 1, (2,))
+
+    def reset(self, seed=None, options=None):
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
 """
 
 
@@ -41,11 +54,12 @@ def folders(tmp_path_factory):
     save_file({"weight": torch.zeros(1)}, root / "bert" / "model.safetensors")
     make_policy(Pi0Config(name="pi0"), ARM, 0).save_pretrained(root / "pi0")
     make_policy(MLPConfig(hidden=(8,)), POINT, 0).save_pretrained(root / "mlp")
-    (root / "my_former.py").write_text(NETS)
+    (root / "my_former.py").write_text(CODE)
     return root
 
 
 OFT = "recipe=libero_grpo_openvla_oft policy.pretrained={} cluster.machines=8xH100"
+SPECK = "recipe=pointmass_ppo env.name=my_former:Speck env.max_episode_steps=9"
 REFUSED = {
     OFT.format("empty"): "policy.pretrained=empty: config.json is missing",
     OFT.format("bert"): "bert/config.json .*openvla",
@@ -55,6 +69,8 @@ REFUSED = {
     "recipe=libero_grpo_openvla_oft policy.pretrained=no_weights": "no weights there, no file .*safetensors",
     "recipe=pointmass_ppo policy.name=my_former:Formr": "module my_former has no Formr",
     "recipe=pointmass_ppo policy.name=cnn": "policy.name=cnn needs images, .*set env.cameras",
+    "recipe=pointmass_ppo policy.name=cnn env.cameras=[top]": "images of 36x36 .*'top' are 32x32; .*env.image_size=36",
+    f"{SPECK} policy.name=cnn": "images of 36x36 pixels or more, .* 16x24",
     "recipe=pointmass_ppo run.start_from=mlp policy.hidden=[8] env.state=proprio": "state 6 there, 4 here",
     "recipe=libero_published_openvla_oft": "evaluates published models.*recipe=libero_grpo_openvla_oft",
     "recipe=sums_sft": "imitates demonstrations: python -m embodied.sft recipe=sums_sft; ",
