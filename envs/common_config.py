@@ -149,8 +149,8 @@ class CommonEnvConfig(Strict):
         """Height and width of the images that are observed, by camera, as far as the options say."""
         return {}
 
-    def worker_bytes(self, rows: int) -> float:
-        """Memory of a sim worker with so many env rows; 0 where it is not known."""
+    def worker_bytes(self, rows: int, num_tasks: int) -> float:
+        """Memory of a sim worker whose env rows play so many tasks at most; 0 where it is not known."""
         return 0.0
 
 

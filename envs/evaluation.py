@@ -23,7 +23,8 @@ from embodied.runtime import Channel, Timers
 
 class Recorder(Protocol):
     """Keeps something of the episodes that env rows play. A context manager, which in the end discards what it has of
-    episodes that are not over."""
+    episodes that are not over. It is made with the env, the recording, and a function that shows the user a line, for a
+    recorder that gives up."""
 
     def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
         """Episodes begin on these rows."""
@@ -61,6 +62,9 @@ def play_episodes(
     player, waiting = EpisodePlayer(env, timers), deque(episodes)
     results: list[EpisodeResult] = []
 
+    def warn(text: str) -> None:
+        notes.put(Note(action_source.source, warning=text))
+
     def refill(free: np.ndarray) -> None:
         """Begin waiting episodes on free rows."""
         free = free[: num_startable(waiting, player.playing, alone)]
@@ -78,7 +82,7 @@ def play_episodes(
             recorder.on_frame(moved)
 
     with ExitStack() as stack:
-        recorders = [stack.enter_context(record(env, recording)) for record in recording.recorders]
+        recorders = [stack.enter_context(record(env, recording, warn)) for record in recording.recorders]
         refill(np.arange(env.num_envs))
         while player.playing.any() and not stop():
             at, seen = player.seen()

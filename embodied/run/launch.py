@@ -172,7 +172,7 @@ def planned(
         check_learners(config, plan, there, roles)
     if not memory_check.is_large(config):
         memory = sum(node.memory_bytes for node in there.nodes)
-        memory_check.check_simulators(config, plan.count("sim"), memory)
+        memory_check.check_simulators(config, plan.count("sim"), memory, learn)
         if learn:
             memory_check.check_images(config, memory)
     found = memory_check.check_memory(config, plan, there, learn, replan)
@@ -296,7 +296,7 @@ def placed(
         networks_on(config, machines),
         gpu_sims=env.on_gpu,
         rows=ENVS_PER_SIM if kind.plays_together(env) else 1,
-        most_sims=memory_check.most_sims(config, machines),
+        most_sims=memory_check.most_sims(config, machines, learn),
         draws=draws_on_gpus(env),
         roles=roles,
         more=not learn,  # a map may place roles that only learning needs

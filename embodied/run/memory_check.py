@@ -133,11 +133,13 @@ def of_layers(num_weights: int) -> Memory:
 
 def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | None) -> Iterator[Load]:
     """Everything that is counted, where it is."""
-    sims, learners = plan.count("sim"), [host for host in plan.hosts if "learner" in host.roles]
-    rows = -(-config.env.num_envs // sims)
+    learners, each = (
+        [host for host in plan.hosts if "learner" in host.roles],
+        sim_bytes(config, plan.count("sim"), learn),
+    )
     for host in plan.hosts:
-        if "sim" in host.roles and (scene := config.env.worker_bytes(rows)):
-            yield Load("simulators", scene, host.node)
+        if "sim" in host.roles and each:
+            yield Load("simulators", each, host.node)
     if learn and (images := image_bytes(config)):
         for host in learners:
             yield Load("images", copies(config) * images / len(learners), host.node, phase=UPDATE)
@@ -325,12 +327,22 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
         )
 
 
-def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> None:
+def sim_bytes(config: RunConfig, num_sims: int, learn: bool) -> float:
+    """Bytes of each of so many sim workers: in training it plays all tasks in turn, in an evaluation those of its
+    share of the episodes."""
+    env, tasks = config.env, len(env_class(config.env).tasks(config.env))
+    if learn:
+        return env.worker_bytes(-(-env.num_envs // num_sims), tasks)
+    share, num_envs = -(-config.eval.episodes // num_sims), config.eval.num_envs or env.num_envs
+    return env.worker_bytes(min(-(-num_envs // num_sims), share), min(tasks, share))
+
+
+def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float, learn: bool = True) -> None:
     """Raise if machines with so much memory could not hold them."""
     env = config.env
-    each = env.worker_bytes(-(-env.num_envs // num_sims))
+    each = sim_bytes(config, num_sims, learn)
     if num_sims * each > memory_bytes:
-        works = [*smaller_simulators(env, num_sims, memory_bytes)] or ["fewer env.num_envs"]
+        works = [*smaller_simulators(config, num_sims, memory_bytes, learn)] or ["fewer env.num_envs"]
         raise ConfigError(
             f"{num_sims} sim workers of env.name={env.name} take about {gigabytes(each)} each, "
             f"{gigabytes(num_sims * each)} in all, and this machine has {gigabytes(memory_bytes)}; try "
@@ -338,12 +350,12 @@ def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float) -> N
         )
 
 
-def smaller_simulators(env: Any, num_sims: int, memory_bytes: float) -> Iterator[str]:
+def smaller_simulators(config: RunConfig, num_sims: int, memory_bytes: float, learn: bool) -> Iterator[str]:
     """The options with which the simulators fit into so much memory: fewer tasks in each, or fewer workers."""
+    env = config.env
 
     def fits(workers: int, **options: int) -> bool:
-        rows = -(-env.num_envs // workers)
-        return workers * env.model_copy(update=options).worker_bytes(rows) <= memory_bytes
+        return workers * sim_bytes(config.with_values("env", **options), workers, learn) <= memory_bytes
 
     for tasks in range(getattr(env, "tasks_in_memory", 1) - 1, 0, -1):
         if fits(num_sims, tasks_in_memory=tasks):
@@ -356,7 +368,7 @@ def smaller_simulators(env: Any, num_sims: int, memory_bytes: float) -> Iterator
             break
 
 
-def most_sims(config: RunConfig, machines: Topology) -> int | None:
+def most_sims(config: RunConfig, machines: Topology, learn: bool) -> int | None:
     """The most sim workers beside GPUs that leave a third of the machines' memory to others, and of those that ask in
     words a few for each GPU, which scoring keeps busier than asking; None: any number."""
     if config.policy.speaks:
@@ -364,8 +376,8 @@ def most_sims(config: RunConfig, machines: Topology) -> int | None:
     memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3
     if memory == float("inf"):
         return None
-    envs = config.env.num_envs
-    return max((n for n in range(1, envs + 1) if n * config.env.worker_bytes(-(-envs // n)) <= memory), default=1)
+    counts = range(1, config.env.num_envs + 1)
+    return max((n for n in counts if n * sim_bytes(config, n, learn) <= memory), default=1)
 
 
 def gigabytes(num_bytes: float) -> str:

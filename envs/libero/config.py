@@ -210,7 +210,7 @@ class LiberoConfig(CommonEnvConfig):
     def observed_images(self) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(self.cameras, (self.image_size, self.image_size))
 
-    def worker_bytes(self, rows: int) -> float:
-        """Memory of a sim worker with so many env rows: a task's scene weighs, a row in it hardly does."""
-        loaded = min(len(tasks_of(self.task)), max(rows, self.tasks_in_memory))
+    def worker_bytes(self, rows: int, num_tasks: int) -> float:
+        """A task's scene weighs, a row in it hardly does."""
+        loaded = min(num_tasks, max(rows, self.tasks_in_memory))
         return SIM_BYTES + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)

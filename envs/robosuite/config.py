@@ -50,6 +50,5 @@ class RobosuiteConfig(CommonEnvConfig):
     def observed_images(self) -> dict[str, tuple[int, int]]:
         return dict.fromkeys(self.cameras, (self.image_size, self.image_size))
 
-    def worker_bytes(self, rows: int) -> float:
-        """Memory of a sim worker with so many env rows."""
+    def worker_bytes(self, rows: int, num_tasks: int) -> float:
         return ROBOSUITE_BYTES + rows * (ROW_WITH_IMAGES_BYTES if self.cameras else ROW_BYTES)

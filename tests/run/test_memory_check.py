@@ -4,7 +4,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.run.memory_check import check_images, check_simulators, image_bytes
+from embodied.run.memory_check import check_images, check_simulators, image_bytes, sim_bytes
 from embodied.train import main as train
 
 SEEN = ["recipe=pointmass_ppo", "policy.name=cnn", "env.cameras=[top, near]", "env.image_size=[32, 64]"]
@@ -43,9 +43,9 @@ def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_ca
         "algo.minibatch_size=128",
     ]
     seen = load([*suite, "env.cameras=[wrist]"]).config
-    assert seen.env.worker_bytes(2) == pytest.approx(0.7e9 + 3 * 0.8e9)  # 2 rows play, 3 tasks stay
-    assert load(suite).config.env.worker_bytes(4) == pytest.approx(0.7e9 + 4 * 0.3e9)  # 4 rows play 4 tasks
-    assert load(["recipe=pointmass_ppo"]).config.env.worker_bytes(4) == 0
+    assert sim_bytes(seen, 2, learn=True) == pytest.approx(0.7e9 + 3 * 0.8e9)  # 2 rows play, 3 tasks stay
+    assert sim_bytes(load(suite).config, 1, learn=True) == pytest.approx(0.7e9 + 4 * 0.3e9)  # 4 rows play 4 tasks
+    assert sim_bytes(load(["recipe=pointmass_ppo"]).config, 1, learn=True) == 0
     check_simulators(seen, 2, 6_300_000_000)
     one = """1 sim worker(s), placement='{"sim,policy": "cpu:0", learner: "cpu:0"}'"""
     tried = f"3.1 GB each, 6.2 GB in all, and this machine has 6 GB; try env.tasks_in_memory=2, or {one}"
@@ -53,6 +53,14 @@ def test_simulators_that_load_large_scenes_are_counted_and_refused_where_they_ca
         check_simulators(seen, 2, 6_000_000_000)
     with pytest.raises(ConfigError, match=r"try fewer env\.num_envs$"):
         check_simulators(seen, 2, 1_000_000_000)
+
+
+def test_an_evaluation_counts_the_tasks_that_it_plays():
+    suite = ["recipe=libero_ppo", "env.task=libero_object", "env.num_envs=4", "algo.minibatch_size=128"]
+    two, many = (load([*suite, f"eval.episodes={count}"]).config for count in (2, 50))
+    assert sim_bytes(two, 1, learn=False) == pytest.approx(0.7e9 + 2 * 0.3e9)
+    assert sim_bytes(two, 2, learn=False) == pytest.approx(0.7e9 + 1 * 0.3e9)  # one episode each
+    assert sim_bytes(many, 2, learn=False) == sim_bytes(two, 2, learn=True) == pytest.approx(0.7e9 + 10 * 0.3e9)
 
 
 def test_layers_too_wide_for_a_gpu_are_refused_with_the_arithmetic(capsys):

@@ -148,7 +148,7 @@ from embodied.envs.config import ENV_CONFIGS, LiberoConfig
 
 env = make_env(LiberoConfig(name="libero", task="libero_object/0"), 1)
 env.reset(seed=0)
-print(psutil.Process().memory_info().rss / env.config.worker_bytes(1))
+print(psutil.Process().memory_info().rss / env.config.worker_bytes(1, num_tasks=1))
 """
 
 
