@@ -1,5 +1,6 @@
 """What an evaluation keeps besides its numbers: films of the first episodes and of failures, and a dataset."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 
-from embodied import check, evaluate
+from embodied import check, evaluate, train
 from embodied.reporting.results import read_results
 from embodied.reporting.video_recorder import EpisodeStatus
 from embodied.reporting.videos import Caption, beside, captioned
@@ -74,7 +75,17 @@ def test_episodes_that_cannot_be_filmed_count(kind, warning, capsys):
         "checkpoint=scripted:Fails", *[word.replace("Switch", kind) for word in SWITCH], "eval.episodes=6"
     )
     assert [one.success_once for one in episodes] == [False] * 6 and films(folder) == []
-    assert capsys.readouterr().err.count(warning) == 1
+    assert len(re.findall(f"(?m)^warning: no videos: .*{warning}", capsys.readouterr().out)) == 1
+
+
+def test_a_run_says_once_that_it_has_no_videos_however_many_simulators_and_evaluations_there_are(capsys):
+    two = """placement={"sim,policy": "cpu:0-1*2", learner: "cpu:0"}"""
+    undrawable = ["recipe=pointmass_ppo", "env.name=scripted:Undrawable", "env.num_envs=4", "cluster.backend=inline"]
+    short = ["algo.rollout_decisions=8", "algo.minibatch_size=32", "run.iterations=2", "run.eval_every=1"]
+    assert train.main([*undrawable, two, *short, "eval.episodes=4", "run.dir=runs"]) == 0
+    line = "warning: no videos: render_rows raised RuntimeError: the display is gone\n"
+    (log,) = Path("runs").glob("*/logs/driver.log")
+    assert capsys.readouterr().out.count(line) == log.read_text().count(line) == 1
 
 
 def test_check_says_what_an_env_does_without(capsys):

@@ -354,6 +354,7 @@ class Note:
     source: str
     begun: tuple[int, ...] = ()  # indices of the episodes that begin now
     finished: tuple[EpisodeResult, ...] = ()
+    warning: str = ""  # for the user
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,7 @@ class EpisodeRecorder:
     recording has no folder for them. Where a policy decides several env steps at once, the steps inside a decision are
     observed as well, for the record only."""
 
-    def __init__(self, env: VectorEnv, recording: Recording) -> None:
+    def __init__(self, env: VectorEnv, recording: Recording, warn: Callable[[str], object]) -> None:
         self.env, self.folder = env, recording.buffers
         self.open: dict[int, EpisodeBuffer] = {}
         self.words: dict[int, str] = {}

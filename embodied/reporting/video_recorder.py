@@ -7,7 +7,7 @@ It works in the sim worker's process, so that no frame leaves it. Which episodes
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class VideoRecorder:
     """Open videos by env row: episodes whose index is in `recording.video_episodes`, from reset to end."""
 
-    def __init__(self, env: VectorEnv, recording: Recording) -> None:
-        self.env, self.recording = env, recording
+    def __init__(self, env: VectorEnv, recording: Recording, warn: Callable[[str], object]) -> None:
+        self.env, self.recording, self.warn = env, recording, warn
         problem = env.video_problem() or encoder_problem() if recording.video_episodes else ""
         self.episodes = frozenset() if problem else recording.video_episodes
         if problem:
-            print(f"no videos: {problem}", file=sys.stderr)
+            warn(f"no videos: {problem}")
         self.open: dict[int, VideoWriter] = {}
         self.statuses: dict[int, EpisodeStatus] = {}
         self.newest: dict[int, np.ndarray] = {}  # the last frame, which waits for the outcome to be written below it
@@ -97,7 +97,7 @@ class VideoRecorder:
 
     def _give_up(self, problem: str) -> None:
         """Record no more videos; the episodes go on and count."""
-        print(f"no videos: {problem}", file=sys.stderr)
+        self.warn(f"no videos: {problem}")
         self.episodes = frozenset()
         for writer in self.open.values():
             writer.discard()

@@ -224,6 +224,8 @@ def listening(rollouts: RolloutManager, notes: Channel, heard: Heard, stop: Call
     def take() -> None:
         new = [notes.get() for _ in range(notes.qsize())]
         noted.extend(new)
+        for note in new:
+            rollouts.warn(note.warning)
         heard(result for note in new for result in note.finished)
 
     def listen() -> None:

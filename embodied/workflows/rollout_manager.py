@@ -29,6 +29,7 @@ from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
 from embodied.runtime.supervision import Repetitions
 from embodied.workflows.answering import Answering
+from embodied.workflows.contract import WARNING
 
 if TYPE_CHECKING:
     from embodied.core.conversations import EvaluationShare
@@ -65,6 +66,7 @@ class RolloutManager:
         self.lives = [0] * len(self.sims)  # by sim worker, how often it was replaced
         self.abandoned_episodes = 0
         self.repetitions = Repetitions()
+        self.warnings: set[str] = set()  # that were shown
         # Requests live with the policy workers, replies with the sims.
         channel, text = self.cluster.channel, self.spec.text
         stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
@@ -212,6 +214,12 @@ class RolloutManager:
             f"{failure.worker} is started again (restart {restart}, at most {budget.max_restarts} in "
             f"{budget.window_s:g} s): {failure.cause}{lost}"
         )
+
+    def warn(self, text: str) -> None:
+        """Show the user a warning, once however many workers give it."""
+        if text and text not in self.warnings:
+            self.warnings.add(text)
+            self.notify(f"{WARNING}{text}")
 
     def share(self, sim: int, stage: int, stages: int, policies: list[int]) -> list[int]:
         """The policy workers, of these, that answer a sim's stage: neighbours ask the same one. Where there are more

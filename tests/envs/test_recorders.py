@@ -29,7 +29,7 @@ class Still:
 class Notebook(AbstractContextManager):
     """Counts what it is shown."""
 
-    def __init__(self, lines, env, recording):
+    def __init__(self, lines, env, recording, warn):
         self.lines, self.env = lines, env
         self.frames = self.steps = 0
 
