@@ -6,6 +6,8 @@ that has been idle longest first. Gangs that share no device never wait for each
 
 Waiting gangs take over by tier, and within a tier in the order of the workflow, producers before their consumers. A
 preemptible gang that holds what one of a tier before its own waits for should give way: stop, release, and ask again.
+The coordinator of several runs (`join`) is the same with other rules of whose turn it is: `run_turns.py`.
+
 Acting on what the coordinator asks for is the business of `device_sharing.py`, moving memory that of
 `device_memory.py`.
 """
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from embodied.core.errors import EmbodiedError
+from embodied.runtime.run_turns import Turns
 
 GB = 1e9
 
@@ -54,15 +57,18 @@ class Coordinator:
         resident: Iterable[str] = (),
         tiers: Mapping[str, int] | None = None,
         preemptible: Iterable[str] = (),
+        turns: Turns | None = None,
     ) -> None:
         """`resident` are the workers that have their memory already. `tiers` of gangs: 0 comes first, and is the tier
-        of those that are not in there. `preemptible` gangs give way to those of a tier before theirs."""
+        of those that are not in there. `preemptible` gangs give way to those of a tier before theirs. `turns`: other
+        rules of whose turn it is."""
         self.capacity = dict(capacity)
         self.gangs = {name: tuple(claims) for name, claims in gangs.items()}
         self.claims = {claim.worker: claim for claims in self.gangs.values() for claim in claims}
-        self.tiers = dict(tiers or {})
-        self.order = sorted(self.gangs, key=self._tier)
-        self.preemptible = frozenset(preemptible)
+        self.turns = turns or Turns(tiers or {}, self.gangs)
+        self.preemptible = {*preemptible}
+        self.gangs_of: dict[str, set[str]] = {}  # by run
+        self.now = 0.0  # the time of what happens, where somebody says it
         self.resident = dict.fromkeys(resident, 0)  # worker -> when it was last at work, counted in grants
         self.holders: dict[str, str] = {}  # device -> gang
         self.waiting: list[str] = []
@@ -97,23 +103,26 @@ class Coordinator:
         if gang in self.waiting or gang in self.switching or gang in self.holders.values():
             raise LeaseError(f"{gang} asks for devices that it has or waits for already")
         self.waiting.append(gang)
+        self.turns.waits(gang, self.now)
         return self._go_on()
 
     def release(self, gang: str) -> list[Action]:
         """A phase is over. Memory stays where it is."""
         if gang not in self.holders.values():
             raise LeaseError(f"{gang} gives back devices that it does not hold")
-        self.holders = {device: holder for device, holder in self.holders.items() if holder != gang}
+        self._free(gang)
         return self._go_on()
 
     def cancel(self, gang: str) -> list[Action]:
         """A gang that waits does so no longer."""
         self.waiting.remove(gang)
+        self.turns.ends(gang, self.now)
         return self._go_on()
 
     def leaving(self) -> set[str]:
         """Returns the gangs that should give way now: no other holds anything that those waiting for them lack."""
-        return {
+        able = {device: gang for device, gang in self.holders.items() if gang in self.preemptible}
+        return self.turns.moves(self.waiting, able) | {
             gang
             for waiting, _, holders in self._next()
             if all(self._gives_way(holder, waiting) for holder in holders)
@@ -122,7 +131,8 @@ class Coordinator:
 
     def in_the_way(self, gang: str) -> set[str]:
         """Returns the gangs that hold what a waiting one lacks, or what those lack that take over before it."""
-        earlier = [other for other in self.order[: self.order.index(gang)] if other in self.waiting]
+        order = self.turns.order(self.waiting)
+        earlier = order[: order.index(gang)] if gang in order else order
         lacking = self._devices(gang)
         for other in reversed(earlier):
             if lacking & self._devices(other):
@@ -144,6 +154,58 @@ class Coordinator:
         self.claims |= new
         self._check()
 
+    # Several runs
+
+    def join(
+        self,
+        run: str,
+        gangs: Mapping[str, Sequence[Claim]],
+        tiers: Mapping[str, int],
+        preemptible: Iterable[str] = (),
+        resident: Iterable[str] = (),
+    ) -> list[Action]:
+        """The gangs of a run, instead of those that it had. LeaseError where its workers do not fit beside those of
+        others. Names of gangs and workers are no other run's. Returns what can happen since it holds nothing now."""
+        actions = self.leave(run)
+        self.gangs |= {name: tuple(claims) for name, claims in gangs.items()}
+        self.claims |= {claim.worker: claim for name in gangs for claim in self.gangs[name]}
+        self.preemptible |= {*preemptible}
+        self.gangs_of[run] = {*gangs}
+        try:
+            self._check()
+        except LeaseError:
+            self.leave(run)
+            raise
+        self.turns.knows(run, {name: self._devices(name) for name in gangs}, tiers)
+        self.resident |= dict.fromkeys(resident, self.turn)
+        return actions
+
+    def leave(self, run: str) -> list[Action]:
+        """A run has nothing on any device any longer."""
+        gone = self.gangs_of.pop(run, set())
+        workers = {claim.worker for name in gone for claim in self.gangs[name]}
+        for name in gone:
+            if name in self.waiting or name in self.holders.values():
+                self.waiting = [other for other in self.waiting if other != name]
+                self._free(name)
+            self.switching.pop(name, None)
+            del self.gangs[name]
+        for worker in workers:
+            del self.claims[worker]
+            self.resident.pop(worker, None)
+        self.preemptible -= gone
+        moving = [(gang, move) for gang, moves in self.switching.items() for move in moves if move[1] in workers]
+        return [action for gang, move in moving for action in self._after(gang, move)] + self._go_on()
+
+    def pass_time(self, now: float) -> list[Action]:
+        """It is so late now. Returns what can happen for that."""
+        self.now = now
+        self.turns.passes(now)
+        actions = self._go_on()
+        for gang in self.leaving():
+            self.turns.asked_to_leave(gang, now)
+        return actions
+
     # Memory
 
     def used_bytes(self, device: str) -> float:
@@ -160,6 +222,7 @@ class Coordinator:
             if not holders:
                 self.waiting.remove(gang)
                 self.holders |= dict.fromkeys(devices, gang)
+                self.turns.begins(gang, self.now)
                 actions += self._switch(gang)
         return actions
 
@@ -167,20 +230,23 @@ class Coordinator:
         """Yields each waiting gang that needs no device for which an earlier gang waits: the gang, its devices, and the
         gangs that hold some of these."""
         kept: set[str] = set()  # devices that are some earlier gang's
-        for gang in [gang for gang in self.order if gang in self.waiting]:
+        for gang in self.turns.order(self.waiting):
             devices = self._devices(gang)
+            if not self.turns.may_begin(gang):
+                continue
             if not devices & kept:
                 yield gang, devices, {self.holders[device] for device in devices & self.holders.keys()}
             kept |= devices
 
+    def _free(self, gang: str) -> None:
+        self.holders = {device: holder for device, holder in self.holders.items() if holder != gang}
+        self.turns.ends(gang, self.now)
+
     def _devices(self, gang: str) -> set[str]:
         return {device for claim in self.gangs[gang] for device in claim.devices}
 
-    def _tier(self, gang: str) -> int:
-        return self.tiers.get(gang, 0)
-
     def _gives_way(self, holder: str, waiting: str) -> bool:
-        return holder in self.preemptible and self._tier(holder) > self._tier(waiting)
+        return holder in self.preemptible and self.turns.gives_way(holder, waiting)
 
     def _switch(self, gang: str) -> list[Action]:
         """Returns what has to move before this gang is at work: others out first, then its own in."""

@@ -1,0 +1,311 @@
+"""Whose turn it is on devices that several runs share: rules without processes or clocks, for `Coordinator`.
+
+A run owns devices and may borrow others to generate on. Waiting gangs come by tier (initialise, train, values,
+generate), then first come, first served. A gang that waits for its run's own devices longer than the run's last
+iteration moves up one tier. The rule says who may generate where:
+
+    lend       a run has its own devices whenever it has work for them. An idle device is lent to the run with the most
+               remaining work for each device that it has, where it will be idle several times as long as a change of
+               hands takes
+    remaining  generation follows remaining work, whoever owns the device: one worker moves at a time, to the run
+               that is furthest below its share, from an idle device or a run above its share (RLix's rule)
+
+`share.jsonl` is the record, one JSON object a line, `at` in seconds since the start:
+
+    {"format": "embodied-share/1", "rule": "lend", "devices": ["cpu:0", "cpu:1"], "started": "2026-11-26T03:00:00"}
+    {"at": 0.1, "run": "a", "joins": {"weight": 1.0, "own": ["cpu:0"]}}
+    {"at": 0.2, "run": "a", "waits": "update"}           asked for devices; ends with the device line of this phase
+    {"at": 0.3, "device": "cpu:0", "run": "a", "phase": "update"}    holds it from now on; run and phase null: free
+    {"at": 0.4, "run": "a", "leaves": "rollout of actor-1"}         a borrower should give way
+    {"at": 0.5, "run": "a", "progress": 0.42}            of its batch, in steps of 2%; null: an iteration has ended
+    {"at": 0.6, "run": "a", "ends": "finished"}          or stopped, failed, killed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+INITIALISE, TRAIN, VALUES, GENERATE = range(4)
+RECORD = "share.jsonl"
+FORMAT = "embodied-share/1"
+LEND_FACTOR = 4.0  # a device is lent if it will be idle so many times as long as a change of hands takes
+FIRST_SWITCH_S = 1.0  # assumed until one was measured
+MOVE_FACTOR = 1.5  # a device changes between borrowers for so many times the remaining work
+BUCKETS = 50  # of progress: 2% each
+
+
+class Turns:
+    """Waiting gangs of one run: by tier, then in the order of the workflow."""
+
+    def __init__(self, tiers: Mapping[str, int], order: Iterable[str]) -> None:
+        self.tiers = dict(tiers)
+        self.place = {gang: place for place, gang in enumerate(order)}
+
+    def tier(self, gang: str) -> int:
+        return self.tiers.get(gang, 0)
+
+    def order(self, waiting: Collection[str]) -> list[str]:
+        """The waiting gangs, whoever comes first in front."""
+        return sorted(waiting, key=lambda gang: (self.tier(gang), self.place[gang]))
+
+    def gives_way(self, holder: str, waiting: str) -> bool:
+        """True if a gang that can give way does so for this one."""
+        return self.tier(holder) > self.tier(waiting)
+
+    def may_begin(self, gang: str) -> bool:
+        """True if the gang may have its devices when they are free."""
+        return True
+
+    def moves(self, waiting: Collection[str], held: Mapping[str, str]) -> set[str]:
+        """Gangs that should give way to others of their tier. `held`: gangs that can give way, by device."""
+        return set()
+
+    # What happens; `now` in seconds
+
+    def waits(self, gang: str, now: float) -> None:
+        """A gang asks for its devices."""
+
+    def begins(self, gang: str, now: float) -> None:
+        """A gang has its devices."""
+
+    def asked_to_leave(self, gang: str, now: float) -> None:
+        """A gang should give its devices back; said again and again until it does."""
+
+    def ends(self, gang: str, now: float) -> None:
+        """A gang has given its devices back, or waits no longer."""
+
+    def passes(self, now: float) -> None:
+        """Time has come to this."""
+
+    def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
+        """The gangs of a run, in the order of its workflow; those it had before are gone."""
+        raise NotImplementedError("these are the turns of one run")
+
+
+@dataclass
+class RunShare:
+    """What is known of a run that shares devices."""
+
+    weight: float
+    own: frozenset[str]
+    progress: float = 0.0  # of its batch
+    generated_s: float = 0.0  # device-seconds of generation for its batch so far
+    batch_s: float = 0.0  # and for the batch before; 0: not known
+    ended_at: float | None = None  # its last iteration
+    iteration_s: float = float("inf")  # how long that took
+    idle_since: dict[str, tuple[float, str]] = field(default_factory=dict)  # own device -> when, after which gang
+    idle_s: dict[tuple[str, str], float] = field(default_factory=dict)  # how long it was idle after that gang last
+
+    @property
+    def remaining_s(self) -> float:
+        """Device-seconds of generation until its batch is whole; a second for one that is not known."""
+        return (self.batch_s or 1.0) * max(0.0, 1.0 - self.progress)
+
+
+@dataclass
+class _Gang:
+    run: str
+    tier: int
+    devices: frozenset[str]
+    place: int
+    state: Literal["", "waits", "holds"] = ""
+    since: float = 0.0  # in this state
+    leaves_since: float | None = None
+
+
+class RunTurns(Turns):
+    """Waiting gangs of several runs."""
+
+    def __init__(
+        self,
+        rule: Literal["lend", "remaining"] = "lend",
+        record: Callable[[dict[str, Any]], None] = lambda line: None,
+    ) -> None:
+        """`record` gets the lines of share.jsonl."""
+        super().__init__({}, ())
+        self.rule, self._record = rule, record
+        self.runs: dict[str, RunShare] = {}
+        self.gangs: dict[str, _Gang] = {}
+        self.now = 0.0
+        self.drain_s, self.wake_s = FIRST_SWITCH_S, 0.0  # of the last changes of hands
+
+    # Runs
+
+    def joins(self, run: str, weight: float, own: Collection[str], now: float) -> None:
+        self.now, self.runs[run] = now, RunShare(weight, frozenset(own))
+        self.record(run=run, joins={"weight": weight, "own": sorted(own)})
+
+    def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
+        self.gangs = {name: gang for name, gang in self.gangs.items() if gang.run != run}
+        self.gangs |= {
+            name: _Gang(run, tiers.get(name, 0), frozenset(on), place)
+            for place, (name, on) in enumerate(devices.items())
+        }
+
+    def forgets(self, run: str, how: str, now: float) -> None:
+        """A run has ended; its devices belong to nobody."""
+        self.now = now
+        self.knows(run, {}, {})
+        del self.runs[run]
+        self.record(run=run, ends=how)
+
+    def reports(self, run: str, progress: float | None, now: float) -> None:
+        """A run has collected this part of its batch; None: an iteration has ended."""
+        self.now, share = now, self.runs[run]
+        if progress is None:
+            share.batch_s, share.generated_s = share.generated_s or share.batch_s, 0.0
+            share.iteration_s = now - share.ended_at if share.ended_at is not None else share.iteration_s
+            share.ended_at = now
+        share.progress = min(1.0, progress or 0.0)
+        self.record(run=run, progress=progress)
+
+    @property
+    def switch_s(self) -> float:
+        return self.drain_s + self.wake_s
+
+    def woke(self, seconds: float) -> None:
+        """A worker took so long to load its weights on a device that it came to."""
+        self.wake_s = mean(self.wake_s or seconds, seconds)
+
+    # Rules
+
+    def tier(self, gang: str) -> int:
+        one = self.gangs[gang]
+        late = one.state == "waits" and self.now - one.since > self.runs[one.run].iteration_s
+        return max(0, one.tier - (late and not self.borrows(gang)))
+
+    def borrows(self, gang: str) -> bool:
+        """True if the gang generates on devices that are not its run's."""
+        one = self.gangs[gang]
+        return self.rule == "lend" and not one.devices <= self.runs[one.run].own
+
+    def order(self, waiting: Collection[str]) -> list[str]:
+        def turn(gang: str) -> tuple:
+            one = self.gangs[gang]
+            by_demand = self.borrows(gang) or (self.rule == "remaining" and one.tier == GENERATE)
+            demand = -self.demand(one.run) if by_demand else 0.0
+            return self.tier(gang), self.borrows(gang), demand, one.since, one.place
+
+        return sorted(waiting, key=turn)
+
+    def gives_way(self, holder: str, waiting: str) -> bool:
+        return (self.tier(holder), self.borrows(holder)) > (self.tier(waiting), self.borrows(waiting))
+
+    def may_begin(self, gang: str) -> bool:
+        one = self.gangs[gang]
+        lent = one.devices - self.runs[one.run].own if self.borrows(gang) else ()
+        return all(self.idle_from_now_s(device) >= LEND_FACTOR * self.switch_s for device in lent)
+
+    def idle_from_now_s(self, device: str) -> float:
+        """How long its owners will have no work for it. A device that is idle longer than last time, or for the first
+        time, is expected to be so as long again."""
+        found = float("inf")
+        for run in self.runs.values():
+            if device in run.own:
+                since, after = run.idle_since.get(device, (self.now, ""))
+                idle = self.now - since
+                before = run.idle_s.get((device, after), 0.0)
+                found = min(found, before - idle if before > idle else idle)
+        return found
+
+    def moves(self, waiting: Collection[str], held: Mapping[str, str]) -> set[str]:
+        able = {device: gang for device, gang in held.items() if self.gangs[gang].tier == GENERATE}
+        if any(self.gangs[gang].leaves_since is not None for gang in able.values()):
+            return {gang for gang in able.values() if self.gangs[gang].leaves_since is not None}  # one at a time
+        for gang in self.order([gang for gang in waiting if self.gangs[gang].tier == GENERATE]):
+            donors = {able.get(device, "") for device in self.gangs[gang].devices}
+            if len(donors) == 1 and (donor := next(iter(donors))) and self.better(gang, donor):
+                return donors
+        return set()
+
+    def better(self, gang: str, donor: str) -> bool:
+        """True if it is worth while to take a generating gang's devices for another one."""
+        mine, theirs = self.gangs[gang].run, self.gangs[donor].run
+        if mine == theirs:
+            return False
+        if self.rule == "lend":
+            both = self.borrows(gang) and self.borrows(donor) and self.may_begin(gang)
+            return both and self.demand(mine) >= MOVE_FACTOR * self.demand(theirs, more=0)
+        if self.generates_on(theirs) <= 1:
+            return False
+        excess, lack = -self.gap(theirs), self.gap(mine)
+        gain = abs(excess) + abs(lack) - abs(excess - 1) - abs(lack - 1)
+        return gain > 0.1 * max(1.0, self.target(mine))
+
+    def demand(self, run: str, more: int = 1) -> float:
+        """Remaining work for each device, if it had so many more; of RLix's rule the relative gap to its share."""
+        if self.rule == "remaining":
+            return self.gap(run) / max(self.target(run), 1e-9)
+        return self.runs[run].remaining_s / max(1, self.generates_on(run) + more)
+
+    def generates_on(self, run: str) -> int:
+        """The number of devices that it generates on."""
+        mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
+        return len({device for one in mine for device in one.devices})
+
+    def wants(self, run: str) -> bool:
+        """True if it generates, or waits to."""
+        return any(one.run == run and one.tier == GENERATE and one.state for one in self.gangs.values())
+
+    def target(self, run: str) -> float:
+        """The number of devices that it should generate on, by its part of all remaining work."""
+        taken = {d for one in self.gangs.values() if one.state == "holds" and one.tier < GENERATE for d in one.devices}
+        devices = {d for share in self.runs.values() for d in share.own} - taken
+        total = sum(share.remaining_s * share.weight for name, share in self.runs.items() if self.wants(name))
+        mine = self.runs[run]
+        return len(devices) * mine.remaining_s * mine.weight / total if total else 0.0
+
+    def gap(self, run: str) -> float:
+        return self.target(run) - self.generates_on(run)
+
+    # What happens
+
+    def waits(self, gang: str, now: float) -> None:
+        self.now, one = now, self.gangs[gang]
+        one.since, one.state = now, "waits"
+        share = self.runs[one.run]
+        for device in one.devices & share.own:
+            if found := share.idle_since.pop(device, None):
+                share.idle_s[device, found[1]] = now - found[0]
+        self.record(run=one.run, waits=phase_of(gang))
+
+    def begins(self, gang: str, now: float) -> None:
+        self.now, one = now, self.gangs[gang]
+        one.since, one.state = now, "holds"
+        for device in sorted(one.devices):
+            self.record(device=device, run=one.run, phase=phase_of(gang))
+
+    def asked_to_leave(self, gang: str, now: float) -> None:
+        if self.gangs[gang].leaves_since is None:
+            self.gangs[gang].leaves_since = now
+            self.record(run=self.gangs[gang].run, leaves=phase_of(gang))
+
+    def ends(self, gang: str, now: float) -> None:
+        self.now, one = now, self.gangs[gang]
+        share = self.runs[one.run]
+        if one.leaves_since is not None:
+            self.drain_s, one.leaves_since = mean(self.drain_s, now - one.leaves_since), None
+        if one.state == "holds" and one.tier == GENERATE:
+            share.generated_s += (now - one.since) * len(one.devices)
+        for device in sorted(one.devices) if one.state == "holds" else ():
+            self.record(device=device, run=None, phase=None)
+        one.state = ""
+        busy = {d for other in self.gangs.values() if other.run == one.run and other.state for d in other.devices}
+        share.idle_since |= dict.fromkeys((one.devices & share.own) - busy, (now, gang))
+
+    def passes(self, now: float) -> None:
+        self.now = now
+
+    def record(self, **line: Any) -> None:
+        self._record({"at": round(self.now, 3), **line})
+
+
+def phase_of(gang: str) -> str:
+    """The name of a gang within its run: a/update is the update of a."""
+    return gang.partition("/")[2]
+
+
+def mean(before: float, new: float) -> float:
+    return (before + new) / 2
