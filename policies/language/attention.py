@@ -27,6 +27,14 @@ def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
     return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
 
 
+def use_kernel(model: Any, kernel: str) -> None:
+    """Let transformers' model compute attention with this kernel."""
+    if model.config._attn_implementation != kernel:
+        model.set_attn_implementation(kernel)
+        if kernel == COUNTED:
+            model.set_experts_implementation(kernel)
+
+
 def wide_row(kernel: str, dim: int) -> float:
     """Places of a row at which attention costs a model of this width as much as all else: a dense mask is computed
     through, whatever it hides (12 dim^2 products a token beside 2 dim a place, which are three times as slow)."""

@@ -9,6 +9,7 @@ folder it lies apart, so that what others load is the model.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from embodied.policies.language import folder as files
 from embodied.policies.language import tokenizer as words
 from embodied.policies.language.chunked_scores import LOGITS_BYTES, InParts
 from embodied.policies.language.config import LanguageConfig
+from embodied.policies.language.divided_rows import DIVIDED, DividedPass
 from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.policy_folder import CONFIG, published_family, write_shards, write_values
@@ -153,20 +155,27 @@ class LanguagePolicy(PublishedPolicy):
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False
         where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt. A token's
-        value is that of the text before it."""
+        value is that of the text before it. Several ranks that are given the same conversations and "ranks", a
+        `DividedPass`, score them together."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = attention.attention_kernel(self.device, self.dtype)
         room = attention.wide_row(way, self.model.config.hidden_size)
         packed = lay_out(tokens, mask, lengths, groups, wide=room)
-        takes, scored = (tensor_of(each, self.device) for each in (packed.takes, packed.scored))
-        hidden = self.hidden(packed, way)
-        found = self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))
-        empty = found[0].new_zeros(len(tokens))
-        logprobs, entropy = (empty.index_put((scored,), of) for of in found)
-        values = empty
+        score = partial(self.scores_of, tokens=tokens, way=way)
+        ranks = inputs.get("ranks")
+        found, which = (score(packed), packed.scored) if ranks is None else ranks.score(score, packed)
+        empty, scored = found[0].new_zeros(len(tokens)), tensor_of(which, self.device)
+        logprobs, entropy, *values = (empty.index_put((scored,), of) for of in found)
+        return Scores(logprobs[:, None, None], entropy[:, None, None], *(values or [empty]))
+
+    def scores_of(self, packed: Packed, tokens: np.ndarray, way: str, ranks: DividedPass | None = None) -> list[Tensor]:
+        """Log-probs, entropies and, where something predicts them, values [M] of the sampled tokens in these rows."""
+        hidden = self.hidden(packed, way, ranks)
+        found = [*self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))]
         if self.value_head is not None:
-            values = empty.index_put((scored,), self.value_head(hidden)[takes].to(empty.dtype))
-        return Scores(logprobs[:, None, None], entropy[:, None, None], values)
+            takes = tensor_of(packed.takes, self.device)
+            found.append(self.value_head(hidden)[takes].to(found[0].dtype))
+        return found
 
     def imitate(self, inputs: dict[str, Any], noise: Any) -> Tensor:
         """At temperature 1, whatever rollouts draw at."""
@@ -176,17 +185,17 @@ class LanguagePolicy(PublishedPolicy):
         finally:
             self.temperature = drawn_at
 
-    def hidden(self, packed: Packed, way: str) -> Tensor:
+    def hidden(self, packed: Packed, way: str, ranks: DividedPass | None = None) -> Tensor:
         """The network's last hidden states [U, D] at the places whose logits are needed."""
         ids, positions, sources = (
             tensor_of(each, self.device) for each in (packed.ids, packed.positions, packed.sources)
         )
-        if self.model.config._attn_implementation != way:
-            self.model.set_attn_implementation(way)
-            if way == attention.COUNTED:
-                self.model.set_experts_implementation(way)
         seen = attention.attention_mask(packed, way, self.device)
-        states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False)
+        more = {} if ranks is None else {"ranks": replace(ranks, kernel=way)}
+        attention.use_kernel(self.model, way if ranks is None else DIVIDED)
+        states = self.model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False, **more
+        )
         return states.last_hidden_state.flatten(0, 1)[sources]
 
     def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,94 @@
+"""Groups of neighbouring ranks that compute a sequence together and exchange numbers in the middle of a pass.
+
+Groups of 2, 4, ... ranks are nested: rank 2 of 4 is in the group of ranks 2 and 3, and in that of all. All ranks of a
+group must make the same calls in the same order. Every call has a deadline, and its time is measured as "exchange".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
+from embodied.runtime.worker import Worker
+
+
+class RankGroup:
+    """One group, of which this rank is member number `place`."""
+
+    def __init__(self, group: Any, ranks: range, place: int, worker: Worker) -> None:
+        self.group, self.ranks, self.place, self.worker = group, ranks, place, worker
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Give part i [N, ...] to member i; -> the parts that the members have for this rank, in their order."""
+        sent = as_bytes(parts)
+        came = torch.empty_like(sent)
+        with self._measured():
+            self.group.alltoall_base(came, sent, [], []).wait()
+        return came.view(parts.dtype).view(parts.shape)
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """The tensors of all members, which have one shape."""
+        sent = as_bytes(mine)
+        came = [torch.empty_like(sent) for _ in self.ranks]
+        with self._measured():
+            self.group.allgather([came], [sent]).wait()
+        return [each.view(mine.dtype).view(mine.shape) for each in came]
+
+    def send_from(self, place: int, tensor: Tensor) -> PendingTensor:
+        """Begin to give the tensor of this member to all others, into tensors of theirs of the same shape."""
+        import torch.distributed as dist
+
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = place, 0
+        return PendingTensor(tensor, self.group.broadcast([as_bytes(tensor)], options), self)
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        with self.worker.timers.measure("exchange"), self.worker.waiting():
+            yield
+
+
+class PendingTensor:
+    """A tensor on its way."""
+
+    def __init__(self, tensor: Tensor, work: Any, group: RankGroup) -> None:
+        self.tensor, self.work, self.group = tensor, work, group
+
+    def wait(self) -> Tensor:
+        with self.group._measured():
+            self.work.wait()
+        return self.tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, in one dimension: gloo does not know all types."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def form_groups(
+    rendezvous: RendezvousFile | RendezvousAddress, worker: Worker, degrees: Sequence[int], device: str
+) -> dict[int, RankGroup]:
+    """This rank's group of every degree above 1. All ranks take part."""
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+    timeout, groups = timedelta(seconds=rendezvous.timeout_s), {}
+    for degree in degrees:
+        place, first = worker.rank % degree, worker.rank - worker.rank % degree
+        store = rendezvous.store(f"sequences-{degree}-{first}", degree)
+        kind = dist.ProcessGroupNCCL if device == "cuda" else dist.ProcessGroupGloo
+        group = kind(store, place, degree, timeout)
+        groups[degree] = RankGroup(group, range(first, first + degree), place, worker)
+        groups[degree].gather(torch.zeros(1, device=device))
+    return groups

@@ -1,0 +1,130 @@
+"""Rows of tokens that several ranks compute together, as in DeepSpeed's Ulysses.
+
+Place c of every row belongs to rank c mod N. A rank computes everything but attention for its own places. Before
+attention the ranks exchange queries, keys and values: each then has all places, for its own part of the heads. After
+attention they exchange back. Scores of the sampled tokens are put together on all ranks. One rank, the owner, turns
+them into a loss; its gradient of the scores is everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from embodied.policies.language.packing import Packed
+from embodied.runtime.rank_groups import RankGroup
+
+DIVIDED = "embodied_divided"  # the name of this attention for transformers
+
+
+def divided(packed: Packed, count: int) -> list[Packed]:
+    """The parts of so many ranks. Ids, positions and what is scored are a rank's own; blocks and segments, which say
+    who sees whom, are those of whole rows, filled up to a multiple of `count` places.
+
+    Rows of 5 places on 2 ranks: places 0, 2, 4 and 1, 3, 5, of which the last is empty.
+    """
+    width = packed.ids.shape[1]
+    more = [(0, 0), (0, -width % count)]
+    ids, positions, segments = (np.pad(each, more) for each in (packed.ids, packed.positions, packed.segments))
+    whole = replace(packed, blocks=np.pad(packed.blocks, more, constant_values=-1), segments=segments)
+    row, column = np.divmod(packed.sources, width)
+    parts = []
+    for rank in range(count):
+        mine = column % count == rank
+        taken = mine[packed.takes]
+        parts.append(
+            replace(
+                whole,
+                ids=np.ascontiguousarray(ids[:, rank::count]),
+                positions=np.ascontiguousarray(positions[:, rank::count]),
+                sources=(row * (ids.shape[1] // count) + column // count)[mine],
+                takes=(np.cumsum(mine) - 1)[packed.takes[taken]],
+                scored=packed.scored[taken],
+            )
+        )
+    return parts
+
+
+@dataclass(frozen=True)
+class DividedPass:
+    """The ranks that run a pass together, and which member of them owns the loss."""
+
+    group: RankGroup
+    owner: int
+    kernel: str = ""  # that computes attention, by transformers' name
+
+    def to_heads(self, *tensors: Tensor) -> list[Tensor]:
+        """[B, heads, W/N, D] of this rank's places -> [B, heads/N, W, D] of its heads, in one exchange."""
+        count, dtype = self.group.size, tensors[-1].dtype  # autocast leaves queries wider than values
+        parts = [each.to(dtype).unflatten(1, (count, -1)).movedim(1, 0) for each in tensors]  # [N, B, heads/N, W/N, D]
+        came = Exchange.apply(self.group, torch.cat([part.flatten(1) for part in parts], 1))
+        sizes = [part[0].numel() for part in parts]
+        return [
+            each.view(part.shape).movedim(0, 3).flatten(2, 3)
+            for each, part in zip(came.split(sizes, 1), parts, strict=True)
+        ]
+
+    def to_places(self, out: Tensor) -> Tensor:
+        """[B, W, heads/N, D] of this rank's heads -> [B, W/N, heads, D] of its places."""
+        parts = out.unflatten(1, (-1, self.group.size)).movedim(2, 0)  # [N, B, W/N, heads/N, D]
+        came = Exchange.apply(self.group, parts.flatten(1)).view(parts.shape)
+        return came.movedim(0, 2).flatten(2, 3)
+
+    def score(self, scores_of: Callable[..., list[Tensor]], packed: Packed) -> tuple[Sequence[Tensor], np.ndarray]:
+        """The scores [M] of all sampled tokens, each kind of score in a tensor, and which tokens these are [M].
+        `scores_of` computes those [m] of this rank's part of the rows."""
+        parts = divided(packed, self.group.size)
+        mine = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
+        scored = [part.scored for part in parts]
+        found = AllScores.apply(self, [len(each) for each in scored], mine)
+        return found.unbind(1), np.concatenate(scored)
+
+
+class Exchange(torch.autograd.Function):
+    """Part i [N, k] goes to member i; gradients go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, group: RankGroup, parts: Tensor) -> Tensor:
+        ctx.group = group
+        return group.exchange(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, ctx.group.exchange(grad)
+
+
+class AllScores(torch.autograd.Function):
+    """The rows of all ranks, of which each has so many. Gradients are the owner's."""
+
+    @staticmethod
+    def forward(ctx: Any, ranks: DividedPass, counts: list[int], mine: Tensor) -> Tensor:
+        ctx.ranks, ctx.counts = ranks, counts
+        room = mine.new_zeros(max(1, *counts), mine.shape[1])
+        room[: len(mine)] = mine
+        came = ranks.group.gather(room)
+        return torch.cat([rows[:count] for rows, count in zip(came, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        group = ctx.ranks.group
+        if len(grad):
+            grad = group.send_from(ctx.ranks.owner, grad.clone(memory_format=torch.contiguous_format)).wait()
+        return None, None, grad.split(ctx.counts)[group.place]
+
+
+def divided_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, ranks: DividedPass, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [B, heads, W/N, D] -> [B, W/N, heads, D]."""
+    query, key, value = ranks.to_heads(query, key, value)
+    out, _ = AttentionInterface()[ranks.kernel](module, query, key, value, mask, **options)
+    return ranks.to_places(out), None
+
+
+AttentionInterface.register(DIVIDED, divided_attention)

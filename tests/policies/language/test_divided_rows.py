@@ -1,0 +1,57 @@
+"""Ranks that compute conversations together score and learn as one rank alone does."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_language import answers, inputs_of, write
+from transformers import Starcoder2Config
+
+from embodied.policies.language.divided_rows import divided
+from embodied.policies.language.packing import lay_out
+
+PROGRAM = Path(__file__).with_name("divided_ranks.py")
+LAYER_NORMS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_divided_conversations_have_the_scores_and_gradients_of_one_rank(tmp_path, ranks):
+    """With shared prompts, several turns, layers that are frozen or computed again, and fewer tokens than ranks."""
+    words = {"vocab_size": 100, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 256}
+    folder = write(tmp_path / "model", Starcoder2Config(**words, **LAYER_NORMS, intermediate_size=48))
+    started = [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, tmp_path / "meet", str(rank), str(ranks), folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    rows = []
+    for process in started:
+        output, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, output
+        rows += [line.split(",") for line in output.splitlines() if line.count(",") == 4]
+    models = {name for name, *_ in rows}
+    assert len(models) == 5 and {int(degree) for _, degree, *_ in rows} == {2, ranks}
+    for name, degree, scores, gradient, others in rows:
+        bar = 1e-6 if name == "recomputed" else 1e-12  # its norms compute in float32
+        assert float(scores) < bar and float(gradient) < bar, (name, degree)
+        assert name == "one token" or float(others) > 0.01, (name, degree)
+
+
+def test_every_place_belongs_to_one_rank():
+    """Rows of 5 places on 2 ranks: places 0, 2, 4 and 1, 3, 5."""
+    inputs = inputs_of(*answers([7, 8], [9], prompt=(5, 6)))
+    tokens, mask = (inputs[name].reshape(-1) for name in ("actions", "mask"))
+    packed = lay_out(tokens, mask, inputs["lengths"], inputs["groups"])
+    first, second = divided(packed, 2)
+    assert first.ids.tolist() == [[5, 7, 9]] and second.ids.tolist() == [[6, 8, 0]]
+    assert first.positions.tolist() == [[0, 2, 2]] and second.positions.tolist() == [[1, 3, 0]]
+    assert first.blocks.tolist() == second.blocks.tolist() == [[0, 0, 0, 0, 0, -1]]
+    assert (first.sources.tolist(), first.takes.tolist(), first.scored.tolist()) == ([1], [0], [3])
+    assert (second.sources.tolist(), second.takes.tolist(), second.scored.tolist()) == ([0], [0, 0], [2, 6])
+    assert np.array_equal(np.sort(np.concatenate([first.scored, second.scored])), packed.scored)
