@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -245,7 +245,10 @@ def train(
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
             saves.saved(state["version"], state["train_s"])
-        with loop.timeline(folder.new_trace(), config.run.trace) as timeline:
+        with (
+            loop.timeline(folder.new_trace(), config.run.trace) as timeline,
+            saving_what_is_learned(loop, state, saves, folder, console),
+        ):
             if checkpoint and owes_evaluation(config, folder, state, total):
                 evaluate(loop, folder, console, interruption)
             while state["iteration"] < total and not interruption.requested and not loop.exhausted:
@@ -332,6 +335,31 @@ def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, conso
             prune(folder.path, version, keep)
     except OSError as err:
         console.say(f"old checkpoints could not be removed: {err}")
+
+
+@contextmanager
+def saving_what_is_learned(
+    loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console
+) -> Iterator[None]:
+    """Save what the learners have learned before a run ends with a sim or policy worker that failed for good."""
+    try:
+        yield
+    except WorkerFailed as err:
+        is_player = err.worker.startswith(("sim-", "policy-"))
+        if is_player and isinstance(loop, EmbodiedLoop) and (loop.updating or saves.version != state["version"]):
+            save_what_is_learned(loop, state, err.worker, folder, console)
+        raise
+
+
+def save_what_is_learned(loop: EmbodiedLoop, state: dict, failed: str, folder: RunFolder, console: Console) -> None:
+    try:
+        recent = {RECENT_EPISODES: list(console.recent)}
+        checkpoint = loop.save_what_is_learned(folder.checkpoints, state | recent)
+    except EmbodiedError as problem:
+        console.say(f"{WARNING}what was learned since the last checkpoint is lost: {problem}")
+    else:
+        if checkpoint:
+            console.say(f"saved       {checkpoint}, what was learned until {failed} failed")
 
 
 def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:

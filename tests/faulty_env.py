@@ -33,11 +33,16 @@ MIDDLE = 5  # env steps (or resets) before a fault in the middle
 class Fault:
     """What goes wrong, and when."""
 
-    def __init__(self, fault: str, place: str, worker: str, once: str | None = None) -> None:
-        """`once` is a file that does not exist yet."""
+    def __init__(
+        self, fault: str, place: str, worker: str, once: str | None = None, until: str | None = None, after: int = 0
+    ) -> None:
+        """`once` is a file that does not exist yet; once the file `until` exists nothing goes wrong any more. `after`:
+        the number of times that this place is passed first, where it should be another than usual."""
         assert fault in (*FAULTS, *OF_A_POLICY) and place in (*PLACES, *LEARNING), (fault, place)
         self.fault, self.place, self.worker = fault, place, worker
         self.once = Path(once) if once else None
+        self.until = Path(until) if until else None
+        self.after = after
         self.count = 0
         self.broken = ""  # the fault that is not an event but shows in what is returned
 
@@ -46,7 +51,8 @@ class Fault:
         if place != self.place or threading.current_thread().name != self.worker:
             return
         self.count += 1
-        if self.count <= after or (self.once is not None and self.once.exists()):
+        files = [file for file in (self.once, self.until) if file]
+        if self.count <= (self.after or after) or any(file.exists() for file in files):
             return
         if self.once is not None:
             self.once.write_text(str(os.getpid()))

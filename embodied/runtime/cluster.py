@@ -155,7 +155,7 @@ class Cluster:
         with self._changed:
             while True:
                 failure = self._failure_for(handle)
-                if failure is not None and not (without_losses and failure.mendable):
+                if failure is not None and not (without_losses and (failure.mendable or failure.accepted)):
                     raise failure.error()
                 if not handle.running():
                     return
@@ -241,6 +241,12 @@ class Cluster:
         """Returns how often this host was started again in this run."""
         assert self._watchdog is not None
         return self._watchdog.supervisor.restarts(host)
+
+    def accept_failures(self) -> None:
+        """Let other workers be called once some have failed for good: waits for others do not report it any more."""
+        with self._changed:
+            for failure in (*self._failures, *self._dead_hosts.values()):
+                failure.accept()
 
     def close(self, seconds: float = CLOSE_S) -> None:
         """Ends everything: blocked workers get ChannelClosed, idle ones close, the rest is killed after `seconds`."""

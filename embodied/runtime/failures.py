@@ -36,6 +36,7 @@ class Failure:
     mendable: bool = False  # its host is to be started again
     exit_code: int = WorkerFailed.exit_code  # a mistake of the user's side keeps its own
     raised: bool = False  # as an error, at a caller
+    accepted: bool = False  # the run ends with it, after others have saved what they hold
 
     @property
     def raised_at(self) -> str | None:
@@ -55,6 +56,10 @@ class Failure:
         if self.traceback:
             error.__cause__ = RemoteTraceback(self.traceback)
         return error
+
+    def accept(self) -> None:
+        """Let waits for other workers go on."""
+        self.fatal, self.raised, self.accepted = False, True, True
 
     def final(self, reason: str) -> Failure:
         """The same, and why the worker is not replaced."""

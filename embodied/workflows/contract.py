@@ -112,6 +112,10 @@ class BatchSource(Protocol[Collected]):
     def save(self) -> dict[str, np.ndarray]:
         """Returns what was begun and not yet learned from, as arrays for a checkpoint."""
 
+    def abandon(self) -> dict[str, np.ndarray]:
+        """What `save` returns, once sims or policies have failed for good: open episodes are given up, and learners
+        that wait for data wait no longer."""
+
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Continue from `save`; returns the number of open episodes that had to be abandoned."""
 

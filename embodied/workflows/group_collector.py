@@ -241,10 +241,24 @@ class GroupCollector:
         parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_kept) if part]
         names = parts[0] if parts else ()
         kept = {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
+        return self._pool_state() | kept
+
+    def abandon(self) -> dict[str, np.ndarray]:
+        """The pool without episodes that were not learned from: they were kept by the sims."""
+        for channel in self.trajectories:
+            channel.close("the run ends")
+        lost = {*self.pool.playing, *self.pool.held}
+        self.pool.lose(lost)
+        if self.prompts is not None:
+            self.prompts.keep(())
+        self.rollouts.abandoned_episodes += len(lost)
+        return self._pool_state()
+
+    def _pool_state(self) -> dict[str, np.ndarray]:
         pool = {f"groups.{name}": array for name, array in self.pool.state().items()}
         if self.prompts is not None:
             pool |= {f"pools.{name}": array for name, array in self.prompts.state().items()}
-        return {**pool, **kept, "groups.empty": np.array(self.empty)}
+        return {**pool, "groups.empty": np.array(self.empty)}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Go on from `save`. Nothing is abandoned, since no episode was open."""

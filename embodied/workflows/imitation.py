@@ -60,6 +60,9 @@ class RecordedEpisodes:
     def save(self) -> dict[str, np.ndarray]:
         return {}
 
+    def abandon(self) -> dict[str, np.ndarray]:
+        return {}
+
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Nothing was open."""
         return 0

@@ -53,7 +53,7 @@ class LaggingVersions:
         """Begin the update on this batch, and collect the next one meanwhile."""
         if self.lag > 1 and self.rollouts_left:
             self._copy(self.weight_sync.learned)
-        last = updating = self.loop.source.update(batch, iteration, total)
+        last = updating = self.loop.begin_update(batch, iteration, total)
         if self.lag == 1 and self.rollouts_left > 1:
             last = self._copy(self.weight_sync.learned + 1)  # the learners do it when they have ended the update
         if self.rollouts_left and (len(self.ahead) < self.depth or self.loop.beside):

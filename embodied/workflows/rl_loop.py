@@ -125,6 +125,7 @@ class EmbodiedLoop:
         self.lagging = LaggingVersions(self) if config.pipeline.schedule == "async" else None
         self.dropped = 0
         self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
+        self.updating: tuple[Batch, Handle | None] | None = None  # a batch, and the update that is not counted yet
 
     @staticmethod
     def make_source(workers: Workers) -> BatchSource:
@@ -147,15 +148,22 @@ class EmbodiedLoop:
             if self.lagging:
                 updating = self.lagging.update(batch, iteration, total)
             else:
-                updating = self.source.update(batch, iteration, total)
+                updating = self.begin_update(batch, iteration, total)
             losses = self.settled(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
             losses["time/first_backward_s"] += before_s
         self._end_evaluation()
         # The learners' weights are the next version, which policies load before they act again.
         publish_s = self.lagging.updated() if self.lagging else self.publish(self.version + 1)
+        self.updating = None
         own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
         return batch.finished, self.source.metrics(batch) | own | losses
+
+    def begin_update(self, batch: Batch, iteration: int, total: int) -> Handle | None:
+        """Have the learners update on this batch."""
+        updating = self.source.update(batch, iteration, total)
+        self.updating = batch, updating
+        return updating
 
     def collect(self) -> Batch:
         """A batch of the current version: sims step envs, policies answer with its weights, and trajectories go to the
@@ -251,10 +259,31 @@ class EmbodiedLoop:
     def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
         """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
         with self.timers.measure("save"):
-            arrays = self.source.save() | self.workers.save()
-            if self.ahead:
-                arrays[AHEAD] = np.array(len(self.ahead))
-            return write_checkpoint(checkpoints, self.version, self.save_learners, state, arrays)
+            return self._write(checkpoints, state, self.source.save())
+
+    def save_what_is_learned(self, checkpoints: Path, state: dict[str, Any]) -> Path | None:
+        """The same once sim or policy workers have failed for good; None where nothing was learned yet. An update in
+        progress is waited for, and counted in `state`."""
+        self.workers.cluster.accept_failures()
+        if self.updating:
+            batch, updating = self.updating
+            if updating:
+                updating.wait()
+            self.weight_sync.learned = state["version"] = self.version + 1
+            state["iteration"] += 1
+            state["env_steps"] += int(self.source.metrics(batch)["env_steps"])
+            self.updating = None
+        if not state["iteration"]:
+            return None
+        given_up = self.source.abandon()
+        state["abandoned_episodes"] += self.take_abandoned()
+        return self._write(checkpoints, state, given_up)
+
+    def _write(self, checkpoints: Path, state: dict[str, Any], source: dict[str, np.ndarray]) -> Path:
+        arrays = source | self.workers.save()
+        if self.ahead:
+            arrays[AHEAD] = np.array(len(self.ahead))
+        return write_checkpoint(checkpoints, self.version, self.save_learners, state, arrays)
 
     def save_learners(self, draft: Path) -> None:
         """Policy and optimizer, into a checkpoint that is being written, under the same path wherever a learner is."""
@@ -380,6 +409,13 @@ class HorizonCollector:
         """The state of all env rows, one array row per env id."""
         parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_state) if part]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+    def abandon(self) -> dict[str, np.ndarray]:
+        """The number of episodes that each row has begun; a resumed run begins the next ones."""
+        self.rollouts.read_journal()
+        for channel in self.trajectories:
+            channel.close("the run ends")
+        return self.rollouts.episode_counter.abandoned()
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Go on from `save`; returns the number of open episodes that had to be abandoned."""

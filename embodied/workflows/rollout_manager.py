@@ -25,6 +25,7 @@ import numpy as np
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.types import EpisodeList, EpisodeResult, Route
+from embodied.envs.episode_player import EpisodeTracker
 from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
 from embodied.runtime.supervision import Repetitions
@@ -259,6 +260,13 @@ class EpisodeCounter:
         lost = int((self.begun[rows] - self.settled[rows]).sum())
         self.settled[rows] = self.begun[rows]
         return lost
+
+    def abandoned(self) -> dict[str, np.ndarray]:
+        """The state of all env rows after their open episodes were given up, without their simulators."""
+        rows = len(self.begun)
+        state = {f"rows.{name}": np.zeros(rows, np.int64) for name in EpisodeTracker.ARRAYS}
+        state |= {"rows.started": self.settled + (self.begun > self.settled), "rows.length": np.ones(rows, np.int64)}
+        return {"env_ids": np.arange(rows), **state}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Continue from the state of all env rows: each has one open episode, a new one where it was abandoned."""

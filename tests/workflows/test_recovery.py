@@ -1,5 +1,6 @@
 """Workers that die in the middle of a run are replaced, and nothing is counted twice or lost silently."""
 
+import json
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from stepped import strike
 
+from embodied import train
 from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
 from embodied.placement import make_plan
@@ -311,6 +313,46 @@ def test_in_every_mode_a_killed_policy_or_learner_ends_in_recovery_or_its_cause(
             assert run.iterate(1)[1]["env_steps"] == ENVS * DECISIONS
             assert len(run.told) == 1
         assert time.monotonic() - started < 60
+
+
+PPO = ["recipe=pointmass_ppo", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
+GRPO = ["recipe=pointmass_grpo", "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=null", "algo.epochs=1"]
+ENDED = {
+    "sync": (*PPO, "faults.hang_s=6", "faults.max_restarts=1"),
+    "async": (*PPO, "pipeline.schedule=async"),
+    "periodic": (*GRPO, "pipeline.schedule=periodic"),
+}
+
+
+@pytest.mark.as_users_do
+@pytest.mark.parametrize("schedule", ENDED)
+def test_a_run_saves_what_it_has_learned_before_a_simulator_that_fails_in_every_life_ends_it(
+    tmp_path, monkeypatch, capsys, schedule
+):
+    monkeypatch.chdir(tmp_path)
+    fault = f"{{fault: {'hang' if schedule == 'sync' else 'sigkill'}, place: rollout, worker: sim-0, after: 40"
+    env = ["env.name=faulty_env:FaultyEnv", "env.task=reach", f"env.kwargs={fault}, until: {tmp_path / 'healed'}}}"]
+    short = ["env.num_envs=8", "env.max_episode_steps=12", "run.iterations=6", "eval.episodes=2", "run.name=ended"]
+    patience = [] if schedule == "sync" else ["faults.max_restarts=0"]
+    assert train.main([*ENDED[schedule], *env, *short, *patience]) == 1
+    told = capsys.readouterr()
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = read_metrics(run)
+    (saved,) = (run / "checkpoints").glob("v*")
+    state = json.loads((saved / "state.json").read_text())
+    learned = rows[-1]["iteration"] + (schedule == "async")  # whose update was in progress
+    assert saved.name == f"v{learned:06d}" and (state["iteration"], state["version"]) == (learned, learned)
+    assert f"saved       runs/{run.name}/checkpoints/{saved.name}, what was learned until " in told.out
+    assert f"continue from the last checkpoint: python -m embodied.train resume=runs/{run.name}" in told.err
+    assert state["env_steps"] >= rows[-1]["env_steps"] > 0
+    (tmp_path / "healed").touch()
+    assert train.main([f"resume=runs/{run.name}"]) == 0
+    assert [row["iteration"] for row in read_metrics(run)][: len(rows)] == [row["iteration"] for row in rows]
+    assert read_metrics(run)[-1]["iteration"] == 6
+
+
+def read_metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_inline_has_no_second_life(tmp_path):
