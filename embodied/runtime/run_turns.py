@@ -15,6 +15,7 @@ iteration moves up one tier. The rule says who may generate where:
     {"format": "embodied-share/1", "rule": "lend", "devices": ["cpu:0", "cpu:1"], "started": "2026-11-26T03:00:00"}
     {"at": 0.1, "run": "a", "joins": {"weight": 1.0, "own": ["cpu:0"]}}
     {"at": 0.2, "run": "a", "waits": "update"}           asked for devices; ends with the device line of this phase
+    {"at": 0.3, "run": "a", "waits_no_more": "update"}   does without the devices that it asked for
     {"at": 0.3, "device": "cpu:0", "run": "a", "phase": "update"}    holds it from now on; run and phase null: free
     {"at": 0.4, "run": "a", "leaves": "rollout of actor-1"}         a borrower should give way
     {"at": 0.5, "run": "a", "progress": 0.42}            of its batch, in steps of 2%; null: an iteration has ended
@@ -182,10 +183,12 @@ class RunTurns(Turns):
         return self.rule == "lend" and not one.devices <= self.runs[one.run].own
 
     def order(self, waiting: Collection[str]) -> list[str]:
+        demands = {run: self.demand(run) for run in {self.gangs[gang].run for gang in waiting}}
+
         def turn(gang: str) -> tuple:
             one = self.gangs[gang]
             by_demand = self.borrows(gang) or (self.rule == "remaining" and one.tier == GENERATE)
-            demand = -self.demand(one.run) if by_demand else 0.0
+            demand = -demands[one.run] if by_demand else 0.0
             return self.tier(gang), self.borrows(gang), demand, one.since, one.place
 
         return sorted(waiting, key=turn)
@@ -291,6 +294,8 @@ class RunTurns(Turns):
             share.generated_s += (now - one.since) * len(one.devices)
         for device in sorted(one.devices) if one.state == "holds" else ():
             self.record(device=device, run=None, phase=None)
+        if one.state == "waits":
+            self.record(run=one.run, waits_no_more=phase_of(gang))
         one.state = ""
         busy = {d for other in self.gangs.values() if other.run == one.run and other.state for d in other.devices}
         share.idle_since |= dict.fromkeys((one.devices & share.own) - busy, (now, gang))

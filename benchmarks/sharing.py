@@ -1,0 +1,156 @@
+"""What several runs gain by sharing devices, and by which rule, where all delays are known.
+
+    python -m benchmarks.sharing           # simulated time: the rules of the real coordinator, seconds
+    python -m benchmarks.sharing --case 1
+
+Five pairs and quartets of runs on 4 or 8 devices. Conversations last as drawn from a log-normal distribution, 8 at a
+time on a device; robots wait for simulators between rollout and update; an update takes all of a run's own devices.
+
+    serial     one run after the other, each on all devices
+    split      each run on its own devices (at_once=2)
+    remaining  RLix's rule: generation follows remaining work
+    lend       a device belongs to a run, and is lent while the run has no work for it
+
+Writes benchmarks/results/sharing.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.common import RESULTS, code_commit, machine, markdown, write_json
+from embodied.run.shared_replay import RULES, RunWork, TimedConversations, ends, replay
+
+SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and how long one lasts on average
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """A run of which all delays are known; `update_s` on one device."""
+
+    conversations: int
+    sigma: float
+    update_s: float
+    iterations: int
+    wait_s: float = 0.0
+
+    def lengths(self, seed: int) -> list[list[float]]:
+        """The seconds of every conversation, by iteration."""
+        draw, mu = random.Random(seed), math.log(MEAN_S) - self.sigma**2 / 2
+        return [
+            [draw.lognormvariate(mu, self.sigma) for _ in range(self.conversations)] for _ in range(self.iterations)
+        ]
+
+    def work(self, name: str, seed: int) -> RunWork:
+        lengths = self.lengths(seed)
+
+        def batch(iteration: int) -> TimedConversations:
+            return TimedConversations(lengths[iteration], SLOTS)
+
+        return RunWork(name, self.iterations, batch, lambda devices: self.update_s / devices, self.wait_s)
+
+
+@dataclass(frozen=True)
+class Case:
+    what: str
+    devices: int
+    runs: dict[str, FakeRun]
+
+    def works(self) -> list[RunWork]:
+        return [run.work(name, seed) for seed, (name, run) in enumerate(self.runs.items())]
+
+    def own(self) -> dict[str, list[str]]:
+        """Every run owns as many devices as the others."""
+        each = self.devices // len(self.runs)
+        return {name: [f"fake:{i * each + j}" for j in range(each)] for i, name in enumerate(self.runs)}
+
+
+def robots() -> FakeRun:
+    return FakeRun(16, 0.8, 4, 14, wait_s=6)
+
+
+def language(iterations: int) -> FakeRun:
+    return FakeRun(256, 0.8, 8, iterations)
+
+
+CASES = (
+    Case("two alike, long tails", 4, {"a": FakeRun(64, 1.2, 4, 6), "b": FakeRun(64, 1.2, 4, 6)}),
+    Case("robots that wait 6 s of 9, wide language run", 4, {"robots": robots(), "language": language(8)}),
+    Case("a short run beside a long wide one", 4, {"short": FakeRun(64, 0.8, 4, 3), "long": language(8)}),
+    Case("two wide runs", 4, {"a": language(5), "b": language(5)}),
+    Case(
+        "four runs of which two wait",
+        8,
+        {"robots-0": robots(), "robots-1": robots(), "language-0": language(6), "language-1": language(6)},
+    ),
+)
+
+
+def simulated(case: Case) -> dict[str, dict[str, float]]:
+    """When each run ends, by rule."""
+    return {rule: ends(replay(case.works(), case.own(), rule)) for rule in RULES}
+
+
+def row(case: Case, found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """Makespans; how many times as fast lending is as the others; how much later than with a split a run ends."""
+    makespan = {rule: max(each.values()) for rule, each in found.items()}
+    later = max(found["lend"][name] / found["split"][name] - 1 for name in case.runs)
+    return {
+        "case": case.what,
+        "devices": case.devices,
+        "makespan_s": makespan,
+        "ends_s": found,
+        "lend_over_serial": makespan["serial"] / makespan["lend"],
+        "lend_over_split": makespan["split"] / makespan["lend"],
+        "remaining_over_split": makespan["split"] / makespan["remaining"],
+        "latest_beside_split": later,
+    }
+
+
+HEAD = (
+    "runs",
+    "devices",
+    *(f"{rule} s" for rule in RULES),
+    "lend x serial",
+    "lend x split",
+    "remaining x split",
+    "latest",
+)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """`latest`: how much later than with a split any run ends with lending."""
+    return markdown(
+        HEAD,
+        [
+            [
+                row["case"],
+                str(row["devices"]),
+                *(f"{row['makespan_s'][rule]:.0f}" for rule in RULES),
+                *(f"{row[key]:.2f}" for key in ("lend_over_serial", "lend_over_split", "remaining_over_split")),
+                f"{row['latest_beside_split']:+.1%}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", type=int, nargs="+", choices=range(1, len(CASES) + 1), help="some of the cases")
+    asked = parser.parse_args()
+    cases = [CASES[number - 1] for number in asked.case or range(1, len(CASES) + 1)]
+    rows = [row(case, simulated(case)) for case in cases]
+    print(table(rows))
+    if not asked.case:
+        found = {"commit": code_commit(), "machine": machine(), "simulated": rows}
+        write_json(RESULTS / "sharing.json", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""What people see of runs that share devices: a table in the terminal, and share.html when all have ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from embodied.core.errors import printable
+from embodied.core.files import replace_text
+from embodied.reporting.html import Html, page, problem, section, table, tag, tile_list
+from embodied.reporting.share_record import PREDICTED, UPDATE, ShareRecord, SharingRun, read_share
+from embodied.reporting.svg import COLORS, Bars, Rows, percent, row_charts, short
+
+PAGE = "share.html"
+WHEN = "%Y-%m-%d %H:%M UTC"
+HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps/s")
+SHOW_S, REPORT_S = 1.0, 60.0  # between two tables: on a terminal, off it
+GANTT_NOTE = "A row is a device, a colour a run. The rows below show when a run asked for devices and had none."
+
+
+# In the terminal
+
+
+class LiveTable:
+    """Shows the table again and again; on a terminal in the same place."""
+
+    def __init__(self, record: ShareRecord, stream: Any = None) -> None:
+        self.record, self.stream = record, stream or sys.stdout
+        self.live, self.lines, self.shown_at = self.stream.isatty(), 0, -REPORT_S
+
+    def show(self, now_s: float) -> None:
+        """`now_s`: seconds since the share began."""
+        if time.monotonic() - self.shown_at < (SHOW_S if self.live else REPORT_S):
+            return
+        self.shown_at = time.monotonic()
+        lines = table_lines(self.record, now_s)
+        up = f"\033[{self.lines}A\033[J" if self.live and self.lines else ""
+        with suppress(OSError):
+            self.stream.write(up + "".join(f"{printable(line)}\n" for line in lines))
+            self.stream.flush()
+        self.lines = len(lines)
+
+    def clear(self) -> None:
+        """What is printed next stays, and the table comes below it."""
+        self.lines, self.shown_at = 0, -REPORT_S
+
+
+def table_lines(record: ShareRecord, now_s: float) -> list[str]:
+    """Who has what now: the share of all devices' time so far beside the target, how long a run has waited in all, how
+    far its batch is."""
+    used, targets = record.device_seconds(), record.targets()
+    whole = len(record.devices) * now_s or 1.0
+    rows = [HEAD]
+    for run in record.runs.values():
+        iteration, speed = last_iteration(run)
+        waited = f"{record.waited_s(run.name):.0f} s{' now' if run.waits_since is not None else ''}"
+        batch = "" if run.progress is None else f"{run.progress:.0%}"
+        shares = f"{used[run.name] / whole:.0%}", f"{targets[run.name]:.0%}"
+        rows.append((run.name, holds_of(record, run), *shares, waited, batch, iteration, speed))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
+    title = f"{now_s:.0f} s, {len(record.devices)} devices, rule {record.rule}"
+    return [title, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)]
+
+
+def holds_of(record: ShareRecord, run: SharingRun) -> str:
+    """cpu:0 cpu:1 update; or how it ended."""
+    if run.how:
+        return run.how
+    held: dict[str, list[str]] = defaultdict(list)
+    for hold in record.held.values():
+        if hold.run == run.name:
+            held[UPDATE if hold.phase == UPDATE else "rollout"].append(hold.device)
+    return ", ".join(f"{' '.join(sorted(devices))} {phase}" for phase, devices in held.items()) or "-"
+
+
+def last_iteration(run: SharingRun) -> tuple[str, str]:
+    """Its number and env steps per second, as its folder says."""
+    row: dict[str, Any] = {}
+    with suppress(OSError, ValueError, IndexError):
+        with (Path(run.folder) / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 20_000))
+            row = json.loads(file.read().decode(errors="replace").split("\n")[-2])
+    return (str(row["iteration"]), f"{row['steps_per_s']:,.0f}") if row else ("-", "-")
+
+
+# The page
+
+
+def write_share_page(folder: Path) -> Path:
+    """share.html from share.jsonl, and from predicted.jsonl if there is one; returns its path."""
+    record = read_share(folder)
+    predicted = read_share(folder / PREDICTED) if (folder / PREDICTED).is_file() else None
+    replace_text(folder / PAGE, share_page(record, predicted))
+    return folder / PAGE
+
+
+def share_page(record: ShareRecord, predicted: ShareRecord | None = None) -> str:
+    names = ", ".join(record.runs)
+    ended = [run for run in record.runs.values() if run.how not in ("", "finished")]
+    charts = {"measured": record} | ({"predicted": predicted} if predicted else {})
+    parts = [
+        tag("header", tag("h1", f"{names} on {len(record.devices)} devices"), tag("p", words_of(record))),
+        *[problem(f"{run.name} {run.how} after {short(run.ended_s or 0)} s") for run in ended],
+        tiles(record, predicted),
+        section("Who had which device", tag("div", gantt(charts), class_="scroll"), note=GANTT_NOTE),
+        section("Runs", runs_table(record, predicted)),
+    ]
+    return page(f"{names} - shared devices", *parts)
+
+
+def words_of(record: ShareRecord) -> str:
+    begun = f" \u00b7 {datetime.fromisoformat(record.started):{WHEN}}" if record.started else ""
+    return f"rule {record.rule}: {', '.join(record.devices)}{begun}"
+
+
+def tiles(record: ShareRecord, predicted: ShareRecord | None) -> Html:
+    makespan, expected = record.makespan_s(), predicted.makespan_s() if predicted else 0.0
+    beside = f"predicted {short(expected)} s ({expected / makespan - 1:+.1%})" if expected and makespan else ""
+    longest = max(record.runs, key=record.waited_s, default="")
+    switches = sum(hold.run != before.run for hold, before in changes(record))
+    return tile_list(
+        [
+            ("makespan", f"{short(makespan)} s", beside),
+            ("utilisation", percent(record.utilisation()), "of the devices' time in the hands of a run"),
+            ("longest wait", f"{short(record.waited_s(longest) if longest else 0)} s", longest),
+            ("changes of hands", str(switches), "from one run to another"),
+        ]
+    )
+
+
+def changes(record: ShareRecord) -> list[tuple]:
+    """Each hold with the one before it on the same device."""
+    by_device: dict[str, list] = defaultdict(list)
+    for hold in sorted(record.holds, key=lambda hold: hold.start_s):
+        by_device[hold.device].append(hold)
+    return [(hold, before) for holds in by_device.values() for before, hold in pairwise(holds)]
+
+
+def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Html:
+    head: list[object] = ["run", "owns", "end", "waited", "share of the devices", "target", "updates", "borrowed"]
+    head += ["predicted end", "error"] if predicted else []
+    used, targets = record.device_seconds(), record.targets()
+    whole = len(record.devices) * record.makespan_s() or 1.0
+    rows = []
+    for name, run in record.runs.items():
+        mine = [hold for hold in record.holds_until(record.now_s) if hold.run == name]
+        updates = sum(hold.seconds for hold in mine if hold.phase == UPDATE)
+        lent = sum(hold.seconds for hold in mine if hold.device not in run.own)
+        end = run.ended_s if run.ended_s is not None else record.now_s
+        row: list[object] = [name, len(run.own), f"{short(end)} s", f"{short(record.waited_s(name))} s"]
+        row += [percent(used[name] / whole), percent(targets[name])]
+        row += [percent(updates / used[name] if used[name] else 0), percent(lent / used[name] if used[name] else 0)]
+        if predicted:
+            other = predicted.runs.get(name)
+            expected = other.ended_s if other else None
+            row += [f"{short(expected)} s", f"{expected / end - 1:+.1%}"] if expected and end else ["-", "-"]
+        rows.append(row)
+    return table(head, rows)
+
+
+def gantt(records: Mapping[str, ShareRecord]) -> Html:
+    """A chart for each record, on one time axis: a row per device, and one per run for when it waited."""
+    longest = max(record.makespan_s() for record in records.values()) or 1.0
+    names = [*dict.fromkeys(name for record in records.values() for name in record.runs)]
+    parts = ("", f" {UPDATE}") if 2 * len(names) <= COLORS else ("",)  # more colours would not be told apart
+    colors = {f"{name}{part}": len(parts) * i + j for i, name in enumerate(names) for j, part in enumerate(parts)}
+    charts = []
+    for title, record in records.items():
+        bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for hold in record.holds_until(record.now_s):
+            part = f" {UPDATE}" if hold.phase == UPDATE and len(parts) > 1 else ""
+            bars[hold.device, f"{hold.run}{part}"].append((hold.start_s, hold.end_s))
+        rows: list[tuple[str, Sequence[Bars]]] = [
+            (
+                device,
+                [Bars(bars[device, name], f"{device}: {name}", colors[name]) for name in colors if bars[device, name]],
+            )
+            for device in record.devices
+        ]
+        for name, run in record.runs.items():
+            if run.waits:
+                rows.append((f"{name} waits", [Bars(run.waits, f"{name} waits", colors[name])]))
+        end = record.makespan_s()
+        charts.append(Rows(f"{title}; {short(end)} s", rows, longest, end))
+    return row_charts("which run had which device", charts, colors, "seconds")

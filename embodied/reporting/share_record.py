@@ -1,0 +1,161 @@
+"""Reads share.jsonl: which run had which device when, and how long runs waited (`runtime/run_turns.py` writes it).
+
+record = ShareRecord()
+record.add({"format": "embodied-share/1", "rule": "lend", "devices": ["cpu:0"], "started": "..."})
+record.add({"at": 0.0, "run": "a", "joins": {"weight": 1.0, "own": ["cpu:0"]}})
+record.add({"at": 0.1, "device": "cpu:0", "run": "a", "phase": "update"})
+record.holds_until(2.0)     -> [Hold("cpu:0", "a", "update", 0.1, 2.0)]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from embodied.core.files import reading
+from embodied.runtime.run_turns import FORMAT, RECORD
+
+UPDATE = "update"
+PREDICTED = "predicted.jsonl"  # beside the record: the same, as predicted before anything began
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A device in the hands of a run."""
+
+    device: str
+    run: str
+    phase: str
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass
+class SharingRun:
+    """A run that shares devices."""
+
+    name: str
+    weight: float
+    own: tuple[str, ...]
+    folder: str
+    joined_s: float
+    ended_s: float | None = None
+    how: str = ""  # it ended
+    progress: float | None = None  # of its batch
+    asks: set[str] = field(default_factory=set)  # phases that wait for devices
+    waits: list[tuple[float, float]] = field(default_factory=list)  # from when to when it had none of what it asked for
+    waits_since: float | None = None
+
+
+class ShareRecord:
+    """Grows line by line, so that the same code shows a share in progress and one that is over."""
+
+    def __init__(self) -> None:
+        self.rule, self.devices, self.started, self.now_s = "", [*()], "", 0.0
+        self.runs: dict[str, SharingRun] = {}
+        self.holds: list[Hold] = []  # that are over
+        self.held: dict[str, Hold] = {}  # by device, since when
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if "format" in line:
+            if line["format"] != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
+            self.rule, self.devices, self.started = line["rule"], [*line["devices"]], line["started"]
+            return
+        now = self.now_s = float(line["at"])
+        if "device" in line:
+            self._change_hands(line["device"], line["run"], line["phase"], now)
+            return
+        if "joins" in line:
+            about = line["joins"]
+            own = tuple(about["own"])
+            self.runs[line["run"]] = SharingRun(line["run"], about["weight"], own, about.get("folder") or "", now)
+        run = self.runs[line["run"]]
+        if "waits" in line:
+            run.asks.add(line["waits"])
+        elif "waits_no_more" in line:
+            run.asks.discard(line["waits_no_more"])
+        elif "progress" in line:
+            run.progress = line["progress"]
+        elif "ends" in line:
+            run.ended_s, run.how, run.asks = now, line["ends"], set()
+        self._note_waiting(run, now)
+
+    def _change_hands(self, device: str, run: str | None, phase: str, now: float) -> None:
+        before = self.held.pop(device, None)
+        if before is not None and now > before.start_s:
+            self.holds.append(replace(before, end_s=now))
+        if run is not None:
+            self.held[device] = Hold(device, run, phase, now, now)
+            self.runs[run].asks.discard(phase)
+        for name in {run, before.run if before else None} - {None}:
+            self._note_waiting(self.runs[name], now)
+
+    def _note_waiting(self, run: SharingRun, now: float) -> None:
+        """It waits while it asks for devices and has none."""
+        waits = bool(run.asks) and not any(hold.run == run.name for hold in self.held.values())
+        if waits and run.waits_since is None:
+            run.waits_since = now
+        elif not waits and run.waits_since is not None:
+            if now > run.waits_since:
+                run.waits.append((run.waits_since, now))
+            run.waits_since = None
+
+    # What it shows
+
+    def holds_until(self, now: float) -> list[Hold]:
+        """All holds so far; those that go on end now."""
+        return [*self.holds, *(replace(hold, end_s=now) for hold in self.held.values() if now > hold.start_s)]
+
+    def waited_s(self, run: str) -> float:
+        one = self.runs[run]
+        since = self.now_s - one.waits_since if one.waits_since is not None else 0.0
+        return sum(end - start for start, end in one.waits) + since
+
+    def makespan_s(self) -> float:
+        """Until the last run ended, or now."""
+        return max((run.ended_s if run.ended_s is not None else self.now_s for run in self.runs.values()), default=0.0)
+
+    def device_seconds(self) -> dict[str, float]:
+        """By run."""
+        found = dict.fromkeys(self.runs, 0.0)
+        for hold in self.holds_until(self.now_s):
+            found[hold.run] += hold.seconds
+        return found
+
+    def utilisation(self) -> float:
+        """The share of all devices' time in which some run had them."""
+        whole = len(self.devices) * self.makespan_s()
+        return sum(self.device_seconds().values()) / whole if whole else 0.0
+
+    def targets(self) -> dict[str, float]:
+        """The share of the devices that belongs to each run, a device of several by their weights."""
+        found = dict.fromkeys(self.runs, 0.0)
+        for device in self.devices:
+            owners = [run for run in self.runs.values() if device in run.own]
+            for run in owners:
+                found[run.name] += run.weight / sum(one.weight for one in owners) / len(self.devices)
+        return found
+
+
+def read_share(path: Path) -> ShareRecord:
+    """The record in a file, or share.jsonl of a folder. A line that was being written when the parent was killed is
+    left out."""
+    path = path / RECORD if path.is_dir() else path
+    with reading(path):
+        *whole, _ = path.read_text().split("\n")
+        return record_of([json.loads(line) for line in whole])
+
+
+def record_of(lines: Sequence[Mapping[str, Any]]) -> ShareRecord:
+    record = ShareRecord()
+    for line in lines:
+        record.add(line)
+    return record

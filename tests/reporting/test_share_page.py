@@ -1,0 +1,98 @@
+"""What people see of runs that share devices: from share.jsonl to a table and a page."""
+
+import io
+import json
+
+import pytest
+
+from embodied.core.errors import EmbodiedError
+from embodied.reporting.share_page import LiveTable, table_lines, write_share_page
+from embodied.reporting.share_record import PREDICTED, read_share, record_of
+from embodied.run.shared_replay import RunWork, TimedConversations, replay
+from embodied.runtime.run_turns import FORMAT, RECORD
+
+HEADER = {"format": FORMAT, "rule": "lend", "devices": ["cpu:0", "cpu:1"], "started": "2026-11-26T03:00:00+00:00"}
+
+
+def joins(run, own, folder="", at=0.0):
+    return {"at": at, "run": run, "joins": {"weight": 1.0, "own": own, "folder": folder}}
+
+
+def has(device, run, phase, at):
+    return {"at": at, "device": device, "run": run, "phase": phase}
+
+
+# a updates from 1 to 4 and from 6 on; it waits from 4 to 6 for b, which has borrowed cpu:0 and has cpu:1 from 0 on.
+LINES = [
+    HEADER,
+    joins("a", ["cpu:0"]),
+    joins("b", ["cpu:1"]),
+    has("cpu:1", "b", "rollout", 0.0),
+    {"at": 0.5, "run": "b", "waits": "rollout of policy-0"},  # that b waits for more devices is no waiting
+    {"at": 1.0, "run": "a", "waits": "update"},
+    has("cpu:0", "a", "update", 1.0),
+    has("cpu:0", None, None, 4.0),
+    has("cpu:0", "b", "rollout of policy-0", 4.0),
+    {"at": 4.0, "run": "a", "waits": "update"},
+    {"at": 4.5, "run": "b", "leaves": "rollout of policy-0"},
+    has("cpu:0", None, None, 6.0),
+    {"at": 6.0, "run": "b", "waits": "rollout of policy-0"},
+    has("cpu:0", "a", "update", 6.0),
+    {"at": 7.0, "run": "b", "progress": 0.42},
+    {"at": 8.0, "run": "b", "waits_no_more": "rollout of policy-0"},
+    has("cpu:1", None, None, 8.0),
+]
+
+
+def test_a_record_says_who_had_what_how_long_and_who_waited():
+    record = record_of(LINES)
+    assert record.device_seconds() == {"a": 3 + 2, "b": 8 + 2}
+    assert (record.waited_s("a"), record.waited_s("b")) == (2.0, 0.0)
+    assert record.targets() == {"a": 0.5, "b": 0.5} and record.utilisation() == 15 / (2 * 8)
+    ended = record_of([*LINES, {"at": 10.0, "run": "b", "ends": "finished"}])
+    assert ended.makespan_s() == 10.0 and ended.device_seconds()["a"] == 3 + 4  # a goes on
+
+
+def test_the_table_in_the_terminal_shows_who_holds_what_and_how_far_everybody_is(tmp_path):
+    rows = [{"iteration": 2, "steps_per_s": 10.0}, {"iteration": 3, "steps_per_s": 1234.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 4, "st')
+    record = record_of([*LINES[:1], joins("a", ["cpu:0"], str(tmp_path)), *LINES[2:-2]])
+    assert table_lines(record, 7.0) == [
+        "7 s, 2 devices, rule lend",
+        "run  holds          share  target  waits  batch  iteration  steps/s",
+        "a    cpu:0 update   29%    50%     2 s           3          1,234",
+        "b    cpu:1 rollout  64%    50%     0 s    42%    -          -",
+    ]
+    stream = io.StringIO()
+    table = LiveTable(record, stream)
+    table.show(7.0)
+    table.show(7.1)  # too soon after the first one
+    assert stream.getvalue().count("7 s, 2 devices") == 1
+
+
+def test_the_page_holds_the_measured_and_the_predicted_course(tmp_path, page_checker):
+    works = [
+        RunWork(name, 2, lambda i: TimedConversations([1.0] * 6, 2), lambda n: 1 / n, wait)
+        for name, wait in (("a", 4.0), ("b & c", 0.0))
+    ]
+    own = {"a": ["cpu:0"], "b & c": ["cpu:1"]}
+    for name, rule in ((RECORD, "lend"), (PREDICTED, "split")):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in replay(works, own, rule)))
+    page = page_checker(write_share_page(tmp_path).read_text())
+    assert "a, b & c on 2 devices" in page.text and "measured; " in page.text and "predicted; 16 s" in page.text
+    (tmp_path / PREDICTED).unlink()
+    assert "predicted" not in write_share_page(tmp_path).read_text()
+
+
+def test_a_record_that_was_cut_short_is_read_and_a_damaged_one_is_refused(tmp_path):
+    path = tmp_path / RECORD
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"at": 9.0, "ru')
+    assert read_share(tmp_path).now_s == 8.0
+    for text in (
+        "no json\n",
+        json.dumps(LINES[1]) + "\n" + json.dumps(has("cpu:0", "x", "update", 0.0)) + "\n",
+        '{"format": 1}\n',
+    ):
+        path.write_text(text)
+        with pytest.raises(EmbodiedError, match=r"share\.jsonl cannot be read"):
+            read_share(tmp_path)

@@ -1,0 +1,67 @@
+"""Several runs replayed in simulated time, against hand-computed ends."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from embodied.run.shared_replay import RunWork, SteadyBatch, TimedConversations, ends, replay
+
+DEVICES = ["fake:0", "fake:1"]
+OWN = {"a": DEVICES[:1], "b": DEVICES[1:]}
+AT_ONCE = (0.0, 0.0)  # changes of hands that take no time
+
+
+def work(name, seconds, iterations=1, slots=1, update_s=1.0, **more):
+    return RunWork(
+        name, iterations, lambda i: TimedConversations(seconds, slots), lambda devices: update_s / devices, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "a", "b"),
+    [
+        # a: 4 conversations of 1 s, one at a time, then 1 s on one device, twice; b: 12 s of conversations and 1 s.
+        ("split", 2 * (4 + 1), 12 + 1),
+        ("serial", 2 * (2 + 0.5), 5 + 6 + 0.5),
+    ],
+)
+def test_runs_alone_take_the_time_of_their_parts(rule, a, b):
+    works = [work("a", [1.0] * 4, iterations=2), work("b", [1.0] * 12)]
+    assert ends(replay(works, OWN, rule, AT_ONCE)) == pytest.approx({"a": a, "b": b})
+
+
+def test_an_idle_device_is_lent_until_its_run_has_work_for_it():
+    # a generates until 1, waits until 7 and updates until 8. Its device is lent as soon as it is free, until 7 at most:
+    # 1 + 6 of b's 14 s of conversations are on it, or on b's own, where conversations of 1 s leave at a border.
+    works = [work("a", [1.0], wait_s=6.0), work("b", [1.0] * 14)]
+    found = ends(replay(works, OWN, "lend", AT_ONCE))
+    assert found["a"] == pytest.approx(8.0, abs=0.06)
+    assert found["b"] == pytest.approx(9.0, abs=0.06)  # without loans 15
+    dear = ends(replay(works, OWN, "lend", (3.0, 3.0)))  # no change of hands would pay before a has ended
+    assert dear["a"] == pytest.approx(8.0) and 11 < dear["b"] <= 15.0
+
+
+def test_a_batch_of_known_seconds_goes_on_by_the_devices_that_it_has():
+    batch = SteadyBatch({1: 8.0, 2: 4.0}.__getitem__, most=2)
+    assert batch.has_more() and batch.next_s() == float("inf")
+    batch.work_on(["x"])
+    batch.pass_time(4.0)  # half of it
+    batch.work_on(["x", "y", "z"])
+    assert batch.next_s() == 2.0 and batch.idle() == ["z"] and not batch.has_more()
+    batch.pass_time(2.0)
+    assert batch.progress == 1.0 and {*batch.idle()} == {"x", "y", "z"}
+
+
+@given(
+    st.lists(st.floats(0.1, 5), min_size=1, max_size=12),
+    st.lists(st.tuples(st.sets(st.sampled_from("wxyz")), st.floats(0.01, 3)), max_size=20),
+)
+def test_conversations_that_move_are_written_once_and_lose_nothing(seconds, changes):
+    batch, spent = TimedConversations(seconds, slots=2), 0.0
+    for devices, until in [*changes, *([({"w"}, 5.0)] * 60)]:
+        batch.work_on(devices)
+        while until > 1e-9 and (passed := min(until, batch.next_s())) < float("inf"):
+            spent += passed * sum(map(len, batch.active.values()))
+            batch.pass_time(passed)
+            until -= passed
+    assert batch.progress == 1.0 and spent == pytest.approx(sum(seconds))
