@@ -29,12 +29,12 @@ from embodied.envs.action_sources import ExpertActions, PolicyActions
 from embodied.envs.episode_player import Record, Refill, Stage, specs_of, step_stages
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.request_client import PolicyClient
-from embodied.envs.whole_episodes import EpisodeKeeper, EpisodeStream
+from embodied.envs.whole_episodes import EpisodeStream, PlayerWorker
 from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import AllocatedMemory, give_back_unused
 
 
-class SimWorker(EpisodeKeeper):
+class SimWorker(PlayerWorker):
     def __init__(self, *options, **more) -> None:
         super().__init__(*options, **more)
         self.stages: list[Stage] = []

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -17,29 +17,12 @@ from embodied.runtime import Channel, Worker, served_while_busy
 
 
 class EpisodeKeeper(Worker):
-    """Keeps whole episodes where they were played until learners want them, for sim workers of every kind."""
+    """Keeps whole episodes until learners want them."""
 
-    def __init__(
-        self,
-        config,
-        stages: int = 1,
-        journal: Channel | None = None,
-        eval_config=None,
-        eval_rows: int = 1,
-        whole_episodes: bool = False,
-    ) -> None:
-        """Every training episode, or its end, is noted in `journal`. Evaluations go on in `eval_rows` separate envs of
-        `eval_config`; without stages there are no others. With `whole_episodes` none is open between rollouts."""
-        self.config, self.num_stages, self.journal = config, stages, journal
-        self.eval_config, self.eval_rows = eval_config or config, eval_rows
-        self.whole_episodes = whole_episodes
-        self.stopped = False
-        self.kept: dict[int, Trajectory] = {}  # whole episodes that learners may still want, each with others maybe
-
-    @served_while_busy
-    def stop_playing(self) -> None:
-        """Give up the evaluation in progress, and any that follows."""
-        self.stopped = True
+    @cached_property
+    def kept(self) -> dict[int, Trajectory]:
+        """By episode, the trajectory that it is in, with others maybe."""
+        return {}
 
     @served_while_busy
     def hand_in(self, episodes: list[int], source: str, channel: Channel, batch: int, keep: bool = False) -> bool:
@@ -66,6 +49,31 @@ class EpisodeKeeper(Worker):
         self.kept = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
         self.keep(tuple(self.kept))
         return [*self.kept]
+
+
+class PlayerWorker(EpisodeKeeper):
+    """A sim worker of any kind."""
+
+    def __init__(
+        self,
+        config,
+        stages: int = 1,
+        journal: Channel | None = None,
+        eval_config=None,
+        eval_rows: int = 1,
+        whole_episodes: bool = False,
+    ) -> None:
+        """Every training episode, or its end, is noted in `journal`. Evaluations go on in `eval_rows` separate envs of
+        `eval_config`; without stages there are no others. With `whole_episodes` none is open between rollouts."""
+        self.config, self.num_stages, self.journal = config, stages, journal
+        self.eval_config, self.eval_rows = eval_config or config, eval_rows
+        self.whole_episodes = whole_episodes
+        self.stopped = False
+
+    @served_while_busy
+    def stop_playing(self) -> None:
+        """Give up the evaluation in progress, and any that follows."""
+        self.stopped = True
 
 
 def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:

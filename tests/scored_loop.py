@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from embodied.workflows.contract import Role
-from embodied.workflows.relay import RelayedRollouts, RelayWorker
+from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 WORK = np.full((400, 400), 1e-3)  # a network's, so that scoring takes time
@@ -17,10 +17,5 @@ class Scorer(RelayWorker):
         return [replace(part, rewards=part.rewards + bonus) for part in parts], {}
 
 
-class ScoredRollouts(RelayedRollouts):
-    role = "reward"
-
-
 class ScoredLoop(EmbodiedLoop):
-    roles = (*EmbodiedLoop.roles, Role("reward", "tests.scored_loop:Scorer"))
-    make_source = ScoredRollouts
+    roles = (*EmbodiedLoop.roles, Role("reward", "tests.scored_loop:Scorer", relays=True))

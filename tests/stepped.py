@@ -36,12 +36,13 @@ class Run:
         self.config = load([*arguments, f"cluster.backend={backend}"]).config
         shared = divides_requests(self.config)
         how = (self.config.env.num_envs, self.config.pipeline.stages)
-        plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared)
+        roles = [role.name for role in kind.roles]
+        plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared, roles=roles)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
         self.folder, self.kind, self.lines = folder, kind, []
 
     def __enter__(self):
-        self.cluster = launch.cluster(self.config, self.plan, self.folder)
+        self.cluster = launch.cluster(self.config, self.plan, self.folder, program=self.kind)
         self.loop = self.kind(self.config, self.cluster, notify=self.lines.append)
         self.loop.publish(0)
         return self

@@ -52,7 +52,7 @@ def redness(images):
     return (images[..., 0] - images[..., 1].astype(np.float64)).mean((1, 2)) / 255
 
 class RednessLoop(ScoredLoop):
-    roles = (*EmbodiedLoop.roles, Role("reward", "planted:Redness", arguments))
+    roles = (*EmbodiedLoop.roles, Role("reward", "planted:Redness", arguments, relays=True))
 
 class KilledSimLoop(ScoredLoop):
     def iterate(self, iteration, total):
@@ -61,7 +61,7 @@ class KilledSimLoop(ScoredLoop):
         return super().iterate(iteration, total)
 
 class FragileLoop(ScoredLoop):
-    roles = (*EmbodiedLoop.roles, Role("reward", "planted:Fragile", arguments, saved=True))
+    roles = (*EmbodiedLoop.roles, Role("reward", "planted:Fragile", arguments, relays=True, saved=True))
 """
 
 
@@ -155,7 +155,7 @@ def test_a_resumed_run_goes_on_with_the_reward_network_as_it_was(here, capsys):
         here, "half", "run.iterations=2", "placement={sim: fake:0, policy: fake:1, 'reward,learner': fake:2}"
     )
     told = capsys.readouterr().out
-    assert "1 x reward + learner on fake:2" in told and "reward: pass_on" in told
+    assert "1 x reward + learner on fake:2" in told and "reward: pass_rollouts" in told
     command = re.findall(r"resume +(python -m .*half.*)", told)[-1]
     assert "embodied.train program=my_reward:ScoredLoop resume=" in command
     assert train.main([*shlex.split(command)[3:], "run.iterations=4"]) == 0
@@ -233,7 +233,7 @@ def test_a_killed_simulator_is_replaced_where_a_mode_has_placed_the_reward_worke
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the page uses two cores")
 def test_the_commands_train_resume_evaluate_benchmark_and_plan_with_four_roles(folder):
     told = run(TRAIN, folder, *SHORT, "run.iterations=3")
-    assert "1 x reward on core 1" in told and "reward: pass_on" in told
+    assert "1 x reward on core 1" in told and "reward: pass_rollouts" in told
     assert "reward" in (newest(folder, "scored") / "report.html").read_text()
     assert "resumed from" in run(RESUME, folder, "run.env_steps=null", "run.iterations=5")
     assert "success_once" in run(EVALUATE, folder, "eval.episodes=2")

@@ -107,6 +107,16 @@ class PipelineSection(Strict):
         0.005, ge=0, le=10, description="Seconds that a request may wait there for those of other sims."
     )
 
+    @property
+    def lag(self) -> int:
+        """By how many versions the weights of a rollout are older than those of the learners."""
+        return self.async_level if self.schedule == "async" else 0
+
+    @property
+    def begins_early(self) -> bool:
+        """True if learners add gradients of a batch that is not complete."""
+        return self.schedule == "periodic"
+
 
 USUAL_VIDEOS = 4  # of an evaluation's first episodes, and of failures
 

@@ -49,6 +49,7 @@ class Role:
         str, ...
     ] = ()  # roles that read what it puts into channels; an answer goes back without being named
     holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
+    relays: bool = False  # what is played passes through its workers, `RelayWorker`s, on its way to learners
     saved: bool = False  # checkpoints have what its workers' `get_state` returns, which `set_state` gets on resuming
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The driver's record of whole episodes: which sim has each, and which groups of them learners have been sent.
+"""The driver's record of whole episodes: which worker keeps each, and which groups of them learners have been sent.
 
 A group is learned from when all of it was sent: to one learner rank, or a part of it to each. What a sim had sent of a
 group before it died counts for nothing then. With schedule=periodic groups are sent as soon as it is certain that the
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied.algorithms.groups import Group
+from embodied.core.arrays import gather
 from embodied.core.types import Unit, env_blocks
-from embodied.runtime import Channel, Handle
+from embodied.runtime import Channel, Handle, WorkerGroup
 
 if TYPE_CHECKING:
     from embodied.workflows.rollout_manager import RolloutManager
@@ -43,14 +44,17 @@ class GroupTransfer:
 
 
 class Experience:
-    """Whole episodes that sims keep, and groups on their way to learners."""
+    """Whole episodes that workers keep, and groups on their way to learners."""
 
-    def __init__(self, rollouts: RolloutManager, shard: bool) -> None:
-        """With `shard` all ranks take every group together, some of its episodes each, since none has all weights."""
+    def __init__(self, rollouts: RolloutManager, shard: bool, relays: Sequence[WorkerGroup] = ()) -> None:
+        """With `shard` all ranks take every group together, some of its episodes each, since none has all weights.
+        Sims keep what they have played, unless it passes on to the `relays`."""
         self.rollouts, self.shard = rollouts, shard
+        self.keepers = [rollouts.sims, *relays]
+        self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
         self.channels: list[Channel] = []
-        self.kept_by: dict[int, tuple[int, int]] = {}  # episode -> the sim that plays or keeps it, and its life
-        self.sent = 0  # groups, in all
+        self.kept_by: dict[int, tuple[str, int]] = {}  # episode -> the worker that plays or keeps it, and its life
+        self.sent = 0  # parts of groups, in all
         self.under_way: list[GroupTransfer] = []
         self.had: list[int] = []  # by rank, env steps or tokens of this batch
 
@@ -58,23 +62,42 @@ class Experience:
         """A batch begins, whose groups go through these channels to the learner ranks."""
         self.channels, self.had = channels, [0] * len(channels)
 
-    def play(self, episodes: Mapping[int, Collection[int]]) -> None:
-        """These episodes are played, by sim."""
+    def keep_at(self, episodes: Mapping[str, Collection[int]]) -> None:
+        """These episodes are played or kept by these workers."""
         lives = self.rollouts.lives
-        self.kept_by |= {one: (sim, lives[sim]) for sim, mine in episodes.items() for one in mine}
+        self.kept_by |= {one: (worker, lives[worker]) for worker, mine in episodes.items() for one in mine}
 
     def keep(self, episodes: tuple[int, ...]) -> None:
-        """Have the sims forget all other episodes."""
+        """Have all workers forget all other episodes."""
         self.kept_by = {one: self.kept_by[one] for one in episodes if one in self.kept_by}
-        self.rollouts.settle(self.rollouts.sims.keep(episodes))
+        self.rollouts.settle(*(group.keep(episodes) for group in self.keepers))
 
     def gone(self, episodes: Collection[int]) -> list[int]:
-        """Those of these whose sim has died since it played them."""
+        """Those of these whose worker has died since it played them."""
         return [one for one in episodes if not self._there(one)]
 
     def _there(self, episode: int) -> bool:
-        sim, life = self.kept_by[episode]
-        return self.rollouts.lives[sim] == life
+        worker, life = self.kept_by[episode]
+        return self.rollouts.lives[worker] == life
+
+    def hand_in(self, episodes: Sequence[int], channel: Channel, batch: int, keep: bool = False) -> dict[str, Handle]:
+        """Have these episodes put into a channel by the workers that keep them; returns the calls by source."""
+        self.sent += 1
+        calls = {}
+        for worker, mine in gather((self.kept_by[one][0], one) for one in episodes).items():
+            source = f"{worker}#{self.sent}"
+            calls[source] = self.worker[worker].hand_in(mine, source, channel, batch, keep=keep)
+        return calls
+
+    def get_kept(self) -> dict[str, np.ndarray]:
+        """All kept episodes, as arrays for a checkpoint."""
+        parts = [part for part in self.rollouts.ask(self.keepers[-1].get_kept) if part]
+        return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+
+    def set_kept(self, arrays: dict[str, np.ndarray]) -> None:
+        """Go on with what `get_kept` returned."""
+        keepers = self.keepers[-1]
+        self.keep_at(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(arrays)), strict=True)))
 
     def send(self, group: Group, batch: int, steps: int) -> None:
         """Begin to send a group of so many env steps or tokens, as soon as it is certain."""
@@ -118,18 +141,10 @@ class Experience:
         return self.arrived()
 
     def _send(self, group: Group, shares: dict[int, range], batch: int, keep: bool) -> None:
-        self.sent += 1
         calls = {}
         for rank, share in sorted(shares.items(), key=lambda item: len(item[1])):  # copies for padding come first
-            by_sim: dict[int, list[int]] = {}
-            for place in share or range(1):
-                by_sim.setdefault(self.kept_by[group.episodes[place]][0], []).append(group.episodes[place])
-            calls[rank] = {
-                f"sim-{sim}#{self.sent}": self.rollouts.sims[sim].hand_in(
-                    episodes, f"sim-{sim}#{self.sent}", self.channels[rank], batch, keep=keep or not share
-                )
-                for sim, episodes in by_sim.items()
-            }
+            episodes = [group.episodes[place] for place in share or range(1)]
+            calls[rank] = self.hand_in(episodes, self.channels[rank], batch, keep=keep or not share)
         self.under_way.append(GroupTransfer(group, shares, calls))
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from embodied.algorithms.advantages import group_advantages
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.groups import POOLS, Group, GroupPool, PromptPools, score_of
+from embodied.core.arrays import gather
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
@@ -35,8 +36,10 @@ from embodied.envs import env_class
 from embodied.runtime import Handle
 from embodied.workflows.contract import WARNING
 from embodied.workflows.experience import Experience, GroupTransfer, units_of
+from embodied.workflows.relay import Relays
 
 if TYPE_CHECKING:
+    from embodied.config.sections import PipelineSection
     from embodied.workflows.workers import Workers
 
 
@@ -57,7 +60,7 @@ class GroupedEpisodes:
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
     groups: list[Group] = field(default_factory=list)  # that learners have
     mine: list[list[int] | None] = field(default_factory=list)  # by learner rank, its episodes; None: it has nothing
-    engine: dict[str, float] = field(default_factory=dict)  # what language policies' engines report
+    reported: dict[str, float] = field(default_factory=dict)  # by roles that groups pass through, and by engines
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -80,15 +83,15 @@ class GroupedEpisodes:
 
 class GroupCollector:
     def __init__(self, workers: Workers) -> None:
-        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
+        """Lay a channel to each learner."""
         config = workers.config
-        self.config, self.algo = config, config.algo
+        self.config, self.algo, self.early = config, config.algo, config.pipeline.begins_early
         in_epochs = self.algo.prompts == "epochs"
         self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
         self.episodes = EpisodeList(
             config.seed, "train", workers.tasks, group_size=self.algo.group_size, questions=self.questions
         )
-        self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline.schedule))
+        self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.batches = 0  # that were collected
         self.learning: Handle | None = None  # with schedule=periodic, of learners that take groups as they come
@@ -104,8 +107,9 @@ class GroupCollector:
         drawn_at = config.policy.temperature if self.text else 1.0
         self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at) if self.text else 1.0
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
-        self.trajectories = self.outlets = workers.trajectory_channels()
-        self.experience = Experience(self.rollouts, config.learner.shard)
+        self.trajectories = workers.trajectory_channels()
+        self.relays = Relays(workers)
+        self.experience = Experience(self.rollouts, config.learner.shard, self.relays.groups)
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
             raise ConfigError(
@@ -138,9 +142,8 @@ class GroupCollector:
         self.pool.counts.clear()
         if self.prompts is not None:
             self.prompts.counts.clear()
-        self.experience.begin(self.outlets)
+        self.experience.begin(self.trajectories)
         if self.early:
-            self._check_direct()
             self.began, self.learning = perf_counter(), self._begin_to_learn(batch)
         # Rounds of whole groups, until the algorithm has what it asks for.
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
@@ -154,7 +157,7 @@ class GroupCollector:
             self._send_all(taken, batch)
         self.experience.keep(self.pool.held)
         if self.text:
-            batch.engine = added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
+            batch.reported |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
         return batch
 
@@ -178,18 +181,6 @@ class GroupCollector:
                 end = BatchEnd(iteration, total, part=self._part(batch, rank))
             channel.put(end, key=batch.number)
         return learning or self._begin_to_learn(batch)
-
-    @property
-    def early(self) -> bool:
-        """True if learners begin before a batch is complete."""
-        return self.config.pipeline.schedule == "periodic"
-
-    def _check_direct(self) -> None:
-        if self.outlets is not self.trajectories:
-            raise ConfigError(
-                f"pipeline.schedule=periodic: sims send groups straight to learners, but {type(self).__name__} "
-                "lets them pass through other workers; try pipeline.schedule=sync"
-            )
 
     def _begin_to_learn(self, batch: GroupedEpisodes) -> Handle:
         version = batch.version if self.early else None
@@ -233,14 +224,12 @@ class GroupCollector:
             "groups/carried_episodes": batch.carried,
             "groups/discarded_episodes": batch.discarded,
             "groups/rounds": batch.rounds,
-            **batch.engine,
+            **batch.reported,
         }
 
     def save(self) -> dict[str, np.ndarray]:
-        """The pool, and the episodes that the sims keep for it."""
-        parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_kept) if part]
-        names = parts[0] if parts else ()
-        kept = {f"kept.{name}": np.concatenate([part[name] for part in parts]) for name in names}
+        """The pool, and the episodes that are kept for it."""
+        kept = {f"kept.{name}": array for name, array in self.experience.get_kept().items()}
         return self._pool_state() | kept
 
     def abandon(self) -> dict[str, np.ndarray]:
@@ -268,8 +257,7 @@ class GroupCollector:
         if self.prompts is not None:
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
-            found = self.rollouts.ask(lambda: self.rollouts.sims.set_kept(kept))
-            self.experience.play(dict(enumerate(found)))
+            self.experience.set_kept(kept)
         return 0
 
     # Inside
@@ -282,16 +270,18 @@ class GroupCollector:
         beside, rollouts.beside = rollouts.beside, {}
         shares = {sim: [] for sim in beside} | shares
 
+        noted = self.early and not self.relays.groups  # else nothing is certain before the round is over
         shown = sampled([spec.index for spec in specs], self.config.run.samples) if not batch.rounds else frozenset()
 
         def begin(sim: int, route: Route) -> Handle:
             more: dict[str, Any] = {"beside": beside[sim]} if sim in beside else {}
             if self.text:
                 more["shown"] = shown
-            return rollouts.sims[sim].collect(shares[sim], route, noted=self.early, **more)
+            return rollouts.sims[sim].collect(shares[sim], route, noted=noted, **more)
 
-        self.experience.play({sim: [spec.index for spec in share] for sim, share in shares.items()})
-        background = self if self.early else None
+        workers = rollouts.sims.workers
+        self.experience.keep_at({workers[sim]: [spec.index for spec in share] for sim, share in shares.items()})
+        background = self if noted else None
         calls, _ = rollouts.play(
             shares, begin, self.config.pipeline.stages, self.sampling, "train", background=background
         )
@@ -300,7 +290,7 @@ class GroupCollector:
         batch.stats += stats
         batch.seconds += max((call.seconds() for call in played), default=0.0)
         batch.rounds += 1
-        self.add([result for part in stats for result in part.finished], batch)
+        self.add(self._relayed([result for part in stats for result in part.finished], batch), batch)
         self.lose(sorted(self.pool.playing), batch)
         self._lose_what_is_gone(batch)
         if self.early:
@@ -317,6 +307,17 @@ class GroupCollector:
         longest = self.config.policy.max_tokens if self.algo.overlong else 0
         scores = {index: score_of(result, self.algo, longest) for index, result in new.items()}
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
+
+    def _relayed(self, results: list[EpisodeResult], batch: GroupedEpisodes) -> list[EpisodeResult]:
+        """The outcomes of a round with the rewards of the roles that groups pass through."""
+        if not self.relays.groups:
+            return results
+        size = self.algo.group_size
+        found = {result.index: result for result in results}
+        groups = gather((index // size, index) for index in sorted(found)).values()
+        rewards, metrics = self.relays.pass_groups(map(tuple, groups), self.experience)
+        batch.reported |= metrics
+        return [replace(found[index], total_reward=reward) for index, reward in rewards.items()]
 
     # To the learners
 
@@ -430,6 +431,6 @@ def sampled(episodes: list[int], count: int) -> frozenset[int]:
     return frozenset(episodes[number * len(episodes) // count] for number in range(count))
 
 
-def discards_surplus(algo: PPOConfig | GRPOConfig, schedule: str) -> bool:
+def discards_surplus(algo: PPOConfig | GRPOConfig, pipeline: PipelineSection) -> bool:
     """True if groups that an iteration did not need are dropped: in the next one they would be older than its own."""
-    return schedule != "sync" if algo.surplus is None else algo.surplus == "discard"
+    return bool(pipeline.lag) or pipeline.begins_early if algo.surplus is None else algo.surplus == "discard"

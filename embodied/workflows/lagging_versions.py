@@ -28,7 +28,7 @@ class LaggingVersions:
 
     def __init__(self, loop: EmbodiedLoop) -> None:
         self.loop, self.weight_sync, self.ahead = loop, loop.weight_sync, loop.ahead
-        self.lag = loop.config.pipeline.async_level
+        self.lag = loop.config.pipeline.lag
         self.depth = max(1, self.lag - 1)  # batches that wait for their update
         self.updating = False
         self.rollouts_left = 0  # of the run

@@ -5,8 +5,8 @@ how a batch is collected below (`HorizonCollector`, PPO) and in `group_collector
 which sim, and what happens when one dies, in `rollout_manager.py`, which weights act in `runtime/weights.py`,
 evaluation in `evaluator.py`. Where each worker runs is the plan's business.
 
-`pipeline.schedule` (`PipelineSection` in `config/sections.py`, as is `pipeline.async_level`) changes when the three
-steps of an iteration happen, never what they compute:
+`pipeline.schedule` names two numbers (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag, and
+whether learners begin early. They change when the three steps of an iteration happen, never what they compute:
 
     sync      collect a batch with version n, update on it, publish version n + 1
     periodic  the same, but learners take groups of episodes as they finish (`GroupStream`) and make one step at the end
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
+from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
     BatchPart,
@@ -48,6 +49,7 @@ from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Rol
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.lagging_versions import LaggingVersions
+from embodied.workflows.relay import Relays
 from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
@@ -122,7 +124,7 @@ class EmbodiedLoop:
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
         self.rollouts, self.device_sharing = self.workers.rollouts, self.workers.device_sharing
         self.ahead: deque[Batch] = deque()  # batches that are collected and not learned from
-        self.lagging = LaggingVersions(self) if config.pipeline.schedule == "async" else None
+        self.lagging = LaggingVersions(self) if config.pipeline.lag else None
         self.dropped = 0
         self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
         self.updating: tuple[Batch, Handle | None] | None = None  # a batch, and the update that is not counted yet
@@ -309,7 +311,7 @@ class RolloutParts:
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
     sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
     seconds: float = 0.0
-    relayed: dict[str, float] = field(default_factory=dict)  # metrics of the role that rollouts pass through
+    relayed: dict[str, float] = field(default_factory=dict)  # metrics of roles that rollouts pass through
 
     @property
     def env_ids(self) -> np.ndarray:
@@ -330,13 +332,17 @@ class HorizonCollector:
     exhausted = ""  # there always is something to learn from
 
     def __init__(self, workers: Workers) -> None:
-        """Lay a channel to each learner; sims put into `outlets`, learners read `trajectories`."""
+        """Lay a channel to each learner. Sims put rollouts into `inlets`."""
         config = workers.config
         assert isinstance(config.algo, PPOConfig)
         self.config, self.horizon = config, config.algo.rollout_decisions
         self.rollouts, self.learners = workers.rollouts, workers.learners
         self.episodes = self.rollouts.episodes = EpisodeList(config.seed, "train", workers.tasks)
-        self.trajectories = self.outlets = workers.trajectory_channels()
+        self.trajectories, self.relays = workers.trajectory_channels(), Relays(workers)
+        self.inlets = self.relays.inlets(self.trajectories)
+        if (pieces := config.pipeline.granularity) and self.relays.groups:
+            role = self.relays.groups[0].role
+            raise ConfigError(f"pipeline.granularity={pieces}: {role} workers take whole rollouts; leave it out")
         self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
         self.batches = 0  # that were collected
         self.learning: Handle | None = None  # of learners that take the pieces of a rollout as they come
@@ -372,6 +378,8 @@ class HorizonCollector:
                 break
         rollouts.read_journal()
         rollouts.episode_counter.finish(result for part in batch.stats.values() for result in part.finished)
+        sources = [batch.sources_of(block) for block in self.blocks]
+        batch.relayed = self.relays.pass_rollouts(batch.number, sources, self.trajectories)
         return batch
 
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
@@ -424,7 +432,7 @@ class HorizonCollector:
         return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
 
     def _collect(self, batch: int, sim: int, route: Route) -> Handle:
-        where = (tuple(self.outlets), batch, self.config.pipeline.granularity or 0)
+        where = (tuple(self.inlets), batch, self.config.pipeline.granularity or 0)
         return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where)
 
     def _parts(self, sim: int, route: Route) -> dict[str, range]:

@@ -18,6 +18,7 @@ How far a rollout's weights may lag behind the learners' is decided in `rl_loop.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -64,7 +65,7 @@ class RolloutManager:
         self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
         self.rounds = 0
         self.restarts = 0
-        self.lives = [0] * len(self.sims)  # by sim worker, how often it was replaced
+        self.lives: Counter[str] = Counter()  # by worker, how often it was replaced
         self.abandoned_episodes = 0
         self.repetitions = Repetitions()
         self.warnings: set[str] = set()  # that were shown
@@ -183,8 +184,7 @@ class RolloutManager:
             loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
             self.cluster.rebuilt_by(host, built, loads)
             self.restarts += 1
-            for sim in sims:
-                self.lives[sim] += 1
+            self.lives.update(self.sims.workers[sim] for sim in sims)
             self.abandoned_episodes += abandoned
             self._report_restart(restart, failure, abandoned)
             found += policies

@@ -100,7 +100,7 @@ class Workers:
     def _acts_during_update(self) -> bool:
         """True if policies act while learners update: with weights of their own, and without those whose devices the
         learners hold."""
-        return self.config.pipeline.schedule == "async"
+        return self.config.pipeline.lag > 0
 
     def _share_devices(self) -> DeviceSharing:
         """Lets the roles' phases share devices. All groups are built, and so have their memory."""

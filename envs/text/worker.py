@@ -41,7 +41,7 @@ from embodied.envs import env_class
 from embodied.envs.request_client import PromptClient
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
-from embodied.envs.whole_episodes import EpisodeKeeper
+from embodied.envs.whole_episodes import PlayerWorker
 from embodied.runtime import Channel, Needs, Timers
 
 LOOK_S = 0.01  # between two looks for answers while env steps run
@@ -50,7 +50,7 @@ SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
 
 
-class TextWorker(EpisodeKeeper):
+class TextWorker(PlayerWorker):
     def __init__(self, *options, **more) -> None:
         super().__init__(*options, **more)
         self.kind = env_class(self.config)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import GroupPool
+from embodied.config.sections import PipelineSection
 from embodied.workflows.group_collector import discards_surplus
 
 KEPT, EQUAL, LOW = (1.0, 0.0), (1.0, 1.0), (0.25, 0.0)  # scores of a group of two; LOW where a bound is given
@@ -164,9 +165,11 @@ def test_surplus_without_resampling_is_refused(how):
 
 
 def test_surplus_is_carried_only_with_sync_unless_asked():
-    found = {s: discards_surplus(GRPOConfig(name="dapo"), s) for s in ("sync", "periodic", "async")}
+    found = {
+        s: discards_surplus(GRPOConfig(name="dapo"), PipelineSection(schedule=s)) for s in ("sync", "periodic", "async")
+    }
     assert found == {"sync": False, "periodic": True, "async": True}
-    assert discards_surplus(GRPOConfig(name="dapo", surplus="discard"), "sync")
-    assert not discards_surplus(GRPOConfig(name="dapo", surplus="carry"), "async")
+    assert discards_surplus(GRPOConfig(name="dapo", surplus="discard"), PipelineSection(schedule="sync"))
+    assert not discards_surplus(GRPOConfig(name="dapo", surplus="carry"), PipelineSection(schedule="async"))
     carried = GRPOConfig(name="dapo", surplus="carry", epochs=1, minibatch_size=None)
     assert "algo.surplus=carry keeps some of older" in carried.why_not_periodic()

@@ -1,5 +1,6 @@
 """Which learner rank is sent which episodes of a batch, and what becomes of those whose sim has died."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,8 @@ class Call:
 class Sims:
     """Two sims; `sent` are (channel, episodes, whether they are kept) in order."""
 
+    workers = "sim-0", "sim-1"
+
     def __init__(self):
         self.sent, self.dead = [], set()
 
@@ -43,11 +46,11 @@ class Sims:
 def experience(ranks, groups, shard=False):
     """Groups of four episodes, every other episode played by the same sim."""
     sims = Sims()
-    rollouts = SimpleNamespace(sims=sims, lives=[0, 0], settle=lambda *calls: None)
+    rollouts = SimpleNamespace(sims=sims, lives=Counter(), settle=lambda *calls: None)
     found = Experience(rollouts, shard)
     found.begin(list(range(ranks)))
     episodes = range(groups * SIZE)
-    found.play({0: episodes[::2], 1: episodes[1::2]})
+    found.keep_at({"sim-0": episodes[::2], "sim-1": episodes[1::2]})
     return found, sims, [Group(tuple(episodes[g * SIZE : (g + 1) * SIZE]), (0.0,) * SIZE) for g in range(groups)]
 
 
@@ -87,7 +90,7 @@ def test_with_shards_every_rank_has_a_part_of_every_group():
 def test_a_group_of_which_a_sim_died_before_it_had_sent_its_part_has_not_arrived():
     found, sims, groups = experience(1, 2)
     sims.dead = {1}
-    found.rollouts.lives[1] += 1
+    found.rollouts.lives["sim-1"] += 1
     assert found.gone([0, 1, 2, 3]) == [1, 3]
     found.send_all(groups, batch=1, whole=True)
     assert [sent.arrived() for sent in found.arrived()] == [False, False] and not found.arrived()

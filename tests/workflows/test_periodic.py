@@ -346,10 +346,3 @@ def test_what_cannot_be_periodic_is_refused(asked, said):
                 *asked,
             ]
         )
-
-
-def test_sources_that_send_episodes_through_other_workers_are_refused(tmp_path):
-    with Run(tmp_path, PERIODIC) as run:
-        run.loop.source.outlets = list(run.loop.source.outlets)
-        with pytest.raises(ConfigError, match="GroupCollector lets them pass through other workers"):
-            run.train()

@@ -16,7 +16,7 @@ from embodied.runtime import Worker
 from embodied.workflows.contract import BatchSource, Role, check_roles
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.imitation import ImitationLoop, RecordedEpisodes
-from embodied.workflows.relay import RelayedRollouts, RelayWorker
+from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop, HorizonCollector
 
 ARGUMENTS = [
@@ -58,12 +58,12 @@ class ScoredRollouts(HorizonCollector):
         super().__init__(workers)
         self.reward = workers.groups["reward"]
         ranks = range(len(self.trajectories))
-        self.outlets = [workers.cluster.channel(f"unscored-{r}", home=self.reward[0], capacity=None) for r in ranks]
+        self.inlets = [workers.cluster.channel(f"unscored-{r}", home=self.reward[0], capacity=None) for r in ranks]
 
     def collect(self, version):
         batch = super().collect(version)
         sources = [batch.sources_of(block) for block in self.blocks]
-        self.rollouts.settle(scoring := self.reward.score(batch.number, self.outlets, sources, self.trajectories))
+        self.rollouts.settle(scoring := self.reward.score(batch.number, self.inlets, sources, self.trajectories))
         self.scored = scoring.wait()[0]
         return batch
 
@@ -176,20 +176,15 @@ class Unchanged(RelayWorker):
         return parts, {"reward/parts": float(len(parts))}
 
 
-class PassedOn(RelayedRollouts):
-    role = "reward"
-
-
 class RelayingLoop(EmbodiedLoop):
-    roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:Unchanged"))
-    make_source = PassedOn
+    roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:Unchanged", relays=True))
 
 
 def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_straight(tmp_path):
     plain, _, _ = learned(tmp_path / "plain", EmbodiedLoop)
     relayed, loop, _ = learned(tmp_path / "relayed", RelayingLoop)
     assert all(np.array_equal(plain[name], relayed[name]) for name in plain)
-    assert len(loop.source.relays) == 1
+    assert len(loop.source.relays.groups) == 1
 
 
 def test_pieces_of_rollouts_are_not_handed_to_a_role_that_takes_whole_ones(tmp_path):

@@ -1,0 +1,114 @@
+"""Groups of robots' episodes and of conversations pass through a role of the program before learners have them."""
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from stepped import GRPO, ONE_STEP, Run
+from talking_runs import TALK, far
+
+from embodied.workflows.contract import Role
+from embodied.workflows.relay import RelayWorker
+from embodied.workflows.rl_loop import EmbodiedLoop
+
+CARRIES = ["algo.filter=resample", "algo.filter_low=0.0", "algo.surplus=carry", "algo.groups=3", "algo.max_rounds=9"]
+ROBOTS = [*(one for one in GRPO if "minibatch" not in one), *ONE_STEP]
+PLACES = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-4", "judge": "fake:5-6"}
+STRAIGHT = {role: devices for role, devices in PLACES.items() if role != "judge"}
+
+
+class Unchanged(RelayWorker):
+    def relay(self, parts):
+        return parts, {"judge/parts": float(len(parts))}
+
+
+class Shifted(RelayWorker):
+    """Adds a number of each episode's own to its last reward, through which all groups differ."""
+
+    def relay(self, parts):
+        return [replace(part, rewards=part.rewards + self.bonus(part)) for part in parts], {}
+
+    def bonus(self, part):
+        bonus = np.zeros_like(part.rewards)
+        ends = np.cumsum(part.lengths) - 1
+        bonus[ends, part.mask[ends].sum(axis=1) - 1] = part.ids % 7
+        return bonus
+
+
+def judged(*workers):
+    class JudgedLoop(EmbodiedLoop):
+        roles = (*EmbodiedLoop.roles, *(Role(name, f"{__name__}:{cls}", relays=True) for name, cls in workers))
+
+    return JudgedLoop
+
+
+ONE_JUDGE = judged(("judge", "Unchanged"))
+
+
+def played(folder, kind, *arguments, placement=PLACES, count=3):
+    folder.mkdir()
+    with Run(folder, *arguments, kind=kind, placement=placement) as run:
+        rows = [run.loop.iterate(number, 6) for number in range(count)]
+        return rows, run.weights()
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+@pytest.mark.parametrize("arguments", [ROBOTS, TALK], ids=["robots", "conversations"])
+def test_groups_that_pass_through_unchanged_are_learned_from_as_if_they_had_come_straight(
+    arguments, schedule, tmp_path
+):
+    words = [*arguments, f"pipeline.schedule={schedule}"]
+    straight, weights = played(tmp_path / "straight", EmbodiedLoop, *words, placement=STRAIGHT)
+    rows, passed = played(tmp_path / "passed", ONE_JUDGE, *words)
+    assert far(passed, weights) < (1e-9 if schedule == "periodic" else 1e-12)
+    assert [row["groups/used"] for _, row in rows] == [row["groups/used"] for _, row in straight]
+    assert all(row["judge/parts"] == 3 and row["train/grad_norm"] > 1e-4 for _, row in rows)
+
+
+def test_groups_are_compared_and_filtered_by_the_rewards_of_the_last_role(tmp_path):
+    words = [*TALK, "algo.filter=resample", "algo.filter_metric=return"]
+    places = {**PLACES, "shift": "fake:7"}
+    rows, weights = played(
+        tmp_path / "both", judged(("judge", "Unchanged"), ("shift", "Shifted")), *words, placement=places
+    )
+    assert all(row["groups/dropped_equal"] == 0 and row["groups/rounds"] == 1 for _, row in rows)
+    straight, before = played(tmp_path / "straight", EmbodiedLoop, *words, placement=STRAIGHT)
+    assert sum(row["groups/dropped_equal"] for _, row in straight) > 0
+    assert far(weights, before) > 1e-6
+
+
+def test_a_run_goes_on_with_the_groups_that_a_role_keeps_for_later_batches(tmp_path):
+    words = [*(one for one in ROBOTS if "algo.groups=" not in one), *CARRIES]
+    rows, weights = played(tmp_path / "whole", ONE_JUDGE, *words, count=4)
+    assert rows[0][1]["groups/carried_episodes"] == 4  # a group, and the first episode of another
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    with Run(folder, *words, kind=ONE_JUDGE, placement=PLACES) as run:
+        run.loop.iterate(0, 6)
+        checkpoint = run.loop.save(folder, {})
+    with np.load(checkpoint / "sims.npz", allow_pickle=False) as arrays:
+        state = dict(arrays)
+    with Run(folder, *words, kind=ONE_JUDGE, placement=PLACES) as run:
+        run.loop.restore(checkpoint, state, 1)
+        for number in range(1, 4):
+            run.loop.iterate(number, 6)
+        assert far(run.weights(), weights) == 0
+
+
+def test_groups_of_a_sim_that_dies_on_their_way_to_a_role_are_left_out_and_counted(tmp_path, monkeypatch):
+    with Run(tmp_path, *ROBOTS, kind=ONE_JUDGE, placement=PLACES, backend="local") as run:
+        experience, send = run.loop.source.experience, run.loop.source.experience.hand_in
+
+        def struck(*args, **more):
+            monkeypatch.undo()
+            os.kill(run.pid("sim-0"), signal.SIGKILL)
+            return send(*args, **more)
+
+        monkeypatch.setattr(experience, "hand_in", struck)
+        _, row = run.loop.iterate(0, 6)
+        _, after = run.loop.iterate(1, 6)
+    assert row["faults/restarts"] == 1 and row["groups/dropped_incomplete"] > 0 and row["faults/lost_episodes"] > 0
+    assert row["groups/used"] == 5 and row["groups/rounds"] == 2  # half or more was lost, so a second round replaces it
+    assert after["groups/used"] == 5 and after["faults/lost_episodes"] == 0
