@@ -5,8 +5,8 @@ how a batch is collected below (`HorizonCollector`, PPO) and in `group_collector
 which sim, and what happens when one dies, in `rollout_manager.py`, which weights act in `runtime/weights.py`,
 evaluation in `evaluator.py`. Where each worker runs is the plan's business.
 
-`pipeline.schedule` names two numbers (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag, and
-whether learners begin early. They change when the three steps of an iteration happen, never what they compute:
+`pipeline.schedule` names two settings (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag,
+and whether learners begin early. They change when the steps of an iteration happen, never what these compute:
 
     sync      collect a batch with version n, update on it, publish version n + 1
     periodic  the same, but learners take groups of episodes as they finish (`GroupStream`) and make one step at the end
