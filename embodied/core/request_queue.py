@@ -66,6 +66,11 @@ class RequestQueue:
         """Forget a request: its answer has come. False if no worker has it: that is a second answer."""
         return any(had.pop(key, None) is not None for had in self.taken.values())
 
+    @property
+    def unanswered(self) -> int:
+        """The number of requests that wait or that a worker has."""
+        return len(self.waiting) + sum(map(len, self.taken.values()))
+
     def load(self, worker: str) -> int:
         """Rows that a worker has."""
         return sum(one.rows for one in self.taken.get(worker, {}).values())

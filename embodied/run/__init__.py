@@ -21,4 +21,5 @@ __all__ = [
     "run_group",
     "seeds_and_sweeps",
     "shared_replay",
+    "shared_runs",
 ]

@@ -71,6 +71,7 @@ class Coordinator:
         self.now = 0.0  # the time of what happens, where somebody says it
         self.resident = dict.fromkeys(resident, 0)  # worker -> when it was last at work, counted in grants
         self.holders: dict[str, str] = {}  # device -> gang
+        self.holding: set[str] = set()  # gangs, also those that need no device
         self.waiting: list[str] = []
         self.switching: dict[str, set[tuple[str, str]]] = {}  # chosen gangs -> (verb, worker) not done yet
         self.turn = 0
@@ -100,7 +101,7 @@ class Coordinator:
 
     def acquire(self, gang: str) -> list[Action]:
         """Asks for a gang's devices. Returns what has to happen first, for it or for others that can go on now."""
-        if gang in self.waiting or gang in self.switching or gang in self.holders.values():
+        if gang in self.waiting or gang in self.holding:
             raise LeaseError(f"{gang} asks for devices that it has or waits for already")
         self.waiting.append(gang)
         self.turns.waits(gang, self.now)
@@ -108,7 +109,7 @@ class Coordinator:
 
     def release(self, gang: str) -> list[Action]:
         """A phase is over. Memory stays where it is."""
-        if gang not in self.holders.values():
+        if gang not in self.holding:
             raise LeaseError(f"{gang} gives back devices that it does not hold")
         self._free(gang)
         return self._go_on()
@@ -140,7 +141,7 @@ class Coordinator:
         return {holder for device, holder in self.holders.items() if device in lacking}
 
     def granted(self, gang: str) -> bool:
-        return gang not in self.waiting and gang not in self.switching and gang in self.holders.values()
+        return gang in self.holding and gang not in self.switching
 
     def done(self, action: Action) -> list[Action]:
         """An action was carried out."""
@@ -185,7 +186,7 @@ class Coordinator:
         gone = self.gangs_of.pop(run, set())
         workers = {claim.worker for name in gone for claim in self.gangs[name]}
         for name in gone:
-            if name in self.waiting or name in self.holders.values():
+            if name in self.waiting or name in self.holding:
                 self.waiting = [other for other in self.waiting if other != name]
                 self._free(name)
             self.switching.pop(name, None)
@@ -222,6 +223,7 @@ class Coordinator:
             if not holders:
                 self.waiting.remove(gang)
                 self.holders |= dict.fromkeys(devices, gang)
+                self.holding.add(gang)
                 self.turns.begins(gang, self.now)
                 actions += self._switch(gang)
         return actions
@@ -239,6 +241,7 @@ class Coordinator:
             kept |= devices
 
     def _free(self, gang: str) -> None:
+        self.holding.discard(gang)
         self.holders = {device: holder for device, holder in self.holders.items() if holder != gang}
         self.turns.ends(gang, self.now)
 

@@ -10,6 +10,9 @@ A phase waits for devices that another thread's phase holds, or that come back w
 not wait for workers that give way: they join it when another phase gives their devices back, and leave it when another
 wants them, as soon as the thread that is in it sees to that.
 
+Where several runs share the devices (`embodied.share`), the process that started them is asked for all of this instead
+(`shared_leases.py`), and workers on devices that belong to other runs give way, too.
+
 Memory moves only where a limit is known and what two phases need does not fit beside each other. `device_leases.py`
 decides which workers get which devices when; what a worker has on its device is counted and moved in
 `device_memory.py`.
@@ -28,6 +31,8 @@ from embodied.core.errors import DeadlineExceeded
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.group import Handle, WorkerGroup
+from embodied.runtime.run_turns import GENERATE, TRAIN
+from embodied.runtime.shared_leases import LOOK_S, SharedLeases, parent
 from embodied.runtime.timers import Timers
 
 
@@ -59,7 +64,7 @@ class DeviceSharing:
         """`growing`: by phase, what its workers need after it, which may be more than they knew of before. `parts`: by
         phase, the gangs that give way in it. A phase waits `timeout_s` for its devices. `wake` is called when workers
         can join or should leave."""
-        self.coordinator = coordinator
+        self.coordinator: Coordinator | SharedLeases = coordinator
         self.growing = growing or {}
         self.parts = parts or {}
         self.part_of = {c.worker: part for parts in self.parts.values() for part in parts for c in self._claims(part)}
@@ -70,6 +75,27 @@ class DeviceSharing:
         self.changes = 0  # counts what could make workers join or leave
         self._phases: dict[str, _Phase] = {}  # that hold their devices
         self._changed = threading.Condition(threading.RLock())
+
+    def share_with_other_runs(self, shared: SharedLeases, tiers: Mapping[str, int]) -> None:
+        """Ask for devices where other runs ask as well. Their updates take as long as they take."""
+        assert isinstance(self.coordinator, Coordinator)
+        self.timeout_s = float("inf")
+        self.coordinator = shared.join(self.coordinator, tiers, self._follow)
+
+    def report_progress(self, fraction: float) -> None:
+        """So much of the batch is collected."""
+        if isinstance(self.coordinator, SharedLeases):
+            self.coordinator.report_progress(fraction)
+
+    def clear_progress(self) -> None:
+        """An iteration has ended."""
+        if isinstance(self.coordinator, SharedLeases):
+            self.coordinator.clear_progress()
+
+    def woke(self, seconds: float) -> None:
+        """A worker that joined a phase took so long to load its weights."""
+        if isinstance(self.coordinator, SharedLeases):
+            self.coordinator.woke(seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -173,7 +199,7 @@ class DeviceSharing:
             call.wait()
         if mine:
             self.go_on()
-        elif not self._changed.wait(max(0.0, until - time.monotonic())):
+        elif not self._changed.wait(max(0.0, min(until - time.monotonic(), LOOK_S))) and time.monotonic() >= until:
             held = " and ".join(phases) or "others"
             raise DeadlineExceeded(f"{gang} has waited {self.timeout_s:g} s for devices that {held} still held")
 
@@ -185,6 +211,10 @@ class DeviceSharing:
             for gang in (*self.parts.get(name, ()), name):
                 give_up = self.coordinator.cancel if gang in self.coordinator.waiting else self.coordinator.release
                 self._carry_out(give_up(gang))
+
+    def _follow(self, actions: list[Action]) -> None:
+        with self._changed:
+            self._carry_out(actions)
 
     def _carry_out(self, actions: list[Action]) -> None:
         """Carries out all actions of a step at once, then what they make possible."""
@@ -207,13 +237,17 @@ def share_devices(
     memory_gb: float | None = None,
     sharing: Sequence[WorkerGroup] = (),
     giving_way: Sequence[WorkerGroup] = (),
+    borrowing: Sequence[WorkerGroup] = (),
+    training: Collection[str] = (),
 ) -> DeviceSharing:
     """The sharing of a cluster's devices by the groups that work in each phase; phases in the order of an iteration.
 
     All groups are built, and so have their memory. `memory_gb` is the limit of every device, if there is one. Groups in
     `sharing` use the same weights where two of them are in one process. Workers of groups in `giving_way` take part in
-    their phase while no other one wants their devices.
+    their phase while no other one wants their devices. Where several runs share the devices, so do those in
+    `borrowing`, and phases in `training` come before others.
     """
+    other_runs = parent()
     devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
     limits = {
         device: host.device_bytes if memory_gb is None else memory_gb * GB
@@ -224,7 +258,8 @@ def share_devices(
     shared = shared_weights(sharing)
     claims = {name: partial(claims_of, members, shared, devices) for name, members in phases.items()}
     leases = {name: first_claims() for name, first_claims in claims.items()}
-    parts = parts_of(leases, {worker for group in giving_way for worker in group.workers})
+    moving = {worker for group in (*giving_way, *(borrowing if other_runs else ())) for worker in group.workers}
+    parts = parts_of(leases, moving, other_runs.lent if other_runs else ())
     everyone = [claim.worker for members in leases.values() for claim in members]
     # How much memory work takes is known when it was done; where nothing is limited nobody asks.
     limited = min(limits.values()) < float("inf")
@@ -234,15 +269,22 @@ def share_devices(
     coordinator = Coordinator(limits, left | late, everyone, dict.fromkeys(late, 1), preemptible=late)
     parts_by_phase = {phase: tuple(found) for phase, found in parts.items()}
     waking = (parts_by_phase, cluster.timeout_s, cluster.wake)
-    return DeviceSharing(coordinator, list(groups.values()), timers, growing, *waking)
+    device_sharing = DeviceSharing(coordinator, list(groups.values()), timers, growing, *waking)
+    if other_runs:
+        tiers = {gang: TRAIN if gang in training else GENERATE for gang in coordinator.gangs}
+        device_sharing.share_with_other_runs(other_runs, tiers)
+    return device_sharing
 
 
-def parts_of(leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str]) -> dict[str, dict[str, list[Claim]]]:
+def parts_of(
+    leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str], lent: Collection[str] = ()
+) -> dict[str, dict[str, list[Claim]]]:
     """The gangs of workers that can come and go in a phase by themselves, by phase: they share devices with another
-    phase, and with no worker of their own that has to stay. Those that share devices with each other are one gang."""
+    phase or with other runs, which have `lent` theirs, and with no worker of their own that has to stay. Those that
+    share devices with each other are one gang."""
     found: dict[str, dict[str, list[Claim]]] = {}
     for phase, claims in leases.items():
-        elsewhere = {d for name, others in leases.items() if name != phase for c in others for d in c.devices}
+        elsewhere = {d for name, others in leases.items() if name != phase for c in others for d in c.devices} | {*lent}
         staying = {d for claim in claims if claim.worker not in giving_way for d in claim.devices}
         clusters: list[tuple[set[str], list[Claim]]] = []
         for claim in (claim for claim in claims if claim.worker in giving_way):

@@ -89,6 +89,11 @@ class WeightSync:
         self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
         return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
 
+    def load_s(self, rank: int) -> float:
+        """Seconds that the last load of a worker took; 0 where it has not come to an end."""
+        load = self.loads.get(rank)
+        return load.seconds() if load and load.succeeded() else 0.0
+
     def _holds(self, rank: int, version: int) -> bool:
         """True if a worker is known to have this version; one that was still building then may have missed it."""
         load = self.loads.get(rank)

@@ -71,8 +71,11 @@ class Answering:
         """Let policy workers join or leave, and hand on what waits."""
         self.device_sharing.go_on()
         self.changes = self.device_sharing.changes
+        if self.shared:
+            self.device_sharing.report_progress(self.shared.progress)
         for policy in [policy for policy in self.leaving if self.serving[policy].done()]:
             del self.leaving[policy], self.serving[policy], self.names[policy]
+            self.device_sharing.woke(self.manager.weight_sync.load_s(policy))
         if self.moving:
             self._join_or_leave()
         self._end_late()
@@ -175,7 +178,13 @@ class SharedPrompts:
         self.first = {*first}
         self.queue = RequestQueue()
         self.room: dict[str, int] = {}  # by engine
+        self.answered = 0
         self.quiet_until = monotonic() + SIGN_OF_LIFE_S
+
+    @property
+    def progress(self) -> float:
+        """The part of all prompts so far that is answered."""
+        return self.answered / max(1, self.answered + self.queue.unanswered)
 
     def hear(self, items: Iterable[PromptBatch | Vacancy], sources: Iterable[str]) -> None:
         """Prompts of these sources, and what engines say; prompts of other sources are dropped."""
@@ -183,8 +192,7 @@ class SharedPrompts:
         for item in items:
             if isinstance(item, Vacancy):
                 self.room[item.engine] = item.room
-                for key in item.answered:
-                    self.queue.answered(key)
+                self.answered += sum(map(self.queue.answered, item.answered))
             else:
                 self.queue.put(
                     *(

@@ -158,6 +158,7 @@ class EmbodiedLoop:
         # The learners' weights are the next version, which policies load before they act again.
         publish_s = self.lagging.updated() if self.lagging else self.publish(self.version + 1)
         self.updating = None
+        self.device_sharing.clear_progress()
         own = {"time/publish_s": publish_s, "faults/restarts": self.rollouts.restarts - restarts}
         return batch.finished, self.source.metrics(batch) | own | losses
 

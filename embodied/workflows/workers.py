@@ -17,6 +17,7 @@ from embodied.envs import env_class, speaks
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
+from embodied.runtime.shared_leases import begin_beside_other_runs
 from embodied.runtime.weight_sync import Weights, WeightSync
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, Role, check_roles
@@ -45,6 +46,7 @@ class Workers:
         of a worker or warning. `start_folder` holds the policy whose weights are the first ones. `eval_tasks` are all
         tasks of an evaluation of which this env plays some."""
         check_roles(roles)
+        begin_beside_other_runs()
         self.roles, self.config, self.cluster = roles, config, cluster
         self.stages, self.notify = config.pipeline.stages if plays else 0, notify
         self.timers = Timers()
@@ -108,7 +110,8 @@ class Workers:
         phases = {phase: groups for phase, groups in by_phase.items() if groups}
         sharing = [self.groups[role.name] for role in self.roles if role.holds_policy and not self._acts_during_update]
         giving_way = [self.policies] if self._acts_during_update else []
-        return share_devices(self.cluster, phases, self.timers, self.config.cluster.memory_gb, sharing, giving_way)
+        memory, training = self.config.cluster.memory_gb, (UPDATE,)
+        return share_devices(self.cluster, phases, self.timers, memory, sharing, giving_way, [self.policies], training)
 
     def trajectory_channels(self) -> list[Channel]:
         """One unbounded trajectory channel to each learner; the size of a batch bounds what it holds."""

@@ -1,0 +1,282 @@
+"""The parent's side of devices that several runs share: serves their coordinator over a local socket, in one thread.
+
+The socket lies in a folder of its own and only this user can open it (mode 0600, and the kernel says who connects).
+A process that was started as a run speaks for that run alone; any other of the same user may ask to add one. What a run
+says and hears: `runtime/shared_leases.py`. A connection that ends ends the run's leases; others never notice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
+from embodied.runtime.run_turns import INITIALISE, RunTurns
+from embodied.runtime.shared_leases import BEGINNING
+
+MOST_BYTES = 4 << 20  # of a message
+STRANGER = ""
+
+
+@dataclass
+class _Peer:
+    socket: socket.socket
+    run: str  # STRANGER: another process of this user
+    came: bytes = b""
+    to_send: bytes = b""
+    number: int = 0  # of its last message
+    actions: list[list[str]] = field(default_factory=list)
+    told: dict[str, Any] | None = None
+
+
+class LeaseServer:
+    """Serves leases of these devices. `record` gets the lines of share.jsonl; `add` starts another run, and returns
+    what to say about that."""
+
+    def __init__(
+        self,
+        devices: Iterable[str],
+        rule: str,
+        record: Callable[[dict[str, Any]], None],
+        add: Callable[[list[str]], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.devices = tuple(devices)
+        self.turns = RunTurns(rule, record)  # type: ignore[arg-type]
+        self.coordinator = Coordinator(dict.fromkeys(self.devices, float("inf")), {}, turns=self.turns)
+        self.add, self.clock, self.start = add, clock, clock()
+        self.expected: dict[int, str] = {}  # process id -> run
+        self.peers: list[_Peer] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="embodied-share-"))
+        self.path = self._folder / "socket"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        before = os.umask(0o177)
+        try:
+            self._socket.bind(str(self.path))
+        finally:
+            os.umask(before)
+        self._socket.listen()
+        self._socket.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+
+    @property
+    def now(self) -> float:
+        return self.clock() - self.start
+
+    def expect(self, run: str, pid: int, weight: float, own: Iterable[str]) -> None:
+        """This process is about to connect as a run that owns these devices."""
+        self.expected[pid] = run
+        self.turns.joins(run, weight, [*own], self.now)
+
+    def end(self, run: str, how: str) -> None:
+        """The run's process has ended."""
+        self.expected = {pid: name for pid, name in self.expected.items() if name != run}
+        for peer in [peer for peer in self.peers if peer.run == run]:
+            self._drop(peer)
+        self._dispatch(self.coordinator.leave(run))
+        self.turns.forgets(run, how, self.now)
+        self._tell()
+
+    def serve(self, timeout_s: float) -> None:
+        """Hear what there is to hear within this time, and answer."""
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._socket:
+                self._accept()
+            elif key.data in self.peers:
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+        self._dispatch(self.coordinator.pass_time(self.now))
+        self._tell()
+
+    def overdue(self, seconds: float) -> set[str]:
+        """Runs that were asked for a device so long ago and still hold it."""
+        asked = [gang for gang in self.turns.gangs.values() if gang.leaves_since is not None]
+        return {gang.run for gang in asked if gang.leaves_since is not None and self.now - gang.leaves_since > seconds}
+
+    def close(self) -> None:
+        for peer in list(self.peers):
+            self._drop(peer)
+        self._selector.close()
+        self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Connections
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            theirs, _ = self._socket.accept()
+            pid, uid, _ = struct.unpack("3i", theirs.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid != os.getuid():
+                theirs.close()
+                return
+            theirs.setblocking(False)
+            peer = _Peer(theirs, self.expected.get(pid, STRANGER))
+            self.peers.append(peer)
+            self._selector.register(theirs, selectors.EVENT_READ, peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.socket)
+        peer.socket.close()
+        if peer in self.peers:
+            self.peers.remove(peer)
+            if peer.run and not any(other.run == peer.run for other in self.peers):
+                self._dispatch(self.coordinator.leave(peer.run))
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data or len(peer.came) > MOST_BYTES:
+            self._drop(peer)
+            return
+        *lines, peer.came = (peer.came + data).split(b"\n")
+        for line in lines:
+            self._answer(peer, line)
+
+    def _answer(self, peer: _Peer, line: bytes) -> None:
+        error = ""
+        try:
+            message = json.loads(line)
+            verb, peer.number = message.pop("do"), message.pop("n")
+            if peer.run == STRANGER:
+                self._send(peer, self._add(verb, message))
+                return
+            self._dispatch(self.coordinator.pass_time(self.now))
+            getattr(self, f"_do_{verb}")(peer.run, **message)
+        except LeaseError as err:
+            error = str(err).replace(f"{peer.run}/", "")
+        except (ValueError, TypeError, KeyError, AttributeError):  # not one of ours
+            self._drop(peer)
+            return
+        self._tell(peer, error)
+
+    def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
+        peer.to_send += json.dumps(message).encode() + b"\n"
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        with suppress(BlockingIOError):
+            try:
+                peer.to_send = peer.to_send[peer.socket.send(peer.to_send) :]
+            except BrokenPipeError:
+                return  # read says so
+        waits = selectors.EVENT_WRITE if peer.to_send else 0
+        with suppress(KeyError, ValueError):
+            self._selector.modify(peer.socket, selectors.EVENT_READ | waits, peer)
+
+    def _add(self, verb: str, message: dict[str, Any]) -> dict[str, Any]:
+        if verb != "add":
+            raise ValueError(verb)
+        return {"said": self.add([str(word) for word in message["words"]])}
+
+    # What a run says
+
+    def _do_begin(self, run: str) -> None:
+        gang = f"{run}/{BEGINNING}"
+        claim = Claim(f"{run}/all", tuple(sorted(self.turns.runs[run].own)))
+        self._dispatch(self.coordinator.join(run, {gang: [claim]}, {gang: INITIALISE}, (), [claim.worker]))
+        self._dispatch(self.coordinator.acquire(gang))
+
+    def _do_join(
+        self,
+        run: str,
+        gangs: dict[str, list[dict[str, Any]]],
+        tiers: dict[str, int],
+        preemptible: list[str],
+        resident: list[str],
+        capacity: dict[str, float],
+    ) -> None:
+        for device, limit in capacity.items():
+            if device in self.coordinator.capacity:
+                self.coordinator.capacity[device] = min(self.coordinator.capacity[device], limit)
+        named = {f"{run}/{name}": [self._claim(run, claim) for claim in claims] for name, claims in gangs.items()}
+        for gang, claims in named.items():  # whoever cannot give way needs its devices as their owner does
+            if gang.removeprefix(f"{run}/") not in preemptible:
+                self.turns.runs[run].own |= {device for claim in claims for device in claim.devices}
+        mine = ({f"{run}/{gang}": tier for gang, tier in tiers.items()}, [f"{run}/{gang}" for gang in preemptible])
+        self._dispatch(self.coordinator.join(run, named, *mine, [f"{run}/{worker}" for worker in resident]))
+
+    def _claim(self, run: str, claim: dict[str, Any]) -> Claim:
+        devices = tuple(device for device in claim["devices"] if device in self.devices)
+        return Claim(**{**claim, "worker": f"{run}/{claim['worker']}", "devices": devices})
+
+    def _do_acquire(self, run: str, gang: str) -> None:
+        self._dispatch(self.coordinator.acquire(f"{run}/{gang}"))
+
+    def _do_release(self, run: str, gang: str) -> None:
+        self._dispatch(self.coordinator.release(f"{run}/{gang}"))
+
+    def _do_cancel(self, run: str, gang: str) -> None:
+        self._dispatch(self.coordinator.cancel(f"{run}/{gang}"))
+
+    def _do_done(self, run: str, verb: str, worker: str, gang: str) -> None:
+        self._dispatch(self.coordinator.done(Action(verb, f"{run}/{worker}", gang)))
+
+    def _do_revise(self, run: str, claims: list[dict[str, Any]]) -> None:
+        self.coordinator.revise([self._claim(run, claim) for claim in claims])
+
+    def _do_progress(self, run: str, fraction: float | None) -> None:
+        self.turns.reports(run, fraction, self.now)
+
+    def _do_woke(self, run: str, seconds: float) -> None:
+        self.turns.woke(seconds)
+
+    # What it hears
+
+    def _dispatch(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            run, _, worker = action.worker.partition("/")
+            for peer in self.peers:
+                if peer.run == run:
+                    peer.actions.append([action.verb, worker, action.gang])
+
+    def _tell(self, answered: _Peer | None = None, error: str = "") -> None:
+        """Tell runs what has changed for them, and one that it was heard."""
+        leaving = self.coordinator.leaving()
+        for gang in leaving:
+            self.turns.asked_to_leave(gang, self.now)
+        for peer in [peer for peer in self.peers if peer.run]:
+            told = self._told(peer.run, leaving)
+            if peer is answered or peer.actions or told != peer.told:
+                lent = sorted({*self.devices} - self.turns.runs[peer.run].own)
+                message = {"n": peer.number, "told": told, "actions": peer.actions, "lent": lent}
+                peer.told, peer.actions = told, []
+                self._send(peer, message | ({"error": error} if error and peer is answered else {}))
+
+    def _told(self, run: str, leaving: set[str]) -> dict[str, Any]:
+        coordinator, start = self.coordinator, f"{run}/"
+        mine = sorted(coordinator.gangs_of.get(run, ()))
+
+        def own(names: Iterable[str]) -> list[str]:
+            return [name.removeprefix(start) for name in names if name.startswith(start)]
+
+        waiting = [gang for gang in mine if gang in coordinator.waiting]
+        return {
+            "granted": own(gang for gang in mine if coordinator.granted(gang)),
+            "holding": own(gang for gang in mine if gang in coordinator.holding),
+            "waiting": own(waiting),
+            "leaving": own(sorted(leaving)),
+            "in_the_way": {
+                gang.removeprefix(start): [name.removeprefix(start) for name in sorted(coordinator.in_the_way(gang))]
+                for gang in waiting
+            },
+            "resident": own(coordinator.resident),
+        }

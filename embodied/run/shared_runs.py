@@ -1,0 +1,395 @@
+"""Several runs that share the devices of this machine: which devices each owns, their processes, and the folder that
+names them.
+
+    share.json     the runs: arguments, devices, folder, how each ended
+    share.jsonl    who held which device when (`runtime/run_turns.py`)
+    logs/          what each run printed
+
+Each run is `embodied.train` as a user would type it, in a process of its own, with a placement that puts its simulators
+and learners on its own devices and a policy worker on every device that it may borrow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from embodied.config.recipe import Loaded, RunConfig, load
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import read_object, reading, replace_text
+from embodied.placement import PlacementPlan, Topology
+from embodied.run import launch
+from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_line, last_words, what_it_says
+from embodied.run.devices import divides_requests, machines
+from embodied.run.lease_server import LeaseServer
+from embodied.run.memory_check import needs
+from embodied.run.run_folder import DRIVER
+from embodied.run.run_group import MISSING, OVER, state_of
+from embodied.run.seeds_and_sweeps import PROCESS_BYTES
+from embodied.runtime.run_turns import FORMAT
+from embodied.runtime.shared_leases import SOCKET
+from embodied.workflows.rl_loop import EmbodiedLoop
+
+SHARE = "share.json"
+CONTEXT_BYTES = 0.6e9  # of a GPU, for each process that has used it; assumed
+SERVE_S = 0.2
+GRACE_S = 10.0  # beyond faults.hang_s, after which a run ends its own hung workers
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """A run beside others, as share.json has it."""
+
+    name: str
+    words: tuple[str, ...]  # its arguments, but for the placement
+    own: tuple[str, ...]  # its devices
+    weight: float = 1.0
+    placement: dict[str, Any] | None = None  # None: as its recipe says
+    folder: str = ""
+    ended: str = ""  # finished, ended early, stopped or failed
+
+
+@dataclass
+class _Process:
+    """A run in progress, as `children.py` reads it."""
+
+    run: SharedRun
+    process: subprocess.Popen
+    log: Path
+    parent: Path
+    before: set[Path]
+    hang_s: float
+    folder: Path | None = None
+
+
+# Devices
+
+
+def own_devices(devices: Sequence[str], weights: Sequence[float]) -> list[tuple[str, ...]]:
+    """The devices of each run, neighbours together, as many as its weight says; runs that are more than the devices
+    share them."""
+    count, total = len(devices), sum(weights)
+    if len(weights) > count:
+        return [(devices[i * count // len(weights)],) for i in range(len(weights))]
+    sizes = [max(1, int(count * weight / total)) for weight in weights]
+    while sum(sizes) > count:
+        sizes[max(range(len(sizes)), key=lambda i: sizes[i] / weights[i])] -= 1
+    while sum(sizes) < count:
+        sizes[min(range(len(sizes)), key=lambda i: (sizes[i] + 1) / weights[i])] += 1
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [tuple(devices[end - size : end]) for size, end in zip(sizes, ends)]
+
+
+def devices_of(there: Topology) -> tuple[str, ...]:
+    """The devices that runs share: GPUs, or cores where there are none."""
+    node = there.nodes[0]
+    return tuple(f"gpu:{gpu.index}" for gpu in node.gpus) or tuple(f"cpu:{core}" for core in node.core_numbers)
+
+
+def part_of(there: Topology, own: Sequence[str], place: int, places: int) -> Topology:
+    """What a run plans for: its GPUs and its part of the cores, or its cores."""
+    node = there.nodes[0]
+    cores = tuple(core for core in node.core_numbers if f"cpu:{core}" in own)
+    if not cores:
+        cores = node.core_numbers[place * node.cores // places : max(1, (place + 1) * node.cores // places)]
+    gpus = tuple(gpu for gpu in node.gpus if f"gpu:{gpu.index}" in own)
+    return replace(there, nodes=(replace(node, cores=len(cores), core_ids=cores, numa=(), gpus=gpus),))
+
+
+def placement_for(
+    config: RunConfig, there: Topology, devices: Sequence[str], own: Sequence[str], place: int, places: int
+) -> dict[str, Any] | None:
+    """The map of a run that may borrow devices; None where its recipe has a map, or it is on other devices."""
+    if isinstance(config.placement, dict):
+        return None
+    _, plan = launch.placed(config, part_of(there, own, place, places), True)
+    slots: dict[str, list[str]] = {}
+    renders: dict[str, list[str]] = {}
+    numbers = list(there.nodes[0].core_numbers)
+    for host in plan.hosts:
+        key = ",".join(host.roles)
+        first = numbers.index(host.cores[0])
+        cores = f"cpu:{first}-{first + len(host.cores) - 1}" if len(host.cores) > 1 else f"cpu:{first}"
+        slots.setdefault(key, []).append(host.device or cores)
+        renders.setdefault(key, []).extend([host.render] if host.render else [])
+    lent = [device for device in devices if device not in own]
+    if divides_requests(config):
+        slots, renders = with_borrowed(slots, lent, numbers), {"sim": [r for each in renders.values() for r in each]}
+    return {
+        roles: {"devices": ",".join(on), "render": ",".join(renders[roles])} if renders.get(roles) else ",".join(on)
+        for roles, on in slots.items()
+    }
+
+
+def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], numbers: list[int]) -> dict[str, list[str]]:
+    """The same with policy workers in processes of their own, on lent devices too."""
+    found: dict[str, list[str]] = {}
+    for key, on in slots.items():
+        roles = key.split(",")
+        if others := ",".join(role for role in roles if role != "policy"):
+            found[others] = on
+        if "policy" in roles:
+            more = [f"cpu:{numbers.index(int(d[4:]))}" if d.startswith("cpu:") else d for d in lent]
+            found["policy"] = [*on, *more]
+    return found
+
+
+# Memory
+
+
+def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> None:
+    """Raise ConfigError where the memory of the machine or of a GPU cannot hold what all runs keep there."""
+
+    def lines(names: Sequence[str]) -> list[str]:
+        chosen = [run for run in runs if run[0] in names]
+        return [line for line in (on_host(chosen, there), *on_gpus(chosen, there)) if line]
+
+    names = [name for name, _, _ in runs]
+    if not (problems := lines(names)):
+        return
+    fit = next((names[:count] for count in range(len(names) - 1, 0, -1) if not lines(names[:count])), [])
+    advice = f"these fit: {', '.join(fit)}" if fit else "a smaller policy, or fewer env.num_envs"
+    raise ConfigError("\n".join([*(f"memory: {line}" for line in problems), f"that is more than there is; {advice}"]))
+
+
+def on_host(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> str:
+    """The sum of all runs on the machine, where it is too much. What leaves a GPU waits there."""
+    parts = {}
+    for name, config, plan in runs:
+        found = needs(config, plan, there)
+        aside = sum(need.whole for need in found if need.device)
+        counted = sum(need.whole for need in found if not need.device)
+        parts[name] = counted + aside + PROCESS_BYTES * (1 + len(plan.hosts))
+    return too_much("this machine", parts, there.nodes[0].memory_bytes)
+
+
+def on_gpus(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[str]:
+    """For each GPU, the run that needs most and what the others keep there, where that is too much."""
+    found = []
+    for gpu in there.nodes[0].gpus:
+        device = f"gpu:{gpu.index}"
+        least, kept = {}, {}
+        for name, config, plan in runs:
+            least[name] = sum(need.least for need in needs(config, plan, there) if need.device == device)
+            kept[name] = CONTEXT_BYTES * sum(host.device == device for host in plan.hosts)
+        largest = max(least, key=lambda name: least[name], default="")
+        parts = {f"{name} asleep": size for name, size in kept.items() if name != largest}
+        found.append(too_much(device, {largest: least.get(largest, 0.0), **parts}, gpu.memory_bytes))
+    return found
+
+
+def too_much(place: str, parts: Mapping[str, float], has: float) -> str:
+    if (total := sum(parts.values())) <= has:
+        return ""
+    summands = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+    return f"{place}: {summands} = {total / 1e9:.1f} of {has / 1e9:.1f} GB"
+
+
+# What is asked for, and its folder
+
+
+@dataclass
+class SharedRuns:
+    """The folder of runs that share devices."""
+
+    folder: Path
+    devices: tuple[str, ...]
+    rule: str
+    runs: list[SharedRun] = field(default_factory=list)
+    socket: str = ""
+
+    def write(self) -> None:
+        content = {"format": FORMAT, "devices": self.devices, "rule": self.rule, "socket": self.socket}
+        runs = [asdict(run) for run in self.runs]
+        replace_text(self.folder / SHARE, json.dumps({**content, "runs": runs}, indent=1) + "\n")
+
+    def change(self, name: str, **facts: Any) -> SharedRun:
+        self.runs = [replace(run, **facts) if run.name == name else run for run in self.runs]
+        self.write()
+        return next(run for run in self.runs if run.name == name)
+
+    def path(self, run: SharedRun) -> Path | None:
+        return Path(os.path.normpath(self.folder / run.folder)) if run.folder else None
+
+
+def read_shared_runs(folder: Path) -> SharedRuns:
+    content = read_object(folder / SHARE)
+    with reading(folder / SHARE):
+        if content.get("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        names = ("name", "own", "weight", "placement", "folder", "ended")
+        runs = [SharedRun(words=tuple(one["words"]), **{name: one[name] for name in names}) for one in content["runs"]]
+        runs = [replace(run, own=tuple(run.own)) for run in runs]
+        return SharedRuns(folder, tuple(content["devices"]), content["rule"], runs, content["socket"])
+
+
+def load_run(words: Sequence[str]) -> Loaded:
+    loaded = load(list(words))
+    if loaded is None or loaded.dry_run:
+        raise ConfigError("--help and --cfg are for python -m embodied.train")
+    return loaded
+
+
+def planned(run: SharedRun, loaded: Loaded) -> tuple[RunConfig, PlacementPlan]:
+    """What the run becomes on its devices."""
+    config = loaded.config
+    if run.placement is not None:
+        config = config.model_copy(update={"placement": run.placement})
+    return launch.planned(config, roles=EmbodiedLoop.roles)
+
+
+def prepare(
+    shared: SharedRuns, orders: Sequence[Sequence[str]], weights: Sequence[float], there: Topology
+) -> list[SharedRun]:
+    """The runs of these command lines, each with its devices and a name of its own; all that is wrong is said before
+    anything starts."""
+    taken = {run.name for run in shared.runs}
+    found: list[SharedRun] = []
+    plans = []
+    going = [run for run in shared.runs if not run.ended]
+    free = tuple(device for device in shared.devices if all(device not in run.own for run in going))
+    if free:
+        owns = own_devices(free, weights)
+    else:  # as if all were dealt anew, but the others keep what they have: owners of one device take turns
+        owns = own_devices(shared.devices, [*(run.weight for run in going), *weights])[len(going) :]
+    for place, (words, own, weight) in enumerate(zip(orders, owns, weights)):
+        loaded = load_run(words)
+        name = free_name(loaded.name, taken)
+        taken.add(name)
+        config, _ = launch.planned(loaded.config, roles=EmbodiedLoop.roles)
+        placement = placement_for(config, there, shared.devices, own, place, len(orders))
+        run = SharedRun(name, tuple(words), own, weight, placement)
+        plans.append((name, *planned(run, loaded)))
+        found.append(run)
+    check_memory(plans, there)
+    return found
+
+
+def free_name(wanted: str, taken: set[str]) -> str:
+    return next(name for i in range(1, 1000) if (name := wanted if i == 1 else f"{wanted}-{i}") not in taken)
+
+
+# Their processes
+
+
+class SharedProcesses:
+    """The processes of runs that share devices: started, served, and stopped with this command."""
+
+    def __init__(self, shared: SharedRuns, record: TextIO) -> None:
+        self.shared, self._record = shared, record
+        self.server = LeaseServer(shared.devices, shared.rule, self._note, self.add)
+        self.going: list[_Process] = []
+        self.stopping = False
+        shared.socket = str(self.server.path)
+        shared.write()
+        started = f"{datetime.now():%Y-%m-%dT%H:%M:%S}"
+        self._note({"format": FORMAT, "rule": shared.rule, "devices": list(shared.devices), "started": started})
+
+    def _note(self, line: dict[str, Any]) -> None:
+        self._record.write(json.dumps(line) + "\n")
+        self._record.flush()
+
+    def begin(self, run: SharedRun) -> None:
+        """Start or resume its run."""
+        config = load_run(run.words).config
+        path = self.shared.path(run)
+        name = f"{self.shared.folder.name}-{run.name}"
+        words = [*(word for word in run.words if not word.startswith("run.name=")), f"run.name={name}"]
+        if run.placement is not None:
+            words.append(f"placement={json.dumps(run.placement)}")
+        if path and state_of(path) != MISSING:
+            words = [f"resume={path}"]
+        log = self.shared.folder / "logs" / f"{run.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        before = set(config.run.dir.glob(f"{name}-[0-9]*"))
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), []]), *TRAIN, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, SOCKET: str(self.server.path)},
+                process_group=0,  # Ctrl-C reaches this command, which stops the runs
+            )
+        self.server.expect(run.name, process.pid, run.weight, run.own)
+        self.going.append(_Process(run, process, log, config.run.dir, before, config.faults.hang_s, path))
+        launch.say(f"{run.name} {f'goes on: {path}' if path else 'begins'} on {', '.join(run.own)}")
+
+    def add(self, words: list[str]) -> str:
+        """Begin another run beside those that go on, on devices of runs that have ended, or else beside their owners;
+        returns what to say about it."""
+        if self.stopping:
+            return "error: these runs are being stopped"
+        try:
+            there = machines(load_run(words).config)
+            (run,) = prepare(self.shared, [words], [1.0], there)
+        except EmbodiedError as err:
+            return f"error: {err}"
+        self.shared.runs.append(run)
+        self.shared.write()
+        self.begin(run)
+        return f"{run.name} has joined on {', '.join(run.own)}"
+
+    def serve(self) -> None:
+        """One turn: leases, ends of runs, runs that hang."""
+        self.server.serve(SERVE_S)
+        for one in list(self.going):
+            self._find_folder(one)
+            if one.process.poll() is not None:
+                self._over(one)
+        for one in self.going:
+            if one.run.name in self.server.overdue(one.hang_s + GRACE_S):
+                launch.say(f"{one.run.name} did not give a device back within {one.hang_s:g} s (faults.hang_s): ended")
+                one.process.kill()
+
+    def signal(self, sign: int) -> None:
+        self.stopping = True
+        for one in self.going:
+            with suppress(ProcessLookupError):
+                one.process.send_signal(sign)
+
+    def close(self) -> None:
+        """Wait for what was asked to stop; kill what does not."""
+        until = time.monotonic() + CLOSE_S
+        while self.going and time.monotonic() < until:
+            self.serve()
+        for one in list(self.going):
+            one.process.kill()
+            one.process.wait()
+            self._over(one)
+        self.server.close()
+
+    def _find_folder(self, one: _Process) -> None:
+        """Note the folder that this run has made: its run.json names the process, or it is new after the end."""
+        if one.folder is not None:
+            return
+        ended = one.process.poll() is not None
+        for folder in sorted({*one.parent.glob(f"{self.shared.folder.name}-{one.run.name}-[0-9]*")} - one.before):
+            if ended or what_it_says(folder).get("processes", {}).get(DRIVER) == one.process.pid:
+                one.folder = folder
+                there = os.path.relpath(folder.resolve(), self.shared.folder.resolve())
+                one.run = self.shared.change(one.run.name, folder=there)
+                return
+
+    def _over(self, one: _Process) -> None:
+        self.going.remove(one)
+        self._find_folder(one)
+        state, code = state_of(one.folder) if one.folder else MISSING, one.process.returncode
+        how = state if state in OVER else "stopped" if code in STOPPED else "failed"
+        self.server.end(one.run.name, how)
+        self.shared.change(one.run.name, ended=how)
+        why = f": {last_words(one)}" if how != "finished" else ""  # type: ignore[arg-type]
+        launch.say(f"{one.run.name} {how}{why}; {one.folder or one.log}")
+
+    def describe(self) -> str:
+        """A line about the runs in progress."""
+        return " | ".join(f"{one.run.name}: {last_line(one)}" for one in self.going)  # type: ignore[arg-type]

@@ -1,0 +1,229 @@
+"""The coordinator of a run that shares its devices with other runs: asks the process that started all of them.
+
+`EMBODIED_SHARE` names that process's socket; unset, nothing here is used. A message is a JSON object in a line. The run
+asks (`acquire`, `release`, ...) and waits for the answer; the parent tells at any time what the run holds, what it
+should give back, and which memory to move. If the parent dies, the run goes on as if it were alone, asks itself to
+stop, and so ends its step, saves, and says how to go on.
+
+    shared = parent()                    # None without EMBODIED_SHARE
+    shared.begin()                       # waits for the run's own devices
+    shared.join(coordinator, gangs)      # instead of `coordinator` from now on, with the same methods
+    shared.report_progress(0.4)          # of the batch
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from typing import Any
+
+from embodied.core.errors import EmbodiedError, WorkerFailed
+from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
+from embodied.runtime.run_turns import BUCKETS
+
+SOCKET = "EMBODIED_SHARE"  # names the parent's socket
+ANSWER_S = 60.0  # the parent answers at once; silence for so long means that it is gone
+LOOK_S = 1.0
+BEGINNING = "initialise"  # the gang of a run that builds its workers
+
+
+@cache
+def parent() -> SharedLeases | None:
+    """The connection of this process to the command that started it beside other runs."""
+    path = os.environ.get(SOCKET)
+    return SharedLeases(path) if path else None
+
+
+def begin_beside_other_runs() -> None:
+    """Wait until workers can be built on the run's own devices, where other runs share them."""
+    if shared := parent():
+        shared.begin()
+
+
+class SharedLeases:
+    """Has the methods of `Coordinator` that a run uses. `self.told` is what the parent has said last."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.connect(path)
+        except OSError as err:
+            raise EmbodiedError(
+                f"{SOCKET}={path}: {err.strerror or err}; unset it, or start the runs with python -m embodied.share"
+            ) from None
+        self.alone = False  # the parent is gone
+        self.local: Coordinator | None = None  # decides then
+        self.lent: frozenset[str] = frozenset()  # devices of other runs
+        self.told: dict[str, Any] = {"granted": [], "waiting": [], "leaving": [], "in_the_way": {}, "resident": []}
+        self.told["holding"] = []  # also gangs whose memory is still on its way
+        self._asked = self._answered = 0
+        self._problem = ""
+        self._bucket: int | None = None
+        self._actions: list[Action] = []
+        self._heard = threading.Condition()
+        self._news = threading.Event()
+        self._follow: Callable[[list[Action]], object] = lambda actions: None
+        for work in (self._listen, self._hand_on):
+            threading.Thread(target=work, name=f"share{work.__name__}", daemon=True).start()
+
+    # Hooks of a run
+
+    def begin(self) -> None:
+        """Wait for the run's own devices, to build workers there."""
+        self._ask("begin")
+        while not self.granted(BEGINNING) and not self.alone:
+            with self._heard:
+                self._heard.wait(LOOK_S)
+
+    def join(
+        self, local: Coordinator, tiers: Mapping[str, int], follow: Callable[[list[Action]], object]
+    ) -> SharedLeases:
+        """The gangs of `local` are the run's. `follow` carries out what is asked for, and is called after every
+        change."""
+        self.local, self._follow = local, follow
+        self._ask(
+            "join",
+            gangs={name: [asdict(claim) for claim in claims] for name, claims in local.gangs.items()},
+            tiers=dict(tiers),
+            preemptible=sorted(local.preemptible),
+            resident=[*local.resident],
+            capacity={device: limit for device, limit in local.capacity.items() if limit < float("inf")},
+        )
+        return self
+
+    def report_progress(self, fraction: float) -> None:
+        """So much of the batch is collected; said in steps of 2%."""
+        if (bucket := int(fraction * BUCKETS)) != self._bucket:
+            self._bucket = bucket
+            self._ask("progress", fraction=bucket / BUCKETS)
+
+    def clear_progress(self) -> None:
+        """An iteration has ended."""
+        self._bucket = None
+        self._ask("progress", fraction=None)
+
+    def woke(self, seconds: float) -> None:
+        """A worker took so long to load its weights on a device that it came to."""
+        self._ask("woke", seconds=seconds)
+
+    # As `Coordinator`
+
+    @property
+    def gangs(self) -> Mapping[str, tuple[Claim, ...]]:
+        assert self.local is not None
+        return self.local.gangs
+
+    @property
+    def waiting(self) -> Iterable[str]:
+        return self._now().waiting if self.alone else self.told["waiting"]
+
+    @property
+    def resident(self) -> Iterable[str]:
+        return self._now().resident if self.alone else self.told["resident"]
+
+    def acquire(self, gang: str) -> list[Action]:
+        return self._do("acquire", gang)
+
+    def release(self, gang: str) -> list[Action]:
+        return self._do("release", gang)
+
+    def cancel(self, gang: str) -> list[Action]:
+        return self._do("cancel", gang)
+
+    def done(self, action: Action) -> list[Action]:
+        if not self._ask("done", **asdict(action)):
+            return self._now().done(action)
+        return []
+
+    def revise(self, claims: Iterable[Claim]) -> None:
+        claims = list(claims)
+        self._now().revise(claims)  # refuses what the run alone could not hold
+        self._ask("revise", claims=[asdict(claim) for claim in claims])
+
+    def granted(self, gang: str) -> bool:
+        return self._now().granted(gang) if self.alone else gang in self.told["granted"]
+
+    def leaving(self) -> set[str]:
+        return self._now().leaving() if self.alone else {*self.told["leaving"]}
+
+    def in_the_way(self, gang: str) -> set[str]:
+        return self._now().in_the_way(gang) if self.alone else {*self.told["in_the_way"].get(gang, ())}
+
+    # Inside
+
+    def _now(self) -> Coordinator:
+        assert self.local is not None, "no gang has joined yet"
+        return self.local
+
+    def _do(self, verb: str, gang: str) -> list[Action]:
+        return [] if self._ask(verb, gang=gang) else getattr(self._now(), verb)(gang)
+
+    def _ask(self, verb: str, **about: Any) -> bool:
+        """Say something to the parent and wait until it has heard; False if it is gone."""
+        with self._heard:
+            if self.alone:
+                return False
+            self._asked += 1
+            number = self._asked
+            try:
+                self._socket.sendall(json.dumps({"do": verb, "n": number, **about}).encode() + b"\n")
+            except OSError:
+                self._socket.close()
+            if not self._heard.wait_for(lambda: self._answered >= number or self.alone, ANSWER_S):
+                self._socket.shutdown(socket.SHUT_RDWR)  # it hangs: as if it had died
+                self._heard.wait_for(lambda: self.alone, LOOK_S)
+            problem, self._problem = self._problem, ""
+        if problem:
+            raise LeaseError(problem)
+        return not self.alone
+
+    def _listen(self) -> None:
+        """Hears what the parent says, until it is gone."""
+        try:
+            with self._socket.makefile("rb") as lines:
+                for line in lines:
+                    self._hear(json.loads(line))
+        except (OSError, ValueError):
+            pass
+        self._go_on_alone()
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        with self._heard:
+            self._answered = message["n"]
+            self._problem = message.get("error") or self._problem
+            self.lent = frozenset(message.get("lent", self.lent))
+            if self._answered >= self._asked:  # else it is older than what was asked since
+                self.told = message["told"]
+            self._actions += [Action(*one) for one in message.get("actions", ())]
+            self._heard.notify_all()
+        self._news.set()
+
+    def _go_on_alone(self) -> None:
+        with self._heard:
+            if self.local is not None:
+                self.local.resident = dict.fromkeys(self.told["resident"], 0)
+                for gang in (*self.told["holding"], *self.told["waiting"]):
+                    if gang != BEGINNING:
+                        self._actions += self.local.acquire(gang)
+            self.alone = True
+            self._heard.notify_all()
+        self._news.set()
+        os.write(2, b"\nthe command that started this run beside others is gone\n")
+        os.kill(os.getpid(), signal.SIGTERM)  # as a user would stop it: it ends its step, saves and says how to go on
+
+    def _hand_on(self) -> None:
+        """Has the run do what it was asked, and look again."""
+        while True:
+            self._news.wait()
+            self._news.clear()
+            with self._heard:
+                actions, self._actions = self._actions, []
+            with suppress(WorkerFailed):  # which whoever waits for that worker hears too
+                self._follow(actions)

@@ -1,0 +1,232 @@
+"""Train several recipes at the same time on devices that they share: python -m embodied.share pointmass_ppo sums_grpo
+
+Each is an ordinary run, with its folder, its log and its end. A device belongs to one run, which has it whenever it has
+work for it; while it is idle, language runs generate on it. What a run learns is what it learns alone.
+
+usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE [key=value ...] [--dry-run | --help]
+       python -m embodied.share resume=FOLDER
+       python -m embodied.share join=FOLDER RECIPE [key=value ...]
+
+  RECIPE    {recipes}; or a file. Keys before the first recipe hold for all runs that do not
+            set them, keys after a recipe for that run
+  weights   1,2: the second run owns twice as many devices [equal]
+  devices   those that are shared, cpu:0-3 or gpu:0,gpu:1 [all GPUs; all cores where there are none]
+  rule      lend: a device is lent while its run has no work for it; remaining: generation goes to the run with the
+            most work left, whoever owns the device [lend]
+  folder    the folder that names the runs [runs/share-DATE]
+  resume    a folder of runs that were stopped: all that are not finished go on
+  join      a folder of runs that go on: this one begins beside them
+  --dry-run say which run owns which devices, and stop
+
+Ctrl-C saves and stops all runs, a second one stops at once. Keys and their meaning: python -m embodied.train --help
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from embodied.config.recipe_files import recipe_names, recipe_words
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import as_path
+from embodied.placement import PlacementError
+from embodied.placement.grammar import parse_devices
+from embodied.run import launch
+from embodied.run.devices import machines
+from embodied.run.ending import Interruption
+from embodied.run.run_group import OVER
+from embodied.run.shared_runs import (
+    SharedProcesses,
+    SharedRuns,
+    devices_of,
+    load_run,
+    prepare,
+    read_shared_runs,
+)
+from embodied.runtime.run_turns import RECORD
+
+USAGE = (__doc__ or "").format(recipes=recipe_words())
+OWN = ("weights", "devices", "rule", "folder", "resume", "join")
+RULES = ("lend", "remaining")
+REPORT_S = 60.0  # between two lines about the runs
+ADD_S = 60.0  # for an answer to join=
+
+
+def main(argv: list[str] | None = None) -> int:
+    return launch.run(start, argv, USAGE, lost=launch.UNSAVED)
+
+
+def start(argv: list[str]) -> int:
+    order = read_order(argv)
+    if order.join:
+        return ask_to_join(order.join, order.runs)
+    if order.resume:
+        shared = read_shared_runs(order.resume)
+    else:
+        shared = new_runs(order)
+        if order.dry:
+            launch.say("\n".join(describe(shared)))
+            return 0
+        shared.folder.mkdir(parents=True)
+        shared.write()
+    launch.say("\n".join([f"share       {shared.folder}", *describe(shared)]))
+    return run_all(shared)
+
+
+@dataclass
+class ShareOrder:
+    """What a command line asks for."""
+
+    runs: list[list[str]] = field(default_factory=list)  # the arguments of each
+    weights: tuple[float, ...] = ()
+    devices: str = ""
+    rule: str = "lend"
+    folder: Path | None = None
+    resume: Path | None = None
+    join: Path | None = None
+    dry: bool = False
+
+
+def read_order(argv: Sequence[str]) -> ShareOrder:
+    own, problems, words = launch.split([word for word in argv if word != "--dry-run"], OWN)
+    order = ShareOrder(dry="--dry-run" in argv)
+    common: list[str] = []
+    for word in words:
+        name = word.removeprefix("recipe=")
+        if word.startswith("recipe=") or name in recipe_names() or ("=" not in word and word.endswith(".yaml")):
+            order.runs.append([f"recipe={name}"])
+        else:
+            (order.runs[-1] if order.runs else common).append(word)
+    for run in order.runs:
+        its = {word.partition("=")[0] for word in run}
+        run += [word for word in common if word.partition("=")[0] not in its]
+    for name in ("folder", "resume", "join"):
+        setattr(order, name, as_path(str(own[name])) if name in own else None)
+    order.devices, order.rule = str(own.get("devices", "")), str(own.get("rule", "lend"))
+    if order.rule not in RULES:
+        problems.append(f"rule={order.rule}: should be {' or '.join(RULES)}")
+    order.weights = read_weights(own.get("weights"), len(order.runs), problems)
+    if order.resume and (order.runs or common):
+        problems.append(f"resume={order.resume} goes on with the runs of that folder; leave {words[0]} out")
+    elif order.join and len(order.runs) != 1:
+        problems.append(f"join={order.join} adds one run: join={order.join} pointmass_ppo, for example")
+    elif not order.resume and not order.runs:
+        problems.append("no recipe: name the runs, python -m embodied.share pointmass_ppo sums_grpo for example")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return order
+
+
+def read_weights(given: Any, count: int, problems: list[str]) -> tuple[float, ...]:
+    if given is None:
+        return (1.0,) * count
+    parts = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [given]
+    try:
+        weights = tuple(float(part) for part in parts)
+    except (TypeError, ValueError):
+        weights = ()
+    if len(weights) != count or any(not 0 < weight < 1e6 for weight in weights):
+        problems.append(f"weights={given}: should be a positive number for each of the {count} runs, weights=1,2")
+        return (1.0,) * count
+    return weights
+
+
+def new_runs(order: ShareOrder) -> SharedRuns:
+    """The runs of a command line, with their devices; nothing is started."""
+    first = load_run(order.runs[0]).config
+    there = machines(first)
+    if len(there.nodes) > 1:
+        raise ConfigError("embodied.share runs on one machine; leave cluster.address out")
+    devices = devices_of(there)
+    if order.devices:
+        try:
+            slots = parse_devices(order.devices)
+        except PlacementError as err:
+            raise ConfigError(f"devices={order.devices}: {err}") from None
+        cores = there.nodes[0].core_numbers
+        named = [(slot.kind, device) for slot in slots for device in slot.devices]
+        if wrong := [f"{kind}:{n}" for kind, n in named if kind == "cpu" and n >= len(cores)]:
+            raise ConfigError(f"devices={order.devices}: {wrong[0]} is not there: this machine has {len(cores)} cores")
+        devices = tuple(f"{kind}:{cores[n] if kind == 'cpu' else n}" for kind, n in named)
+    folder = order.folder or first.run.dir / f"share-{datetime.now():%Y%m%d-%H%M%S}"
+    if folder.exists():
+        raise ConfigError(f"folder={folder} exists; go on with its runs: resume={folder}, or name another one")
+    shared = SharedRuns(folder, devices, order.rule)
+    shared.runs = prepare(shared, order.runs, order.weights, there)
+    return shared
+
+
+def describe(shared: SharedRuns) -> list[str]:
+    """A line for each run."""
+    lent = "idle ones are lent" if shared.rule == "lend" else "generation goes where most work is left"
+    lines = [f"devices     {', '.join(shared.devices)}: {lent}"]
+    for run in shared.runs:
+        where = f", placement {json.dumps(run.placement)}" if run.placement else ""
+        lines.append(f"run         {run.name} owns {', '.join(run.own)}{where}")
+    return lines
+
+
+def run_all(shared: SharedRuns) -> int:
+    """Start all runs that are not over, serve them until they are, and say how each ended."""
+    with (shared.folder / RECORD).open("a") as record, Interruption() as interruption:
+        processes = SharedProcesses(shared, record)
+        told = time.monotonic()
+        try:
+            for run in [run for run in shared.runs if run.ended not in OVER]:
+                processes.begin(shared.change(run.name, ended=""))
+            while processes.going:
+                processes.serve()
+                if interruption.requested and not processes.stopping:
+                    processes.signal(signal.SIGTERM)
+                if time.monotonic() - told > REPORT_S:
+                    told = time.monotonic()
+                    launch.say(processes.describe())
+        except BaseException:
+            processes.signal(signal.SIGINT)
+            raise
+        finally:
+            processes.close()
+    return say_how_it_ended(shared, interruption)
+
+
+def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:
+    left = [run for run in shared.runs if run.ended not in OVER]
+    launch.say(f"\n{len(shared.runs) - len(left)} of {len(shared.runs)} runs finished")
+    for run in shared.runs:
+        launch.say(f"  {run.name}: {run.ended}{f' ({shared.path(run)})' if run.folder else ''}")
+    if left:
+        launch.say(f"  go on       python -m embodied.share {quote(f'resume={shared.folder}')}")
+    return interruption.exit_code if interruption.requested else int(bool(left))
+
+
+def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
+    """Have the command that goes on with this folder begin another run."""
+    path = read_shared_runs(folder).socket
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(ADD_S)
+            asking.connect(path)
+            asking.sendall(json.dumps({"do": "add", "n": 1, "words": runs[0]}).encode() + b"\n")
+            answer = json.loads(asking.makefile("rb").readline() or b"{}")
+    except (OSError, ValueError):
+        raise EmbodiedError(
+            f"join={folder}: no command goes on with these runs; start them first: python -m embodied.share "
+            f"resume={folder}"
+        ) from None
+    said = str(answer.get("said", "error: it was not answered"))
+    if said.startswith("error: "):
+        raise EmbodiedError(f"join={folder}: {said.removeprefix('error: ')}")
+    launch.say(said)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
