@@ -22,8 +22,7 @@ from embodied.core.arrays import text_arrays
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import ItemBatch
-from embodied.learners.update import frozen_features
+from embodied.learners.train_batch import RankBatch, frozen_features
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 
@@ -75,13 +74,13 @@ def compare(config, items: int, epochs: int, rounds: int) -> dict[str, float]:
     return {"again": again, "once": once, "saved": 1 - once / again, "kept_bytes": kept}
 
 
-def learn(model: Model, batch: ItemBatch, epochs: int) -> None:
+def learn(model: Model, batch: RankBatch, epochs: int) -> None:
     for _ in range(epochs):
         scores = model.score(batch.inputs(torch.arange(len(batch))))
         (scores.logprobs.mean() + scores.values.mean()).backward()
 
 
-def batch_of(policy, rows: int) -> ItemBatch:
+def batch_of(policy, rows: int) -> RankBatch:
     draw = np.random.default_rng(0)
     obs = {
         "images": {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in SPEC.images.items()},
@@ -91,11 +90,13 @@ def batch_of(policy, rows: int) -> ItemBatch:
     spec = policy.noise_spec()
     noise = draw.random((rows, spec.width)) if spec.kind == "uniform" else draw.normal(size=(rows, spec.width))
     output = policy.act(obs, noise)
-    played = (np.ones(output.actions.shape[:2], bool), np.ones(rows, bool))
+    played = {"mask": np.ones(output.actions.shape[:2], bool), "current": np.ones(rows, bool), "of": np.arange(rows)}
+    arrays = {"actions": output.actions, "logprobs": output.logprobs} | played
     obs["images"] = {name: torch.from_numpy(image) for name, image in obs["images"].items()}
     obs["state"] = torch.from_numpy(obs["state"])
     replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    return ItemBatch(0, text_arrays(obs), *map(torch.from_numpy, (output.actions, output.logprobs, *played)), replay)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return RankBatch(obs=text_arrays(obs), replay=replay, numbers=np.arange(rows), **tensors)
 
 
 if __name__ == "__main__":

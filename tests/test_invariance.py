@@ -65,7 +65,7 @@ def reference(tmp_path_factory):
 def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, monkeypatch):
     """Else two plans could differ by far more than rounding: a clip, a success or a wall could flip."""
     rewards, margins = [], {"success": [], "wall": [], "clip": []}
-    step, loss = pointmass.PointMassEnv._step, train_batch.ppo_loss_sum
+    step, loss = pointmass.PointMassEnv._step, train_batch.loss_sum
 
     def watched_step(env, actions, active):
         moved = env._position + pointmass.DRAG * env._velocity + pointmass.PUSH * env.config.size * actions
@@ -82,7 +82,7 @@ def test_the_reference_run_learns_and_stays_clear_of_every_threshold(tmp_path, m
         return loss(logprobs, entropy, values, items, config)
 
     monkeypatch.setattr(pointmass.PointMassEnv, "_step", watched_step)
-    monkeypatch.setattr(train_batch, "ppo_loss_sum", watched_loss)
+    monkeypatch.setattr(train_batch, "loss_sum", watched_loss)
     _, norms = trained(tmp_path, ONE_OF_EACH)
     assert np.std(rewards) > 0.01 and min(rewards) < 0 < 0.9 < max(rewards)  # progress, setbacks and successes
     assert min(norms) > 0.01

@@ -16,7 +16,7 @@ import pytest
 import embodied
 from embodied import train
 from embodied.envs import import_class
-from embodied.learners.rollout_buffer import RolloutBuffer
+from embodied.learners import worker as learner_worker
 from embodied.policies.policy_folder import read_weights
 
 PAGE = (Path(__file__).parents[1] / "docs" / "workflows.md").read_text()
@@ -175,13 +175,13 @@ ONE_LEARNER = {"sim": "fake:0-1", "policy": "fake:1", "reward": "fake:2-3", "lea
 def test_learners_see_the_numbers_of_the_reward_workers_wherever_these_run(here, monkeypatch):
     redness = import_class("planted:redness", "program")
     seen = []
-    trajectory = RolloutBuffer.trajectory  # which learners ask for
+    build = learner_worker.build_batch
 
-    def watched(buffer, sources):
-        seen.append(trajectory(buffer, sources))
-        return seen[-1]
+    def watched(trajectory, *about):
+        seen.append(trajectory)
+        return build(trajectory, *about)
 
-    monkeypatch.setattr(RolloutBuffer, "trajectory", watched)
+    monkeypatch.setattr(learner_worker, "build_batch", watched)
     rewards, weights = {}, {}
     for name, placement in {"apart": APART, "two": TWO_REWARDS, "one": ONE_LEARNER}.items():
         seen.clear()

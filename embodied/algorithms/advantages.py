@@ -149,12 +149,6 @@ def returns_to_go(scores: np.ndarray, divergences: np.ndarray, lengths: np.ndarr
     return np.repeat(np.asarray(scores, np.float64), lengths) - kl_coef * left
 
 
-def episode_weights(lengths: np.ndarray, weighting: str) -> np.ndarray:
-    """The weight of each decision of episodes with so many decisions; they add up to the number of decisions."""
-    lengths = np.asarray(lengths, np.float64)
-    return lengths.mean() / lengths if weighting == "episode" else np.ones_like(lengths)
-
-
 class Moments(NamedTuple):
     """Count, mean and sum of squared distances from the mean: parts can be merged without losing digits."""
 

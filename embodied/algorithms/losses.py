@@ -19,33 +19,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.algorithms.config import AlgoConfig, PPOConfig
 
 
 @dataclass(frozen=True)
-class PPOItems:
+class LossItems:
     """The data of B decisions from before the update."""
 
     logprobs: Tensor  # [B, C, A], at act time
-    values: Tensor  # [B], at act time; of tokens, by the weights that the update starts from
     advantages: Tensor  # [B]
-    returns: Tensor  # [B]
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
+    values: Tensor | None = None  # [B], at act time; of tokens, by the weights that the update starts from
+    returns: Tensor | None = None  # [B], what values are to predict, where they learn
     reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it counts in the loss
-    proximal: Tensor | None = None  # [B, C, A], log-probs under the weights that the update starts from, where asked
-    answers: Tensor | None = None  # int [B], which items are one answer, where it has a ratio of its own
-
-
-@dataclass(frozen=True)
-class GRPOItems:
-    """The data of B decisions from before the update; an advantage is that of the decision's whole episode."""
-
-    logprobs: Tensor  # [B, C, A], at act time
-    advantages: Tensor  # [B]
-    mask: Tensor  # bool [B, C]
-    weights: Tensor  # [B], 0 for padding
-    reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it is asked
     proximal: Tensor | None = None  # [B, C, A], log-probs under the weights that the update starts from, where asked
     answers: Tensor | None = None  # int [B], which items are one answer, where it has a ratio of its own
 
@@ -53,47 +40,35 @@ class GRPOItems:
 Stats = dict[str, Tensor]  # scalars without gradient: sums over items, except names that end in "_max"
 
 
-def ppo_loss_sum(
-    logprobs: Tensor, entropy: Tensor, values: Tensor, items: PPOItems, config: PPOConfig
+def loss_terms(config: AlgoConfig) -> tuple[str, ...]:
+    """The parts of the loss that the log shows, of what `loss_sum` returns."""
+    ppo, compared = isinstance(config, PPOConfig), bool(config.kl_coef) and config.kl_in == "loss"
+    terms = ("policy_loss", "value_loss", "entropy") if ppo else ("policy_loss", "entropy", "reference_kl")
+    terms += ("approx_kl", "clip_fraction", "dual_clip_fraction", *(("value_clip_fraction",) if ppo else ()))
+    return terms + ("importance_weight",) * config.decoupled + ("reference_kl",) * (ppo and compared)
+
+
+def loss_sum(
+    logprobs: Tensor, entropy: Tensor, values: Tensor | None, items: LossItems, config: AlgoConfig
 ) -> tuple[Tensor, Stats]:
-    """The whole loss of new log-probs and entropies [B, C, A] and values [B]: a sum over items, and its parts."""
-    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
-    value_loss, value_stats = value_loss_sum(
-        values,
-        items.values,
-        items.returns,
-        items.weights,
-        value_clip=config.value_clip,
-        huber_delta=config.huber_delta,
-    )
-    loss = policy_loss + config.value_coef * value_loss - config.entropy_coef * bonus
-    parts = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": bonus}
+    """The whole loss of new log-probs and entropies [B, C, A] and, where values learn, values [B]: a sum over items,
+    and its parts."""
+    loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
+    parts = {"policy_loss": loss, "entropy": bonus, "reference_kl": torch.zeros_like(loss)}
+    if isinstance(config, PPOConfig):
+        clip, delta = config.value_clip, config.huber_delta
+        known = (items.values, items.returns, items.weights)
+        parts["value_loss"], more = value_loss_sum(values, *known, value_clip=clip, huber_delta=delta)
+        loss, stats = loss + config.value_coef * parts["value_loss"], stats | more
+    loss = loss - config.entropy_coef * bonus
     if items.reference is not None:
-        parts["reference_kl"] = _divergence(logprobs, items, config)
+        others = (items.logprobs, items.reference, items.mask, items.weights)
+        parts["reference_kl"] = reference_kl_sum(logprobs, *others, config.kl_estimator, within(config.logprob_level))
         loss = loss + config.kl_coef * parts["reference_kl"]
-    return loss, {name: part.detach() for name, part in parts.items()} | stats | value_stats
-
-
-def grpo_loss_sum(logprobs: Tensor, entropy: Tensor, items: GRPOItems, config: GRPOConfig) -> tuple[Tensor, Stats]:
-    """The whole loss of new log-probs and entropies [B, C, A]: a sum over items, and its parts."""
-    policy_loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
-    loss = policy_loss - config.entropy_coef * bonus
-    divergence = torch.zeros_like(policy_loss)
-    if items.reference is not None:
-        divergence = _divergence(logprobs, items, config)
-        loss = loss + config.kl_coef * divergence
-    parts = {"policy_loss": policy_loss, "entropy": bonus, "reference_kl": divergence}
     return loss, {name: part.detach() for name, part in parts.items()} | stats
 
 
-def _divergence(logprobs: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig) -> Tensor:
-    known = (items.logprobs, items.reference, items.mask, items.weights)
-    return reference_kl_sum(logprobs, *known, config.kl_estimator, within(config.logprob_level))
-
-
-def _surrogate(
-    logprobs: Tensor, entropy: Tensor, items: PPOItems | GRPOItems, config: PPOConfig | GRPOConfig
-) -> tuple[Tensor, Tensor, Stats]:
+def _surrogate(logprobs: Tensor, entropy: Tensor, items: LossItems, config: AlgoConfig) -> tuple[Tensor, Tensor, Stats]:
     """The clipped policy loss and the entropy, which PPO and GRPO share, and their parts."""
     level = config.logprob_level
     policy_loss, stats = policy_loss_sum(
@@ -237,7 +212,7 @@ def out_of_bounds(
     old_logprobs: Tensor,  # [B, C, A]
     mask: Tensor,  # bool [B, C]
     episodes: Tensor,  # int [B], which items belong together: 0, 1, ...
-    config: PPOConfig | GRPOConfig,
+    config: AlgoConfig,
 ) -> Tensor:
     """bool [B], items of episodes whose ratio, proximal / old, `episode_mask_low` and `episode_mask_high` exclude.
 

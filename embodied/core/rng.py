@@ -26,6 +26,16 @@ def generator(seed: int, *names: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *key])))
 
 
+def permutation(seed: int, iteration: int, epoch: int, num_units: int) -> np.ndarray:
+    """The numbers of all units, shuffled by the run's seed, the iteration and the epoch alone."""
+    return generator(seed, "shuffle", iteration, epoch).permutation(num_units)
+
+
+def minibatches(order: np.ndarray, size: int) -> list[np.ndarray]:
+    """Consecutive slices of `size` units; the last one is smaller where they do not divide."""
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
 def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Philox4x32-10: uint32 [n, 4] counters and two 32-bit keys to uint32 [n, 4] random words."""
     c0, c1, c2, c3 = (counters[:, i].astype(np.uint64) for i in range(4))

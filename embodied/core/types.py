@@ -236,30 +236,14 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class BatchPart:
-    """All sequences that an iteration learns from, and one learner rank's part of them: those from `first` to `last`.
-
-    A rank without a part gets a copy of a sequence that counts nothing.
-    """
-
-    ids: np.ndarray  # int [R], of all ranks, ascending
-    first: int
-    last: int
-    version: int  # of the weights that the update starts from
-    scores: np.ndarray | None = None  # [R], returns, of whole episodes
-    advantages: np.ndarray | None = None  # [R], where episodes are compared in groups
-
-
-@dataclass(frozen=True)
 class Unit:
-    """Sequences that are certain to be learned from, to a learner rank that has been sent them: env rows of a rollout,
-    or a group of episodes."""
+    """Sequences that a learner rank has been sent and learns from: env rows of a rollout, or episodes of a group."""
 
     sources: tuple[str, ...]  # that have sent them
     ids: np.ndarray  # int [S], ascending
-    advantages: np.ndarray | None = None  # [S], where units are learned from one by one
-    scores: np.ndarray | None = None  # [S], returns, likewise
-    is_padding: bool = False  # another rank's, for a pass through the network that counts nothing
+    advantages: np.ndarray | None = None  # [S], where episodes are compared in groups
+    scores: np.ndarray | None = None  # [S], returns, of whole episodes
+    is_padding: bool = False  # another rank's, for passes through the network that count nothing
 
 
 @dataclass(frozen=True)
@@ -269,7 +253,6 @@ class BatchEnd:
     iteration: int
     total: int
     seconds: float = 0.0  # since the learners began to wait for units
-    part: BatchPart | None = None  # what all units are together; None where they are learned from one by one
 
 
 # What roles send each other while they collect
@@ -426,6 +409,15 @@ def join(parts: Sequence[Trajectory]) -> Trajectory:
     about = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "lengths")}
     joined = replace(parts[0], source="", **about, **map_decisions(lambda *arrays: concatenate(arrays), *parts))
     return joined if (np.diff(joined.ids) > 0).all() else choose(joined, np.sort(joined.ids))
+
+
+def join_units(units: Sequence[Unit]) -> Unit:
+    """The sequences of these units, in the order of their ids."""
+    order = np.argsort(np.concatenate([unit.ids for unit in units]))
+    known = {name for name in ("ids", "advantages", "scores") if getattr(units[0], name) is not None}
+    arrays = {name: np.concatenate([getattr(unit, name) for unit in units])[order] for name in known}
+    sources = tuple(source for unit in units for source in unit.sources)
+    return replace(units[0], sources=sources, **arrays)
 
 
 def choose(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, source: str = "") -> Trajectory:

@@ -1,8 +1,8 @@
 """The learner's worker and what it computes with.
 
-`worker` is the role, `update` an iteration of RL, `bc` and `text_imitation` imitation (of `examples`), `model` the
-policy as it is trained, with Adam, `rollout_buffer` and its neighbours the batches, `sharding` weights split over
-several ranks, which agree by `embodied/runtime/collective.py`.
+`worker` is the role, `rollout_buffer` the pieces that come to it, `train_batch` its batch, `update` an iteration of RL,
+`bc` and `text_imitation` imitation (of `examples`), `model` the policy as it is trained, with Adam, `sharding` weights
+split over several ranks, which agree by `embodied/runtime/collective.py`.
 """
 
 __all__ = [
@@ -11,8 +11,7 @@ __all__ = [
     "examples",
     "memory_estimate",
     "model",
-    "rollout_buffer",
     "text_imitation",
-    "update",
+    "train_batch",
     "worker",
 ]

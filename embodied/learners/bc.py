@@ -26,7 +26,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation, env_blocks
 from embodied.datasets import RecordedEpisode, read_dataset
 from embodied.learners.model import lr_factor
-from embodied.learners.rollout_buffer import minibatches, owned, permutation
+from embodied.learners.train_batch import owned
 from embodied.learners.update import check_finite, check_weights
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.base import Policy
@@ -34,7 +34,7 @@ from embodied.policies.base import Policy
 
 class ImitationLearner(LearnerWorker):
     demos: Any = None  # the Demonstrations, or what has their methods
-    blocks: list[tuple[int, int]] = []  # noqa: RUF012  of all ranks
+    blocks: list[np.ndarray] = []  # noqa: RUF012  items of all ranks
 
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
         policy = super().new_policy(spec, start)
@@ -61,10 +61,10 @@ class ImitationLearner(LearnerWorker):
         self.blocks = self.blocks_of_ranks()
         return self.demos.total
 
-    def blocks_of_ranks(self) -> list[tuple[int, int]]:
-        """(first item, number of items) of every rank."""
+    def blocks_of_ranks(self) -> list[np.ndarray]:
+        """The numbers of every rank's items."""
         rows = self.collective.gather(np.array([[self.demos.first, len(self.demos)]]))
-        return [(int(row[0, 0]), int(row[0, 1])) for row in rows]
+        return [np.arange(first, first + count) for ((first, count),) in (row.tolist() for row in rows)]
 
     def check_warmup(self, items: int, described: str) -> None:
         """Refuse a learning rate that would climb all the time."""
@@ -78,11 +78,11 @@ class ImitationLearner(LearnerWorker):
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
         """One pass over all demonstrations."""
         demos, config, rows = self.demos, self.algo, []
-        parts = list(minibatches(permutation(self.seed, iteration, 0, demos.total), config.minibatch_size))
+        parts = rng.minibatches(rng.permutation(self.seed, iteration, 0, demos.total), config.minibatch_size)
         with self.store.updating(), self.computing.measured():
             for number, minibatch in enumerate(parts, iteration * len(parts)):
                 factor = sft_factor(config, number, len(parts), total * len(parts))
-                mine = torch.from_numpy(owned(minibatch, demos.first, len(demos)))
+                mine = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
                 count, passes = self._count(minibatch), self._passes(minibatch)
                 totals, norm = self.optimizer.exchange(self._gradient(mine, count, passes, iteration))
                 losses = dict(zip(self._losses, (totals / count).tolist(), strict=True))
@@ -140,7 +140,7 @@ class ImitationLearner(LearnerWorker):
         """The number of times that all ranks must run the network, where it is sharded."""
         if not self.optimizer.sharded:
             return 0
-        return max(self.model.passes(len(owned(minibatch, *block))) for block in self.blocks)
+        return max(self.model.passes(len(owned(minibatch, block))) for block in self.blocks)
 
     def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
         """Items that go through the network at once, and whether they count: padding does not."""

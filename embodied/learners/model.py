@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -59,10 +60,14 @@ class Model:
 
     def score(self, inputs: dict) -> Scores:
         self.tick()
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
+        with self.cast():
             scores = self.policy(inputs)
         parts = (scores.logprobs, scores.entropy, scores.values, scores.own_loss)
         return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
+
+    def cast(self) -> AbstractContextManager:
+        """Within it matrix products are of learner.precision."""
+        return torch.autocast(self.device, torch.bfloat16) if self.config.precision == "bf16" else nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """`last` of its gradient step: where weights are sharded, ranks sum their gradients only then."""
@@ -76,13 +81,13 @@ class Model:
     def features(self, obs: Observation) -> dict[str, Tensor]:
         """`Policy.frozen_features`, in the host's memory: of a whole iteration they are large."""
         self.tick()
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
+        with self.cast():
             return {name: tensor.cpu() for name, tensor in self.policy.frozen_features(obs).items()}
 
     def imitate(self, inputs: dict, noise) -> tuple[Tensor, Tensor | None]:
         """The losses of actions, and of what is learned beside them."""
         self.tick()
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.config.precision == "bf16"):
+        with self.cast():
             found = self.policy.imitate(inputs, noise)
         actions, beside = found if isinstance(found, tuple) else (found, None)
         return actions.to(self.dtype), None if beside is None else beside.to(self.dtype)

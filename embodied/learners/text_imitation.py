@@ -18,7 +18,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import env_blocks
 from embodied.learners.bc import ImitationLearner
 from embodied.learners.examples import Example, read_examples, shown, solved
-from embodied.learners.rollout_buffer import owned
+from embodied.learners.train_batch import owned
 
 
 class TextImitationLearner(ImitationLearner):
@@ -50,7 +50,7 @@ class TextImitationLearner(ImitationLearner):
     def _passes(self, minibatch: np.ndarray) -> int:
         if not self.optimizer.sharded:
             return 0
-        return max(len(self._packs(owned(minibatch, first, count) + first)) for first, count in self.blocks)
+        return max(len(self._packs(block[owned(minibatch, block)])) for block in self.blocks)
 
     def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
         parts = [(mine[pack], True) for pack in self._packs(mine.numpy() + self.demos.first)]

@@ -1,7 +1,13 @@
-"""The batch of one learner rank: a trajectory's decisions as items, each with its advantage.
+"""The batch of one learner rank: what trajectories hold as items, each with its advantage.
 
-PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups.
-What is normalised is normalised over all ranks, in the order of sequences, however many ranks there are.
+An item is a decision, in text a token. Minibatches deal *units*: items or, where the policy speaks, conversations in
+whole groups, which share a prompt and pass through the network together. A rank has any set of sequences. Units are
+numbered in the order of their sequences' ids over all ranks, and what is normalised is normalised over all ranks in
+that order: who has a sequence, and who delivered first, changes nothing.
+
+PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups. Of a
+conversation only the tokens that the policy chose (`envs/text/worker.py` marks them) count in anything. Its values are
+asked of the weights that the update starts from, once: engines know no value head.
 """
 
 from __future__ import annotations
@@ -9,192 +15,273 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.algorithms.advantages import (
-    Moments,
-    episode_weights,
-    gae,
-    merge_moments,
-    moments,
-    normalize,
-    returns_to_go,
-)
-from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.losses import GRPOItems, PPOItems, Stats, grpo_loss_sum, out_of_bounds, ppo_loss_sum
-from embodied.core.arrays import Observation, host, is_tensor, map_obs
-from embodied.core.types import Array, BatchPart, Trajectory
-from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import ItemBatch, flatten, own, permutation, step_items, take
+from embodied.algorithms.advantages import Moments, gae, merge_moments, moments, normalize, returns_to_go, token_gae
+from embodied.algorithms.config import AlgoConfig, PPOConfig
+from embodied.algorithms.losses import LossItems, Stats, loss_sum, out_of_bounds
+from embodied.core.arrays import Observation, host, is_tensor, map_obs, text_lists
+from embodied.core.rng import permutation
+from embodied.core.types import Array, Trajectory, Unit
+from embodied.learners.model import FrozenFeatures, Model
+from embodied.learners.rollout_buffer import own, take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
-    """This rank's items of an iteration, with their advantages."""
+    """This rank's items of an iteration: tensors [items, ...], with what they are worth."""
 
-    batch: ItemBatch
-    num_items: int  # over all ranks
-    advantages: Tensor  # [items]
-    weights: Tensor  # [items]
+    obs: Observation
+    actions: Tensor
+    logprobs: Tensor
+    mask: Tensor
+    current: Tensor  # bool [items], taken with the weights that the update starts from
+    replay: dict[str, Tensor]
+    of: Tensor  # int [items], 0, 1, ...: decisions of one episode, or tokens of one conversation, have the same number
+    numbers: np.ndarray  # int [units], ascending: each unit's number among those of all ranks; -1: counts nothing
+    groups: np.ndarray | None = None  # int [units], of conversations: which may share a prompt
+    group_size: int = 1  # units that minibatches keep together
+    # Of all ranks
+    num_units: int = 0
+    num_items: int = 0  # that count
+    weight_sum: float = 0.0  # of their weights
+    loss_count: float = 0.0  # what the loss of the whole batch is divided by
+    # What items are worth
+    advantages: Tensor | None = None  # [items]
+    weights: Tensor | None = None  # [items]
+    values: Tensor | None = None  # [items], at act time; where a value function learns
+    returns: Tensor | None = None  # [items]
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
     proximal: Tensor | None = None  # [items, C, A], those of the weights that the update starts from, for ratios
-    episodes: Tensor | None = None  # int [items], 0, 1, ...: which belong together, where episodes may be masked
     masked: Tensor | None = None  # bool [items], left out of the policy's loss
-    about: dict[str, float] = field(default_factory=dict)  # what there is to say of the data
+    about: dict[str, float] = field(default_factory=dict)  # metrics of the data
 
-    SUMS: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """The parts of the loss that the log shows."""
-        return self.SUMS if self.proximal is None else (*self.SUMS, "importance_weight")
-
-    def with_replay(self, known: dict[str, Tensor]) -> RankBatch:
-        """The same batch with more inputs of its items."""
-        return replace(self, batch=replace(self.batch, replay=self.batch.replay | known))
-
-    def corrected(self, model: Model, config: PPOConfig | GRPOConfig) -> RankBatch:
-        """The same batch with all log-probs under the weights that the update starts from: for items that are stale, or
-        sampled by an engine whose log-probs differ numerically."""
-        batch = self.batch
-        proximal = logprobs_of(model, batch, step_items(config, len(batch)))
-        masked = None
-        if self.episodes is not None:
-            masked = out_of_bounds(proximal, batch.logprobs, batch.mask, self.episodes, config)
-        return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
+    def __len__(self) -> int:
+        return len(self.mask)
 
     @property
-    def num_units(self) -> int:
-        """The number of units that minibatches deal, over all ranks: here items."""
-        return self.num_items
+    def own(self) -> Tensor:
+        """The units that count: none where the rank has a copy of what another one learns from."""
+        return torch.from_numpy(np.flatnonzero(self.numbers >= 0))
+
+    # Dealing
 
     def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
-        """The units of all ranks in the order in which an epoch takes them."""
-        return permutation(seed, iteration, epoch, self.num_items)
+        """The units of all ranks in the order in which an epoch takes them: groups are shuffled, not torn."""
+        groups = permutation(seed, iteration, epoch, self.num_units // self.group_size)
+        return (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
+
+    def owned(self, minibatch: np.ndarray) -> Tensor:
+        """Local numbers of the units of a minibatch that this rank has."""
+        return torch.from_numpy(owned(minibatch, self.numbers))
 
     def divisor(self, units: int) -> float:
-        """The divisor of the loss of a minibatch of so many units."""
-        return units
+        """The divisor of the loss of a minibatch of so many units. Together minibatches add up to the gradient of the
+        batch, whichever units meet in one."""
+        return (self.loss_count or 1.0) * units / self.num_units
 
     def stats_divisor(self, units: int) -> float:
         """The divisor of the statistics of a minibatch of so many units."""
-        return units
+        return (self.weight_sum or 1.0) * units / self.num_units
+
+    # Passing through the network
+
+    def inputs(self, items: Tensor) -> dict:
+        """The inputs of `Policy.forward` for these items: in text, all tokens of some conversations."""
+        actions = take(self.actions, items)
+        if self.groups is None:
+            replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
+            return {"obs": self.observed(items), "actions": actions} | replay
+        units, lengths = (part.cpu() for part in torch.unique_consecutive(take(self.of, items), return_counts=True))
+        groups = torch.from_numpy(self.groups)[units]
+        return {"actions": actions, "mask": take(self.mask, items), "lengths": lengths, "groups": groups}
+
+    def observed(self, items: Tensor) -> Observation:
+        """The observations of these items, as policies take them."""
+        return text_lists(map_obs(lambda part: take(part, items), self.obs))
+
+    def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[tuple[Tensor, bool]]:
+        """Items of these units, part by part, and whether they count: where all ranks must run the network equally
+        often, padding, which does not, makes up for the passes of others. `size` items at a time where the learner's
+        options leave that open."""
+        if self.groups is None:
+            parts = list(units.split(model.config.micro_batch_size or size or len(units))) if len(units) else []
+            padding = torch.zeros(1, dtype=torch.int64)
+        else:
+            parts, padding = self._packs(model, units), torch.nonzero(self.of.cpu() == 0)[:, 0]
+        missing = model.most_passes(len(parts)) - len(parts)
+        return [(part, True) for part in parts] + [(padding, False)] * missing
+
+    def _packs(self, model: Model, units: Tensor) -> list[Tensor]:
+        """Tokens of these conversations, those of a pack together, in the order of conversations."""
+        if not len(units):
+            return []
+        begins = np.cumsum(np.bincount(self.of.cpu(), minlength=len(self.numbers) + 1))
+        rows = [np.arange(begins[unit - 1] if unit else 0, begins[unit]) for unit in np.sort(units.numpy())]
+        inputs = self.inputs(torch.from_numpy(np.concatenate(rows)))
+        told = (inputs[name].cpu().numpy().ravel() for name in ("actions", "mask", "lengths", "groups"))
+        packs = model.policy.pack(*told, model.config.pack_tokens)
+        return [torch.from_numpy(np.concatenate([rows[number] for number in pack])) for pack in packs]
+
+    # Learning
+
+    def teaching(self, units: Tensor) -> Tensor:
+        """Those of these units of which anything counts: conversations may be left out whole."""
+        if self.groups is None:
+            return units
+        return units[torch.from_numpy(np.bincount(self.of.cpu(), self.mask[:, 0].cpu()) > 0)[units]]
+
+    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: AlgoConfig) -> tuple[Tensor, Stats]:
+        """The loss of some items (`weight` 0: padding), and its parts."""
+        mask, names = take(self.mask, part), ("advantages", "values", "returns", "reference", "proximal")
+        known = {name: getattr(self, name) for name in names}
+        items = LossItems(
+            logprobs=take(self.logprobs, part),
+            mask=mask if self.masked is None else mask & ~take(self.masked, part)[:, None],
+            weights=weight * take(self.weights, part),
+            answers=take(self.of, part),
+            **{name: take(tensor, part) for name, tensor in known.items() if tensor is not None},
+        )
+        return loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
+
+    def corrected(self, model: Model, config: AlgoConfig) -> RankBatch:
+        """The same batch with all log-probs under the weights that the update starts from: for items that are stale, or
+        sampled by an engine whose log-probs differ numerically."""
+        proximal = logprobs_of(model, self, config)
+        masked = None
+        if config.episode_mask != "none":
+            masked = out_of_bounds(proximal, self.logprobs, self.mask, self.of, config)
+        return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
 
     @property
     def num_masked(self) -> int:
         """This rank's items that are left out of the policy's loss."""
-        if self.masked is None or self.batch.first == self.num_units:
+        if self.masked is None or not len(self.own):
             return 0
-        return int((self.masked & self.batch.mask.any(dim=1)).sum())
-
-    def weights_of(self, part: Tensor) -> Tensor:
-        """The weight of each of these items."""
-        return take(self.weights, part)
-
-    def known(self, part: Tensor, weight: float) -> dict[str, Any]:
-        """The arguments of all losses for these items (`weight` 0: padding)."""
-        mask = take(self.batch.mask, part)
-        return {
-            "logprobs": take(self.batch.logprobs, part),
-            "advantages": take(self.advantages, part),
-            "mask": mask if self.masked is None else mask & ~take(self.masked, part)[:, None],
-            "weights": weight * self.weights_of(part),
-            "reference": None if self.reference is None else take(self.reference, part),
-            "proximal": None if self.proximal is None else take(self.proximal, part),
-        }
-
-    def summary(self) -> dict[str, float]:
-        """Metrics of the data."""
-        return self.about
+        return int((self.masked & self.mask.any(dim=1)).sum())
 
 
-@dataclass(frozen=True, kw_only=True)
-class PPOBatch(RankBatch):
-    values: Tensor  # [items], at act time
-    returns: Tensor  # [items]
-
-    SUMS: ClassVar = (
-        "policy_loss",
-        "value_loss",
-        "entropy",
-        "approx_kl",
-        "clip_fraction",
-        "dual_clip_fraction",
-        "value_clip_fraction",
-    )
-
-    @property
-    def sums(self) -> tuple[str, ...]:
-        """The parts of the loss that the log shows."""
-        return super().sums if self.reference is None else (*super().sums, "reference_kl")
-
-    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: PPOConfig) -> tuple[Tensor, Stats]:
-        """The loss of some items (`weight` 0: padding), and the parts of it that `sums` names."""
-        known = self.known(part, weight)
-        items = PPOItems(values=take(self.values, part), returns=take(self.returns, part), **known)
-        return ppo_loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
-
-    def summary(self) -> dict[str, float]:
-        return {"train/explained_variance": explained_variance(self)} | self.about
+def owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """The places in `numbers` (ascending) of a minibatch's units that are among them, in the minibatch's order."""
+    at = np.minimum(np.searchsorted(numbers, minibatch), len(numbers) - 1)
+    return at[numbers[at] == minibatch]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GRPOBatch(RankBatch):
-    SUMS: ClassVar = ("policy_loss", "entropy", "reference_kl", "approx_kl", "clip_fraction", "dual_clip_fraction")
+def step_items(config: AlgoConfig, units: int) -> int:
+    """Units per gradient step, of so many in an iteration."""
+    return min(config.minibatch_size or units, units)
 
-    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: GRPOConfig) -> tuple[Tensor, Stats]:
-        """The loss of some items (`weight` 0: padding), and the parts of it that `sums` names."""
-        return grpo_loss_sum(scores.logprobs, scores.entropy, GRPOItems(**self.known(part, weight)), config)
+
+class AllRanks:
+    """The sequences of all ranks, in the order of their ids."""
+
+    def __init__(self, unit: Unit, collective: Collective) -> None:
+        """This rank has those of `unit`."""
+        self.collective, self.own = collective, 0 if unit.is_padding else len(unit.ids)
+        ids = np.concatenate(collective.gather(unit.ids[: self.own]))
+        self.order = np.argsort(ids)
+        self.places = np.searchsorted(ids[self.order], unit.ids)  # of this rank's among all
+
+    def gather(self, rows: np.ndarray) -> np.ndarray:
+        """A row for every sequence; this rank has these."""
+        return np.concatenate(self.collective.gather(rows[: self.own]))[self.order]
+
+    def moments(self, numbers: np.ndarray, lengths: np.ndarray, exists: np.ndarray) -> Moments:
+        """Moments of the numbers [K] of all sequences that exist (bool [K]); `lengths` are those of this rank's."""
+        cuts = np.cumsum(lengths)[:-1]
+        parts = zip(np.split(numbers, cuts), np.split(exists.astype(numbers.dtype), cuts), strict=True)
+        return merge_moments(self.gather(np.array([moments(*part) for part in parts])))
 
 
 # From trajectories to a rank's batch
 
 
-def build_rank_batch(
+def build_batch(
     trajectory: Trajectory,
-    part: BatchPart,
-    config: PPOConfig | GRPOConfig,
+    unit: Unit,
+    version: int,
+    config: AlgoConfig,
     collective: Collective,
-    dtype: torch.dtype,
-    device: str = "cpu",
+    model: Model,
     reference: Model | None = None,
-) -> PPOBatch | GRPOBatch:
-    """This rank's sequences as items with their advantages; all ranks take part."""
-    mine = part.last - part.first
-    lengths = np.concatenate([found[:, 0] for found in collective.gather(trajectory.lengths[:mine, None])])
-    first = int(lengths[: part.first].sum()) if mine else int(lengths.sum())  # nobody's items, where it has no part
-    batch = flatten(trajectory, first, part.version, device)
-    compared = None if reference is None else logprobs_of(reference, batch, step_items(config, len(batch)))
-    away = None if compared is None or config.kl_in != "reward" else divergences(batch, compared)
-    about = staleness(part.version - trajectory.versions[: trajectory.lengths[:mine].sum()], collective)
-    common = {"batch": batch, "num_items": int(lengths.sum()), "reference": compared if away is None else None}
-    if config.episode_mask != "none":
-        common["episodes"] = torch.from_numpy(episodes_within(trajectory)).to(device)
-    if part.advantages is None:
-        found, more = ppo_advantages(trajectory, away, config, collective)
-        found["weights"] = rollout_weights(trajectory, mine, config.weighting, collective)
-        kind, common["values"] = PPOBatch, own(trajectory.values).to(device)
+) -> RankBatch:
+    """The sequences of this rank's `unit` as items with their advantages, before an update that starts from this
+    version of the weights; all ranks take part."""
+    speaks, lengths, everyone = model.policy.speaks, trajectory.lengths, AllRanks(unit, collective)
+    trained = trained_tokens(trajectory, config) if speaks else np.ones(len(trajectory.versions), bool)
+    # Units, items that count, and episodes or conversations with such items, of every sequence
+    of, sequence = episodes_within(trajectory), np.repeat(np.arange(len(lengths)), lengths)
+    sizes = np.bincount(of, trained)
+    begins = np.flatnonzero(np.diff(of, prepend=-1))
+    units = np.ones_like(lengths) if speaks else lengths
+    counts = np.stack([units, np.bincount(sequence, trained), np.bincount(sequence[begins], sizes > 0)], axis=1)
+    total = everyone.gather(counts)
+    num_units, num_items, episodes = total.sum(axis=0).tolist()
+    by_episode = config.weighting == "episode"
+    weight_sum = episodes if by_episode else num_items
+    batch = RankBatch(
+        obs=map_obs(own, trajectory.obs),
+        actions=own(trajectory.actions).to(model.device),
+        logprobs=own(trajectory.logprobs).to(model.device),
+        mask=own(host(trajectory.mask) & trained[:, None]).to(model.device),
+        current=own((trajectory.versions == version) & trained).to(model.device),
+        replay={name: own(array) for name, array in trajectory.replay.items()},
+        of=own(of).to(model.device),
+        numbers=numbered(units, total[:, 0].astype(np.int64), everyone),
+        num_units=int(num_units),
+        num_items=int(num_items),
+        weight_sum=weight_sum,
+        loss_count=num_units * model.policy.config.max_tokens if config.weighting == "constant" else weight_sum,
+    )
+    if speaks:
+        groups = trajectory.ids // config.group_size if model.config.share_prompts else trajectory.ids
+        batch = replace(batch, groups=np.array(groups), group_size=config.group_size)
+    about, away = {}, None
+    if num_items:
+        about = staleness(version - trajectory.versions[trained & (everyone.own > 0)], collective)
+    compared = None if reference is None else logprobs_of(reference, batch, config)
+    if compared is not None and config.kl_in == "reward":
+        away, compared = divergences(batch, compared), None
+    found: dict[str, np.ndarray]
+    if isinstance(config, PPOConfig):
+        values = trajectory.values
+        if speaks:
+            values = scores_of(model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
+        found, more = judged(trajectory, unit, values, trained, away, config, everyone)
     else:
-        found, more = spread_group_advantages(trajectory, part, lengths, away, config, collective)
-        kind = GRPOBatch
-    tensors = {name: torch.from_numpy(numbers).to(device, dtype) for name, numbers in found.items()}
-    return kind(**common, **tensors, about=about | more)
+        found, more = compared_in_groups(trajectory, unit, trained, away, config, everyone)
+    found["weights"] = trained / np.maximum(sizes, 1)[of] if by_episode else trained
+    worth = {name: own(numbers).to(model.device, model.dtype) for name, numbers in found.items()}
+    batch = replace(batch, reference=compared, about=about | more, **worth)
+    if isinstance(config, PPOConfig) and not speaks:
+        batch.about["train/explained_variance"] = explained_variance(batch)
+    return batch
 
 
-def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
-    """The age in versions of the decisions of all ranks, of which these [K] are this one's: the mean, the largest,
-    and the share of each age that there is."""
-    rows = np.stack(np.unique(ages, return_counts=True), axis=1)
-    found, counts = np.concatenate(collective.gather(rows)).T
-    shares = {f"train/staleness_{age}": counts[found == age].sum() / counts.sum() for age in np.unique(found)}
-    about = {"train/staleness": (found * counts).sum() / counts.sum(), "train/staleness_max": found.max()}
-    return {name: float(number) for name, number in (about | shares).items()}
+def numbered(units: np.ndarray, of_all: np.ndarray, everyone: AllRanks) -> np.ndarray:
+    """The numbers of this rank's units, given how many each of its sequences has and each of all: sequences of 2, 1 and
+    3 units, of which it has the outer ones: 0, 1, 3, 4, 5."""
+    if not everyone.own:
+        return np.full(units.sum(), -1)
+    first = (np.cumsum(of_all) - of_all)[everyone.places] - (np.cumsum(units) - units)
+    return np.arange(units.sum()) + np.repeat(first, units)
+
+
+def trained_tokens(trajectory: Trajectory, config: AlgoConfig) -> np.ndarray:
+    """Bool [K], tokens that count: the policy chose them, and their conversation is not left out for being cut off
+    (algo.truncated)."""
+    sampled = np.array(trajectory.mask[:, 0])
+    if config.truncated == "mask":
+        starts = np.cumsum(trajectory.lengths) - trajectory.lengths
+        cut = np.logical_or.reduceat(trajectory.truncated[:, 0], starts)
+        sampled &= ~np.repeat(cut, trajectory.lengths)
+    return sampled
 
 
 def episodes_within(trajectory: Trajectory) -> np.ndarray:
@@ -208,29 +295,56 @@ def episodes_within(trajectory: Trajectory) -> np.ndarray:
     return np.cumsum(begins)
 
 
-def rollout_weights(trajectory: Trajectory, counted: int, weighting: str, collective: Collective) -> np.ndarray:
-    """The weight [K] of each decision of a rollout, whose first `counted` sequences are this rank's own. With
-    `weighting` episode all parts of episodes, over all ranks, count alike, as `episode_weights` says."""
-    if weighting != "episode":
-        return np.ones(len(trajectory.episodes))
-    _, lengths = np.unique(episodes_within(trajectory), return_counts=True)
-    own = lengths[: np.searchsorted(np.cumsum(lengths), trajectory.lengths[:counted].sum(), side="right")]
-    mean = np.concatenate([rows[:, 0] for rows in collective.gather(own[:, None])]).mean()
-    return np.repeat(mean / lengths, lengths)
+def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
+    """The age in versions of the decisions of all ranks, of which these [K] are this one's: the mean, the largest,
+    and the share of each age that there is."""
+    rows = np.stack(np.unique(ages, return_counts=True), axis=1)
+    found, counts = np.concatenate(collective.gather(rows)).T
+    shares = {f"train/staleness_{age}": counts[found == age].sum() / counts.sum() for age in np.unique(found)}
+    about = {"train/staleness": (found * counts).sum() / counts.sum(), "train/staleness_max": found.max()}
+    return {name: float(number) for name, number in (about | shares).items()}
 
 
-def ppo_advantages(
-    trajectory: Trajectory, away: np.ndarray | None, config: PPOConfig, collective: Collective
+# Advantages
+
+
+def judged(
+    trajectory: Trajectory,
+    unit: Unit,
+    values: np.ndarray,
+    trained: np.ndarray,
+    away: np.ndarray | None,
+    config: PPOConfig,
+    everyone: AllRanks,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Advantages and returns [K], where decisions that left the reference so far pay for it, and what to log."""
-    rewards, about = trajectory.rewards, {}
+    """Advantages, returns and values [K], and what to log. Decisions pay for their divergence `away` [K] from the
+    reference as they begin."""
+    lengths, about, speaks = trajectory.lengths, {}, unit.scores is not None
+    rewards = earned(trajectory, unit.scores, trained) if speaks else np.array(host(trajectory.rewards), np.float64)
     if away is not None:
-        rewards = penalised_rewards(rewards, away, config.kl_coef)
-        about["train/reference_kl"] = everywhere(away, trajectory.lengths, collective).mean
-    advantages, returns = gae_of(trajectory, rewards, config)
+        rewards[:, 0] -= config.kl_coef * away
+        about["train/reference_kl"] = everyone.moments(away, lengths, trained).mean
+    if speaks:
+        advantages, returns = token_gae(rewards[:, 0], values, trained, lengths, config.gamma, config.gae_lambda)
+        spread, error = (everyone.moments(each, lengths, trained).m2 for each in (returns, returns - values))
+        about["train/explained_variance"] = 1.0 - error / spread if spread else 0.0
+    else:
+        advantages, returns = gae_of(trajectory, rewards, config)
     if config.normalize_advantages:
-        advantages = normalize(advantages, everywhere(advantages, trajectory.lengths, collective))
-    return {"advantages": advantages, "returns": returns}, about
+        advantages = normalize(advantages, everyone.moments(advantages, lengths, trained))
+    return {"advantages": advantages, "returns": returns, "values": values}, about
+
+
+def earned(trajectory: Trajectory, scores: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    """Rewards [K, 1] of conversations with these scores [R]. A turn's reward is earned by its last token. What a score
+    has more or less than these rewards (an answer that was too long, or cut off) is earned by the last token of all."""
+    lengths = trajectory.lengths
+    rewards = np.where(trained, trajectory.rewards[:, 0], 0.0).astype(np.float64)
+    paid = np.add.reduceat(rewards, np.cumsum(lengths) - lengths)
+    of = np.repeat(np.arange(len(lengths)), lengths)
+    last = np.flatnonzero(trained)[np.diff(of[trained], append=len(lengths)) > 0]
+    rewards[last] += (scores - paid)[of[last]]
+    return rewards[:, None]
 
 
 def gae_of(trajectory: Trajectory, rewards: np.ndarray, config: PPOConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -255,100 +369,66 @@ def gae_of(trajectory: Trajectory, rewards: np.ndarray, config: PPOConfig) -> tu
     return advantages[at], returns[at]
 
 
-def spread_group_advantages(
+def compared_in_groups(
     trajectory: Trajectory,
-    part: BatchPart,
-    lengths: np.ndarray,
+    unit: Unit,
+    trained: np.ndarray,
     away: np.ndarray | None,
-    config: GRPOConfig,
-    collective: Collective,
+    config: AlgoConfig,
+    everyone: AllRanks,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Advantages and weights [K] of the decisions of whole episodes, of all of which `lengths` are known, and what to
-    log. Decisions that left the reference so far pay for it, and are compared with all decisions of the iteration."""
-    mine, counted = slice(part.first, part.last), part.last - part.first
-    each = (part.advantages, part.scores, episode_weights(lengths, config.weighting))
-    advantages, scores, weights = (numbers[mine] if counted else np.zeros(1) for numbers in each)
-    found = {
-        name: np.repeat(each, trajectory.lengths) for name, each in (("advantages", advantages), ("weights", weights))
-    }
+    """Advantages [K], and what to log. Where decisions pay for their divergence `away` [K] from the reference, scores
+    less the divergences that follow are compared with those of all decisions of the iteration."""
+    lengths = trajectory.lengths
     if away is None:
-        return found, {}
-    about, found["advantages"] = penalised_returns(trajectory, scores, away, counted, config, collective)
-    return found, about
+        return {"advantages": np.repeat(unit.advantages, lengths)}, {}
+    returns = returns_to_go(unit.scores, away, lengths, config.kl_coef)
+    about = {"train/reference_kl": everyone.moments(away, lengths, trained).mean}
+    return {"advantages": normalize(returns, everyone.moments(returns, lengths, trained))}, about
 
 
-def penalised_returns(
-    trajectory: Trajectory,
-    scores: np.ndarray,
-    away: np.ndarray,
-    counted: int,
-    config: GRPOConfig,
-    collective: Collective,
-    exists: np.ndarray | None = None,
-) -> tuple[dict[str, float], np.ndarray]:
-    """Metrics, and advantages [K]: scores less the divergences `away` [K] that follow, compared with those of all
-    decisions of the first `counted` sequences of every rank, of those that exist (bool [K]; None: all)."""
-    returns = returns_to_go(scores, away, trajectory.lengths, config.kl_coef)
-    lengths = trajectory.lengths[:counted]
-    about = {"train/reference_kl": everywhere(away, lengths, collective, exists).mean}
-    return about, normalize(returns, everywhere(returns, lengths, collective, exists))
+def explained_variance(batch: RankBatch) -> float:
+    """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
+    variance = float(batch.returns.var(unbiased=False))
+    error = float((batch.returns - batch.values).var(unbiased=False))
+    return 1.0 - error / variance if variance > 0 else 0.0
 
 
-def everywhere(
-    numbers: np.ndarray, lengths: np.ndarray, collective: Collective, exists: np.ndarray | None = None
-) -> Moments:
-    """Moments of the numbers [K] of all ranks that exist, sequence by sequence; `lengths` are those that count here."""
-    weights = np.ones_like(numbers) if exists is None else exists.astype(numbers.dtype)
-    cuts = np.cumsum(lengths)
-    parts = [np.split(each[: lengths.sum()], cuts[:-1]) if len(lengths) else [] for each in (numbers, weights)]
-    rows = np.array([moments(part, weight) for part, weight in zip(*parts, strict=True)]).reshape(-1, 3)
-    return merge_moments(np.concatenate(collective.gather(rows)))
+# Scores and features of a whole batch
 
 
-def penalised_rewards(rewards: np.ndarray, divergences: np.ndarray, kl_coef: float) -> np.ndarray:
-    """Rewards [K, C], where each decision pays for its divergence [K] as it begins.
-
-    One decision of two steps with rewards 1 and 2, divergence 0.5, kl_coef 2: 0 and 2.
-    """
-    paid = np.array(host(rewards), np.float64)
-    paid[:, 0] -= kl_coef * divergences
-    return paid
-
-
-# Log-probs and other scores of a whole batch
-
-
-def divergences(batch: ItemBatch, reference: Tensor) -> np.ndarray:
+def divergences(batch: RankBatch, reference: Tensor) -> np.ndarray:
     """[items], by how much an item was likelier when it was taken than under the reference, in nats."""
     differences = torch.where(batch.mask[:, :, None], batch.logprobs - reference, 0.0)
     return differences.sum((1, 2)).double().cpu().numpy()
 
 
-def logprobs_of(model: Model, batch: ItemBatch, size: int) -> Tensor:
+def logprobs_of(model: Model, batch: RankBatch, config: AlgoConfig) -> Tensor:
     """Log-probs of all items under a policy, without gradient."""
-    return scores_of(model, batch, size, lambda scores: scores.logprobs)
+    return scores_of(model, batch, step_items(config, len(batch)), lambda scores: scores.logprobs)
 
 
-def scores_of(model: Model, batch: ItemBatch, size: int, which: Callable[[Scores], Tensor]) -> Tensor:
+def scores_of(model: Model, batch: RankBatch, size: int, which: Callable[[Scores], Tensor]) -> Tensor:
     """One of the scores of all items under a policy, without gradient."""
-    parts = batch.every(model, size)
-    padding = [batch.padding] * (model.most_passes(len(parts)) - len(parts))
     with torch.no_grad():
-        found = [which(model.score(batch.inputs(part))) for part in (*parts, *padding)]
-    return take(torch.cat(found[: len(parts)]), torch.argsort(torch.cat(parts)))
+        passes = batch.passes(model, torch.arange(len(batch.numbers)), size)
+        found = [(part, which(model.score(batch.inputs(part))), counts) for part, counts in passes]
+    parts, scores, _ = zip(*(each for each in found if each[2]), strict=True)
+    return take(torch.cat(scores), torch.argsort(torch.cat(parts)))
 
 
-def explained_variance(share: PPOBatch) -> float:
-    """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
-    variance = float(share.returns.var(unbiased=False))
-    error = float((share.returns - share.values).var(unbiased=False))
-    return 1.0 - error / variance if variance > 0 else 0.0
+def frozen_features(model: Model, batch: RankBatch, size: int) -> dict[str, Tensor]:
+    """Computes the features of the items' observations that no epoch changes; empty where they do not fit."""
+    features = FrozenFeatures(model, len(batch))
+    for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
+        features.add(batch.observed(items), items)
+        if not features.wanted:
+            break
+    return features.kept
 
 
-def moments_of(
-    trajectory: Trajectory, count: int, moments: Callable[[Observation], np.ndarray | None]
-) -> np.ndarray | None:
-    """The observation moments of the first `count` sequences, a row each; None for policies that track none."""
+def moments_of(trajectory: Trajectory, moments: Callable[[Observation], np.ndarray | None]) -> np.ndarray | None:
+    """The observation moments of the sequences, a row each; None for policies that track none."""
     rows: dict[int, np.ndarray] = {}
     starts = np.cumsum(trajectory.lengths) - trajectory.lengths
     for length in np.unique(trajectory.lengths):
@@ -359,7 +439,7 @@ def moments_of(
         if found is None:
             return None
         rows |= zip(alike.tolist(), found, strict=True)
-    return np.array([rows[sequence] for sequence in range(len(starts))])[:count]
+    return np.array([rows[sequence] for sequence in range(len(starts))])
 
 
 def by_step(array: Array, rows: Any, count: int) -> Array:

@@ -1,6 +1,8 @@
-"""One update: the same sequence of gradient steps on every rank, each rank adding the items it owns.
+"""One update: the same sequence of gradient steps on every rank, each rank adding the units it owns.
 
-The gradient and the step's statistics travel between ranks as one vector.
+The gradient and the step's statistics travel between ranks as one vector. Where units are learned from as they come
+(pipeline.schedule=periodic), sums of gradients and statistics are divided once, by counts that are known after the last
+unit: the step is the one that the gathered units would make, whatever the order in which they came.
 """
 
 from __future__ import annotations
@@ -12,55 +14,108 @@ import torch
 from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
-from embodied.core.errors import Diverged, WrongShape
-from embodied.learners.model import FrozenFeatures, Model, PolicyOptimizer, lr_factor
-from embodied.learners.rollout_buffer import ItemBatch, minibatches, step_items, take
-from embodied.learners.train_batch import RankBatch
+from embodied.algorithms.losses import loss_terms
+from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShape
+from embodied.core.rng import minibatches
+from embodied.core.types import BatchEnd, Trajectory
+from embodied.learners.model import Model, PolicyOptimizer, lr_factor
+from embodied.learners.rollout_buffer import take
+from embodied.learners.train_batch import RankBatch, step_items
 from embodied.policies.base import Scores
 
 
+class GradientSteps:
+    """The gradient steps of one update: gradients and statistics are added up, and exchanged for each step."""
+
+    def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
+        self.model, self.optimizer, self.config = model, optimizer, config
+        self.names = (*loss_terms(config), *model.policy.own_losses, "mismatch_k3")
+        self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
+        self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=model.device)  # gap and k3 of a decision
+        self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # of losses, statistics and units
+        self.history: list[dict[str, float]] = []  # the statistics of each step
+
+    def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
+        """Add the gradient of these units' loss, divided by `divisor`. Before the first step, log-probs are compared
+        with those at act time."""
+        model = self.model
+        passes = batch.passes(model, batch.teaching(units))
+        for number, (part, counts) in enumerate(passes, 1):
+            scores = model.score(batch.inputs(part))
+            check_scores(scores, take(batch.logprobs, part))
+            loss, stats = batch.loss_sum(scores, part, float(counts), self.config)
+            parts = [stats[name] for name in loss_terms(self.config)]
+            if scores.own_loss is not None:
+                own = scores.own_loss.sum() * (float(counts) * batch.weight_sum / (batch.num_units or 1))
+                loss = loss + own
+                parts.append(own.detach())
+            model.backward(loss / divisor, last=number == len(passes))
+            if self.history:
+                self.sums[:-1] += torch.stack(parts)
+                continue
+            k3, gap = mismatch_of(batch, part, scores.logprobs.detach())
+            self.sums += torch.stack([*parts, (float(counts) * take(batch.weights, part) * k3).sum()])
+            if counts:
+                self.largest = torch.maximum(self.largest, torch.stack([gap.max(), k3.max()]))
+
+    def add_all(self, batch: RankBatch) -> None:
+        """Add a batch that is one of many; what the sums are to be divided by adds up too."""
+        self.add(batch, batch.own)
+        self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
+
+    def step(self, end: BatchEnd, epoch: int, divisor: float, count: float | None = None) -> dict[str, float]:
+        """Take a step with all ranks; returns its statistics, divided by `divisor`. The gradient is divided by `count`,
+        where that was not known before."""
+        totals, norm = self.optimizer.exchange(self.sums, count)
+        self.sums = torch.zeros_like(self.sums)
+        numbers = {name: total / divisor for name, total in zip(self.names, totals.tolist(), strict=True)}
+        self.history.append(numbers | {"grad_norm": norm})
+        check_finite(self.history[-1], end.iteration, epoch)
+        self.optimizer.step(norm, self.lr_factor(end))
+        return numbers
+
+    def step_once(self, end: BatchEnd) -> dict[str, float]:
+        """Take the only step, after the last batch. Returns numbers for the log; {} where no rank had a unit."""
+        count, counted, units = self.optimizer.collective.sum(self.counts).tolist()
+        if not units:
+            return {}
+        self.step(end, 0, counted or 1.0, count or 1.0)
+        ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
+        return self.metrics(end, 1) | ages
+
+    def metrics(self, end: BatchEnd, epochs: int, batch: RankBatch | None = None) -> dict[str, float]:
+        """Means over the steps for the log, and what there is to say of a batch that was learned from."""
+        num_masked = batch.num_masked if batch else 0
+        rows = check_weights(self.optimizer, end.iteration, *self.largest.tolist(), num_masked)
+        about = mismatch_numbers(self.history[0]["mismatch_k3"], rows[:, :2])
+        about |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
+        if batch is not None:
+            about |= batch.about
+            if batch.masked is not None:
+                about["train/masked_fraction"] = float(rows[:, 2].sum()) / batch.num_items
+        names = [name for name in self.history[0] if name != "mismatch_k3"]
+        return {f"train/{name}": float(np.mean([row[name] for row in self.history])) for name in names} | about
+
+    def lr_factor(self, end: BatchEnd) -> float:
+        return lr_factor(self.config.lr_schedule, end.iteration / end.total)
+
+
 def update_policy(
-    model: Model,
-    optimizer: PolicyOptimizer,
-    config: AlgoConfig,
-    share: RankBatch,
-    seed: int,
-    iteration: int,
-    total: int,
+    model: Model, optimizer: PolicyOptimizer, config: AlgoConfig, batch: RankBatch, seed: int, end: BatchEnd
 ) -> dict[str, float]:
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
-    factor = lr_factor(config.lr_schedule, iteration / total)
     if config.decoupled or config.episode_mask != "none":  # scored before any step
-        share = share.corrected(model, config)
-    names = (*share.sums, *model.policy.own_losses, "mismatch_k3")
-    history: list[dict[str, float]] = []
-    largest, mismatch = None, 0.0  # of the first gradient step, before which no weight has changed
+        batch = batch.corrected(model, config)
+    steps = GradientSteps(model, optimizer, config)
     for epoch in range(config.epochs):
-        order = share.order(seed, iteration, epoch)
         kl_sum = 0.0
-        for minibatch in minibatches(order, step_items(config, share.num_units)):
-            mine = share.batch.owned(minibatch)
-            first = largest is None
-            stats, found = gradient(model, config, share, mine, share.divisor(len(minibatch)), compare=first)
-            totals, norm = optimizer.exchange(stats)
-            divisor = share.stats_divisor(len(minibatch))
-            numbers = {name: value / divisor for name, value in zip(names, totals.tolist(), strict=True)}
-            numbers["grad_norm"] = norm
-            check_finite(numbers, iteration, epoch)
-            optimizer.step(norm, factor)
-            kl_sum += numbers["approx_kl"] * len(minibatch)
-            k3 = numbers.pop("mismatch_k3")
-            if first:
-                largest, mismatch = found, k3
-            history.append(numbers)
-        if skip_remaining_epochs(kl_sum / share.num_units, config.target_kl):
+        for minibatch in minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units)):
+            units = len(minibatch)
+            steps.add(batch, batch.owned(minibatch), batch.divisor(units))
+            kl_sum += steps.step(end, epoch, batch.stats_divisor(units))["approx_kl"] * units
+        if skip_remaining_epochs(kl_sum / batch.num_units, config.target_kl):
             break
-    everywhere = check_weights(optimizer, iteration, *largest.tolist(), share.num_masked)
-    about = mismatch_numbers(mismatch, everywhere[:, :2])
-    if share.masked is not None:
-        about["train/masked_fraction"] = float(everywhere[:, 2].sum()) / share.num_items
-    means = {f"train/{name}": float(np.mean([row[name] for row in history])) for name in history[0]}
-    return means | about | {"train/epochs": epoch + 1.0, "train/lr": config.lr * factor, **share.summary()}
+    return steps.metrics(end, epoch + 1, batch)
 
 
 def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:
@@ -68,47 +123,25 @@ def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:
     return target_kl is not None and mean_kl > target_kl
 
 
-def frozen_features(model: Model, batch: ItemBatch, size: int) -> dict[str, Tensor]:
-    """Computes the features of the items' observations that no epoch changes; empty where they do not fit."""
-    features = FrozenFeatures(model, len(batch))
-    for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
-        features.add(batch.observed(items), items)
-        if not features.wanted:
-            break
-    return features.kept
+def check_divisor(model: Model, config: AlgoConfig) -> None:
+    """Refuse losses that one count cannot divide, where it is known at the end."""
+    if (own := model.policy.own_losses) and config.weighting == "episode":
+        raise ConfigError(
+            f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
+            f"episodes, but {', '.join(own)} counts decisions; try algo.weighting=decision"
+        )
 
 
-def gradient(
-    model: Model, config: AlgoConfig, share: RankBatch, mine: Tensor, count: float, compare: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Leave the gradient of this rank's units of a minibatch in the parameters; return the sums of its statistics and
-    the largest of its mismatches, if it is to `compare` log-probs with those at act time."""
-    batch = share.batch
-    sums = share.advantages.new_zeros(len(share.sums) + len(model.policy.own_losses) + 1)
-    largest = sums.new_full((2,), -math.inf)
-    passes = model.most_passes(batch.passes(model, mine)) if model.config.shard else 0
-    micro_batches = batch.micro_batches(model, mine, passes)
-    for number, (part, counts) in enumerate(micro_batches, 1):
-        scores = model.score(batch.inputs(part))
-        check_scores(scores, take(batch.logprobs, part))
-        loss, stats = share.loss_sum(scores, part, float(counts), config)
-        parts = [stats[name] for name in share.sums]
-        if scores.own_loss is not None:
-            own = scores.own_loss.sum() * float(counts)
-            loss = loss + own
-            parts.append(own.detach())
-        model.backward(loss / count, last=number == len(micro_batches))
-        if not compare:
-            sums[:-1] += torch.stack(parts)
-            continue
-        k3, gap = mismatch_of(batch, part, scores.logprobs.detach())
-        sums += torch.stack([*parts, (float(counts) * share.weights_of(part) * k3).sum()])
-        if counts:
-            largest = torch.maximum(largest, torch.stack([gap.max(), k3.max()]))
-    return sums, largest
+def check_version(played: Trajectory, version: int) -> None:
+    """Refuse episodes that other weights played than those that learn from them."""
+    if odd := {*played.versions[played.mask.any(axis=1)].tolist()} - {version}:
+        raise EmbodiedError(
+            f"episodes {played.ids[0]} to {played.ids[-1]} were played with version {min(odd)} of the weights, but "
+            f"version {version} learns: pipeline.schedule=periodic learns from nothing else"
+        )
 
 
-def mismatch_of(batch: ItemBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def mismatch_of(batch: RankBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """The distance of the log-probs [b, C, A] of some items from those at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats

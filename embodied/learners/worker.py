@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Set
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -19,15 +20,13 @@ from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
-from embodied.core.types import BatchPart, EnvSpec, Trajectory
-from embodied.learners.accumulation import Accumulation
+from embodied.core.types import EnvSpec, Trajectory, Unit, join_units
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import Arrivals, ItemBatch, RolloutBuffer, step_items
+from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
-from embodied.learners.token_batch import build_token_batch, packing_of
-from embodied.learners.train_batch import RankBatch, build_rank_batch, moments_of
-from embodied.learners.update import frozen_features, update_policy
+from embodied.learners.train_batch import RankBatch, build_batch, frozen_features, moments_of, step_items
+from embodied.learners.update import GradientSteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.policy_folder import read_blobs, read_weights
@@ -76,7 +75,7 @@ class LearnerWorker(Worker):
         self.started = start is not None
         self.reference = self._copied_policy() if self.algo.kl_coef else None
         self.model = Model(self.policy, self.config, self.tick)
-        self.packing = packing_of(self.policy, self.config, self.algo)
+        self.observed: list[tuple[np.ndarray, np.ndarray]] = []  # ids of sequences, moments of their observations
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
         if self.config.shard:
@@ -112,84 +111,90 @@ class LearnerWorker(Worker):
 
     @done_together
     def learn(
-        self, trajectories: Channel, batch: int, rows: range | None = None, version: int | None = None
+        self,
+        trajectories: Channel,
+        batch: int,
+        version: int,
+        rows: np.ndarray | None = None,
+        one_by_one: bool = False,
     ) -> dict[str, float]:
-        """Take this rank's units of a batch as they come, then do one update with all ranks. `rows` are its env rows,
-        where these are units: what frozen parts make of them is computed as they come. With a `version`, gradients are
-        added up unit by unit, all of which this version has played; the update is one step then."""
+        """Take this rank's units of a batch as they come, then do one update with all ranks, which starts from this
+        version of the weights. `rows` are its env rows, where these are units: frozen parts encode their observations
+        as they come. With `one_by_one`, gradients of units are added up as they come, and there is one step."""
         self.model.first_backward, started = None, perf_counter()
-        buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), self._horizon(rows))
-        arrivals = Arrivals(trajectories, batch, buffer, self.timers, lambda: self._look(buffer, rows))
-        if version is None:
-            numbers = self._learn_together(arrivals)
-        else:
-            numbers = self._learn_one_by_one(arrivals, version)
+        horizon = 0 if rows is None else self.algo.rollout_decisions
+        buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
+        units, steps = [], GradientSteps(self.model, self.optimizer, self.algo)
+        if one_by_one:
+            check_divisor(self.model, self.algo)
+        for unit in buffer.units(trajectories, batch, self.timers, lambda: self._look(buffer, rows)):
+            if not one_by_one:
+                units.append(unit)
+                continue
+            played = buffer.take(unit.sources)
+            with self.computing.measured():
+                check_version(played, version)
+                steps.add_all(build_batch(played, unit, version, self.algo, Alone(), self.model, self.reference))
+            self._observe(played, unit)
+        if not one_by_one:
+            share = self._gathered(buffer, join_units(units), version)
+        with self.store.updating(), self.computing.measured():
+            if one_by_one:
+                numbers = steps.step_once(buffer.end)
+            else:
+                numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, buffer.end)
+            self._merge_observed()
         if self.model.first_backward is None:  # all items were other ranks'
             return numbers
         self.timers.mark("first backward", self.model.first_backward)
-        waited_s = started + arrivals.end.seconds
+        waited_s = started + buffer.end.seconds
         return numbers | {"time/first_backward_s": self.model.first_backward - waited_s}
 
-    def _horizon(self, rows: range | None) -> int:
-        return 0 if rows is None else self.algo.rollout_decisions
-
-    def _look(self, buffer: RolloutBuffer, rows: range | None) -> None:
+    def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None) -> None:
         """Encode what has come of these env rows."""
         if rows is not None and self._encodes_once():
             with self.timers.measure("look"):
-                buffer.encode(self.model, np.array(rows))
+                buffer.encode(self.model, rows)
 
-    def _learn_together(self, arrivals: Arrivals) -> dict[str, float]:
-        """Gather all units, then take the steps of all epochs."""
-        sources: list[str] = []
-        while (unit := arrivals.next()) is not None:
-            sources += unit.sources
-        buffer, end = arrivals.buffer, arrivals.end
-        whole = buffer.trajectory(sources)
-        share = self._prepared(whole, end.part)
-        if self._encodes_once():
-            with self.timers.measure("look"):
-                share = share.with_replay(self._encoded(buffer, whole, share.batch))
-        moments = None
-        if not self.started:  # else the statistics that the weights were trained with stay
-            moments = moments_of(whole, end.part.last - end.part.first, self.policy.observation_moments)
-        with self.store.updating(), self.computing.measured():
-            numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, end.iteration, end.total)
-            if moments is not None:
-                self.policy.merge_observation_moments(np.concatenate(self.collective.gather(moments)))
-        return numbers
-
-    def _learn_one_by_one(self, arrivals: Arrivals, version: int) -> dict[str, float]:
-        """Add up the gradients of units as they come, then take one step."""
-        sums = Accumulation(self.model, self.algo, version, self.device, self.reference, self.packing)
-        while (unit := arrivals.next()) is not None:
-            group = arrivals.buffer.take(unit.sources)
-            with self.computing.measured():
-                sums.add(group, unit.advantages, unit.scores, unit.is_padding)
-            if not self.started and not unit.is_padding:  # as in `_learn_together`
-                sums.observe(group)
-        with self.store.updating(), self.computing.measured():
-            numbers = sums.step(self.optimizer, arrivals.end)
-            sums.merge_moments(self.collective)
-        return numbers
-
-    def _prepared(self, whole: Trajectory, part: BatchPart) -> RankBatch:
-        """Its items with their advantages: decisions, or tokens of conversations."""
-        common = whole, part, self.algo, self.collective, self.model.dtype, self.device, self.reference
-        return (
-            build_rank_batch(*common) if self.packing is None else build_token_batch(*common, self.packing, self.model)
-        )
-
-    def _encoded(self, buffer: RolloutBuffer, whole: Trajectory, batch: ItemBatch) -> dict[str, Tensor]:
-        """Frozen features of the items: of rollouts as they came, of whole episodes now."""
-        if whole.values is None:
-            return frozen_features(self.model, batch, step_items(self.algo, len(batch)))
-        buffer.encode(self.model, whole.ids)
-        return buffer.encoded(whole.ids)
+    def _gathered(self, buffer: RolloutBuffer, unit: Unit, version: int) -> RankBatch:
+        """All units of this rank with their advantages, and with frozen features: of rollouts as they came, of whole
+        episodes now."""
+        played = buffer.take(unit.sources)
+        self._observe(played, unit)
+        share = build_batch(played, unit, version, self.algo, self.collective, self.model, self.reference)
+        if not self._encodes_once():
+            return share
+        with self.timers.measure("look"):
+            if buffer.features:
+                known = buffer.encoded(played.ids)
+            else:
+                known = frozen_features(self.model, share, step_items(self.algo, len(share)))
+        return replace(share, replay=share.replay | known)
 
     def _encodes_once(self) -> bool:
         """True if what frozen parts of the policy make of an observation is kept for all epochs."""
-        return self.algo.epochs > 1 and not self.config.shard and self.packing is None
+        return self.algo.epochs > 1 and not self.config.shard and not self.policy.speaks
+
+    def _observe(self, played: Trajectory, unit: Unit) -> None:
+        """Keep the moments of observations, if the policy tracks them; those that its start was trained with stay."""
+        if self.started or unit.is_padding:
+            return
+        moments = moments_of(played, self.policy.observation_moments)
+        if moments is not None:
+            self.observed.append((played.ids, moments))
+
+    def _merge_observed(self) -> None:
+        """Let the policy's statistics follow the observations of all ranks, in the order of sequences."""
+        observed, self.observed = self.observed, []
+        ids, rows = (
+            map(np.concatenate, zip(*observed, strict=True)) if observed else (np.zeros(0, np.int64), np.zeros(0))
+        )
+        shapes = self.collective.gather(np.array([len(rows), *rows.shape[1:]]))
+        shape = next((shape[1:] for shape in shapes if shape[0]), None)
+        if shape is not None:
+            ids = np.concatenate(self.collective.gather(ids))
+            rows = np.concatenate(self.collective.gather(rows.reshape(len(rows), *shape)))
+            self.policy.merge_observation_moments(rows[np.argsort(ids)])
 
     # Memory
 

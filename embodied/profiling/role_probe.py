@@ -27,7 +27,6 @@ from embodied.core.types import (
     ActReply,
     ActRequest,
     BatchEnd,
-    BatchPart,
     EpisodeList,
     PolicyOutput,
     Route,
@@ -248,8 +247,8 @@ class ProbeWorker(Worker):
     def _learn(self, learner: LearnerWorker, part: ProbedPart) -> None:
         played = part.kept.get()
         scores = np.resize([1.0, -1.0], len(played.ids)) if self.grouped else None
-        mine = BatchPart(played.ids, 0, len(played.ids), 0, scores, scores)
-        learner.learn(Items([played, Unit((played.source,), played.ids), BatchEnd(0, 100, part=mine)]), 0)
+        unit = Unit((played.source,), played.ids, scores, scores)
+        learner.learn(Items([played, unit, BatchEnd(0, 100)]), 0, 0, None if self.grouped else played.ids)
 
     def _learner(self, algo: Any, part: ProbedPart) -> LearnerWorker:
         options = (self.config.policy, algo, self.config.learner.model_copy(update={"shard": False}))

@@ -24,12 +24,12 @@ from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
-    BatchPart,
     EpisodeList,
     EpisodeResult,
     EpisodeSpec,
     RolloutStats,
     Route,
+    Unit,
     env_blocks,
 )
 from embodied.envs import env_class
@@ -59,7 +59,7 @@ class GroupedEpisodes:
     discarded: int = 0  # episodes of groups that were kept, or begun, and not needed
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
     groups: list[Group] = field(default_factory=list)  # that learners have
-    mine: list[list[int] | None] = field(default_factory=list)  # by learner rank, its episodes; None: it has nothing
+    units: list[list[Unit]] = field(default_factory=list)  # that learner ranks have
     reported: dict[str, float] = field(default_factory=dict)  # by roles that groups pass through, and by engines
 
     @property
@@ -138,7 +138,7 @@ class GroupCollector:
 
     def collect(self, version: int) -> GroupedEpisodes:
         self.batches += 1
-        batch = self.playing = GroupedEpisodes(self.batches, version, mine=[None] * len(self.learners))
+        batch = self.playing = GroupedEpisodes(self.batches, version, units=[[] for _ in self.trajectories])
         self.pool.counts.clear()
         if self.prompts is not None:
             self.prompts.counts.clear()
@@ -174,25 +174,24 @@ class GroupCollector:
         learning, self.learning = self.learning, None
         if learning is None and not batch.groups:
             return None
-        for rank, channel in enumerate(self.trajectories):
-            if learning:
-                end = BatchEnd(iteration, total, perf_counter() - self.began)
-            else:
-                end = BatchEnd(iteration, total, part=self._part(batch, rank))
-            channel.put(end, key=batch.number)
+        if not learning:
+            self._send_units(batch)
+        seconds = perf_counter() - self.began if learning else 0.0
+        for channel in self.trajectories:
+            channel.put(BatchEnd(iteration, total, seconds), key=batch.number)
         return learning or self._begin_to_learn(batch)
 
     def _begin_to_learn(self, batch: GroupedEpisodes) -> Handle:
-        version = batch.version if self.early else None
-        return self.learners.learn.each([(channel, batch.number, None, version) for channel in self.trajectories])
+        options = batch.number, self.rollouts.weight_sync.learned, None, self.early
+        return self.learners.learn.each([(channel, *options) for channel in self.trajectories])
 
-    def _part(self, batch: GroupedEpisodes, rank: int) -> BatchPart:
-        """What all groups of a batch are together, and which of its episodes this rank has: a block."""
-        scores = np.array([group.scores for group in batch.groups])
-        mine = batch.mine[rank] or []
-        first = int(np.searchsorted(batch.episodes, min(mine))) if mine else 0
-        version = self.rollouts.weight_sync.learned
-        return BatchPart(batch.episodes, first, first + len(mine), version, scores.ravel(), self.advantages(scores))
+    def _send_units(self, batch: GroupedEpisodes) -> None:
+        """Tell the learner ranks what they learn from, now that the scores of all groups are known."""
+        compared = self.advantages(np.array([group.scores for group in batch.groups]))
+        for channel, units in zip(self.trajectories, batch.units, strict=True):
+            for unit in units:
+                known = None if compared is None else compared[np.searchsorted(batch.episodes, unit.ids)]
+                channel.put(replace(unit, advantages=known), key=batch.number)
 
     def advantages(self, scores: np.ndarray) -> np.ndarray | None:
         """Advantages of the scores [G, S] of groups, one episode after the other; None with PPO, whose learners judge
@@ -353,7 +352,7 @@ class GroupCollector:
         if left := [group for group in groups if group not in lost]:
             self.experience.send_all(left, batch.number, whole=self.text)
             self._learn(self.experience.wait(), batch)
-        while batch.groups and (idle := [rank for rank, mine in enumerate(batch.mine) if mine is None]):
+        while batch.groups and (idle := [rank for rank, units in enumerate(batch.units) if not units]):
             there = [group for group in batch.groups if not self.experience.gone(group.episodes[:1])]
             if not there:
                 batch.groups = []  # a rank has nothing, and nobody has a copy for it
@@ -372,8 +371,9 @@ class GroupCollector:
                 batch.groups = sorted([*batch.groups, group])
             advantages = self.advantages(np.array([group.scores])) if self.learning else None
             for rank, unit in units_of(one, advantages).items():
-                self.trajectories[rank].put(unit, key=batch.number)
-                batch.mine[rank] = (batch.mine[rank] or []) + ([] if unit.is_padding else unit.ids.tolist())
+                batch.units[rank].append(unit)
+                if self.learning:
+                    self.trajectories[rank].put(unit, key=batch.number)
 
     def _leave_out(self, group: Group, batch: GroupedEpisodes) -> None:
         """A group that the pool has given away, and that nobody can bring any more."""

@@ -30,7 +30,6 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     BatchEnd,
-    BatchPart,
     EpisodeList,
     EpisodeResult,
     Merging,
@@ -384,20 +383,20 @@ class HorizonCollector:
         return batch
 
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
-        ids, version = batch.env_ids, self.rollouts.weight_sync.learned
+        ids = batch.env_ids
         learning, self.learning = self.learning, None
         seconds = perf_counter() - self.began if learning else 0.0
         for channel, block in zip(self.trajectories, self.blocks, strict=True):
-            first, last = np.searchsorted(ids, (block.start, block.stop)).tolist()
-            channel.put(Unit(batch.sources_of(block), ids[first:last]), key=batch.number)
-            end = BatchEnd(iteration, total, seconds, BatchPart(ids, first, last, version))
-            channel.put(end, key=batch.number)
+            channel.put(Unit(batch.sources_of(block), ids[np.isin(ids, block)]), key=batch.number)
+            channel.put(BatchEnd(iteration, total, seconds), key=batch.number)
         return learning or self._learn(batch)
 
     def _learn(self, batch: RolloutParts) -> Handle:
         """Have each learner take its env rows of a batch, and step when it has all."""
-        shares = zip(self.trajectories, self.blocks, strict=True)
-        return self.learners.learn.each([(channel, batch.number, block) for channel, block in shares])
+        shares, version = zip(self.trajectories, self.blocks, strict=True), self.rollouts.weight_sync.learned
+        return self.learners.learn.each(
+            [(channel, batch.number, version, np.array(block)) for channel, block in shares]
+        )
 
     def metrics(self, batch: RolloutParts) -> dict[str, float]:
         def mean(what: Callable[[RolloutStats], float]) -> float:

@@ -4,7 +4,7 @@ them. It never sees the policy and knows no tokens but those that come with answ
 As many conversations are held at a time as there are rows; one that ends makes room for the next. Neither their order
 nor which policy worker answers changes any of them. Earlier text is never encoded again: a turn appends to the
 conversation's tokens. What an answer that was cut off is worth, and whether it is learned from, is the learner's
-business (`score_of` in algorithms/groups.py, `trained_tokens` in learners/token_batch.py).
+business (`score_of` in algorithms/groups.py, `trained_tokens` in learners/train_batch.py).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.algorithms.advantages import episode_weights, group_advantages, returns_to_go
+from embodied.algorithms.advantages import group_advantages, returns_to_go
 from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import GroupPool, judge
 
@@ -84,12 +84,6 @@ def test_equal_scores_teach_nothing_whatever_rounding_does():
 def test_a_decision_pays_for_its_own_divergence_and_what_comes_after():
     found = returns_to_go(np.array([1.0, 0.0]), np.array([0.5, 0.25, 1.0]), np.array([2, 1]), 2.0)
     assert found.tolist() == [1 - 2 * 0.75, 1 - 2 * 0.25, 0 - 2 * 1.0]
-
-
-def test_episodes_weigh_alike_however_long():
-    weights = episode_weights(np.array([1, 3]), "episode")
-    assert weights.tolist() == [2.0, 2 / 3]  # 1 * 2 = 3 * 2/3, and together 4 decisions weigh 4
-    assert episode_weights(np.array([1, 3]), "decision").tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

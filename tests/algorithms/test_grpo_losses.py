@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.algorithms.losses import GRPOItems, grpo_loss_sum, reference_kl_sum
+from embodied.algorithms.losses import LossItems, loss_sum, reference_kl_sum
 
 F64 = torch.float64
 LEVELS = ["action_dim", "action", "chunk"]
@@ -26,7 +26,7 @@ def example(seed, size=5, chunk=3, dims=2, spread=0.5):
     advantages = torch.randn(size, dtype=F64, generator=draw)
     weights = torch.rand(size, dtype=F64, generator=draw) + 0.5
     entropy = torch.rand(size, chunk, dims, dtype=F64, generator=draw)
-    return new, entropy, GRPOItems(old, advantages, mask, weights, reference)
+    return new, entropy, LossItems(old, advantages, mask, weights, reference=reference)
 
 
 def test_the_estimators_by_hand():
@@ -108,7 +108,7 @@ def slow_loss(new, entropy, items, config):
 def test_the_loss_equals_a_scalar_reference(seed, chunk, level, estimator):
     config = GRPOConfig(name="dapo", logprob_level=level, kl_estimator=estimator, kl_coef=0.3, entropy_coef=0.1)
     new, entropy, items = example(seed, chunk=chunk)
-    loss, parts = grpo_loss_sum(new, entropy, items, config)
+    loss, parts = loss_sum(new, entropy, None, items, config)
     assert loss.item() == pytest.approx(slow_loss(new, entropy, items, config), rel=1e-10)
     assert parts["reference_kl"].item() != 0
 
@@ -119,8 +119,8 @@ def test_gradients_are_those_of_finite_differences_and_skip_what_was_not_played(
     config = GRPOConfig(name="grpo", logprob_level=level, kl_estimator=estimator, kl_coef=0.3, entropy_coef=0.1)
     new, entropy, items = example(seed=3)
     new.requires_grad_()
-    assert torch.autograd.gradcheck(lambda new: grpo_loss_sum(new, entropy, items, config)[0], new, atol=1e-6)
-    grpo_loss_sum(new, entropy, items, config)[0].backward()
+    assert torch.autograd.gradcheck(lambda new: loss_sum(new, entropy, None, items, config)[0], new, atol=1e-6)
+    loss_sum(new, entropy, None, items, config)[0].backward()
     assert not new.grad[~items.mask].any() and new.grad[items.mask].all()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from embodied.algorithms.config import PPOConfig
-from embodied.algorithms.losses import PPOItems, entropy_sum, policy_loss_sum, ppo_loss_sum, value_loss_sum
+from embodied.algorithms.losses import LossItems, entropy_sum, loss_sum, policy_loss_sum, value_loss_sum
 
 F64 = torch.float64
 LEVELS = ["action_dim", "action", "chunk"]
@@ -174,7 +174,8 @@ def example(seed=0, size=6, chunk=3, dims=2, spread=0.5):
     mask[:, 0] = True
     old = draw(size, chunk, dims)
     new = (old + spread * draw(size, chunk, dims), draw(size, chunk, dims), draw(size))
-    items = PPOItems(old, draw(size), draw(size), draw(size), mask, torch.ones(size, dtype=F64))
+    numbers = {name: draw(size) for name in ("values", "advantages", "returns")}
+    items = LossItems(old, mask=mask, weights=torch.ones(size, dtype=F64), **numbers)
     return new, items
 
 
@@ -184,7 +185,7 @@ def there(items):
 
 
 def select(new, items, ids):
-    return [x[ids] for x in new], PPOItems(**{name: part[ids] for name, part in there(items).items()})
+    return [x[ids] for x in new], LossItems(**{name: part[ids] for name, part in there(items).items()})
 
 
 EVERYTHING_ON = {"dual_clip": 2.0, "value_clip": 0.5, "huber_delta": 0.7, "entropy_coef": 0.1}
@@ -238,7 +239,7 @@ def test_the_loss_equals_a_scalar_reference(seed, size, chunk, dims, spread, lev
     options = {"logprob_level": level, "dual_clip": dual_clip, "value_clip": value_clip, "huber_delta": huber}
     config = PPOConfig(**options, clip_high=0.3, entropy_coef=0.1)
     new, items = example(seed, size, chunk, dims, spread)
-    assert ppo_loss_sum(*new, items, config)[0].item() == pytest.approx(slow_loss(new, items, config), rel=1e-12)
+    assert loss_sum(*new, items, config)[0].item() == pytest.approx(slow_loss(new, items, config), rel=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -247,7 +248,7 @@ def test_gradients_are_those_of_finite_differences(level, options):
     config = PPOConfig(logprob_level=level, **options)
     new, items = example(seed=1)
     new = [x.clone().requires_grad_() for x in new]
-    assert torch.autograd.gradcheck(lambda *new: ppo_loss_sum(*new, items, config)[0], new, eps=1e-7, atol=1e-6)
+    assert torch.autograd.gradcheck(lambda *new: loss_sum(*new, items, config)[0], new, eps=1e-7, atol=1e-6)
 
 
 def close(found, expected):
@@ -260,9 +261,9 @@ def close(found, expected):
 def test_the_order_of_items_does_not_matter(level):
     config = PPOConfig(logprob_level=level, **EVERYTHING_ON)
     new, items = example()
-    loss, stats = ppo_loss_sum(*new, items, config)
+    loss, stats = loss_sum(*new, items, config)
     shuffled, moved = select(new, items, torch.tensor([3, 0, 5, 1, 4, 2]))
-    again, stats_again = ppo_loss_sum(*shuffled, moved, config)
+    again, stats_again = loss_sum(*shuffled, moved, config)
     close(stats_again | {"loss": again}, stats | {"loss": loss})
 
 
@@ -270,12 +271,12 @@ def test_the_order_of_items_does_not_matter(level):
 def test_losses_and_stats_of_ranks_add_up_to_the_whole(level):
     config = PPOConfig(logprob_level=level, **EVERYTHING_ON)
     new, items = example()
-    loss, whole = ppo_loss_sum(*new, items, config)
+    loss, whole = loss_sum(*new, items, config)
     whole["loss"] = loss
     parts = []
     for ids in (torch.arange(4), torch.arange(4, 6)):
         part, few = select(new, items, ids)
-        loss, stats = ppo_loss_sum(*part, few, config)
+        loss, stats = loss_sum(*part, few, config)
         parts.append(stats | {"loss": loss})
     merged = {n: max(p[n] for p in parts) if n.endswith("_max") else sum(p[n] for p in parts) for n in whole}
     close(merged, whole)
@@ -286,27 +287,27 @@ def test_items_without_weight_are_padding():
     new, items = example()
     new = (new[0] + tensor([0, 0, 0, 0, 5, 5])[:, None, None], *new[1:])  # the largest ratios are padding
     some, few = select(new, items, torch.arange(4))
-    weightless = PPOItems(**there(items) | {"weights": tensor([1, 1, 1, 1, 0, 0])})
-    loss, stats = ppo_loss_sum(*new, weightless, config)
-    expected, expected_stats = ppo_loss_sum(*some, few, config)
+    weightless = LossItems(**there(items) | {"weights": tensor([1, 1, 1, 1, 0, 0])})
+    loss, stats = loss_sum(*new, weightless, config)
+    expected, expected_stats = loss_sum(*some, few, config)
     close(stats | {"loss": loss}, expected_stats | {"loss": expected})
 
 
 def test_float32_stays_float32_and_stats_carry_no_gradient():
     new, items = example()
-    items = PPOItems(**{k: v if v.dtype == torch.bool else v.float() for k, v in there(items).items()})
-    loss, stats = ppo_loss_sum(*(x.float().requires_grad_() for x in new), items, PPOConfig(**EVERYTHING_ON))
+    items = LossItems(**{k: v if v.dtype == torch.bool else v.float() for k, v in there(items).items()})
+    loss, stats = loss_sum(*(x.float().requires_grad_() for x in new), items, PPOConfig(**EVERYTHING_ON))
     assert loss.dtype == torch.float32
     assert not any(value.requires_grad for value in stats.values())
 
 
 def loss_of(new, items, **options):
-    return ppo_loss_sum(*new, items, PPOConfig(**options))[0].item()
+    return loss_sum(*new, items, PPOConfig(**options))[0].item()
 
 
 def test_coefficients_scale_their_parts():
     new, items = example()
-    _, parts = ppo_loss_sum(*new, items, PPOConfig(value_coef=0, entropy_coef=0))
+    _, parts = loss_sum(*new, items, PPOConfig(value_coef=0, entropy_coef=0))
     policy, value, entropy = (parts[name].item() for name in ("policy_loss", "value_loss", "entropy"))
     assert loss_of(new, items, value_coef=0, entropy_coef=0) == pytest.approx(policy)
     assert loss_of(new, items, value_coef=2, entropy_coef=0) == pytest.approx(policy + 2 * value)

@@ -11,8 +11,9 @@ from torch import nn
 
 from embodied.algorithms.advantages import gae, merge_moments, moments, normalize
 from embodied.algorithms.config import PPOConfig
-from embodied.algorithms.losses import PPOItems, ppo_loss_sum
-from embodied.learners.rollout_buffer import minibatches, owned, permutation
+from embodied.algorithms.losses import LossItems, loss_sum
+from embodied.core.rng import minibatches, permutation
+from embodied.learners.train_batch import owned
 from embodied.learners.update import skip_remaining_epochs
 
 from .reference_ppo import reference_update
@@ -76,17 +77,19 @@ def our_update(policy, optimizer, batch, config, permutations, ranks=((0, 3), (3
         flat = lambda x: torch.from_numpy(x.swapaxes(0, 1).reshape(-1, *x.shape[2:]))  # noqa: E731
         advantages = normalize(advantages, over) if config.normalize_advantages else advantages
         weights = torch.ones(advantages.size, dtype=torch.float64)
-        old = map(flat, (block["logprobs"], block["values"][:-1], advantages, returns, block["mask"]))
-        shares.append((first_env * T, flat(block["obs"]), flat(block["actions"]), PPOItems(*old, weights)))
+        played = {name: block[name] for name in ("logprobs", "mask")} | {"values": block["values"][:-1]}
+        known = {name: flat(part) for name, part in played.items()}
+        known |= {"advantages": flat(advantages), "returns": flat(returns), "weights": weights}
+        shares.append((first_env * T, flat(block["obs"]), flat(block["actions"]), LossItems(**known)))
     for epoch, order in enumerate(permutations):
         kl = 0.0
         for minibatch in minibatches(order, config.minibatch_size):
             optimizer.zero_grad()
             for first, obs, actions, items in shares:
-                ids = torch.from_numpy(owned(minibatch, first, len(items.weights)))
+                ids = torch.from_numpy(owned(minibatch, np.arange(first, first + len(items.weights))))
                 if len(ids):
-                    mine = PPOItems(**{name: part[ids] for name, part in vars(items).items() if part is not None})
-                    loss, stats = ppo_loss_sum(*policy.score(obs[ids], actions[ids]), mine, config)
+                    mine = LossItems(**{name: part[ids] for name, part in vars(items).items() if part is not None})
+                    loss, stats = loss_sum(*policy.score(obs[ids], actions[ids]), mine, config)
                     (loss / len(minibatch)).backward()
                     kl += stats["approx_kl"].item()
             if config.max_grad_norm is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.algorithms.losses import GRPOItems, grpo_loss_sum, out_of_bounds, policy_loss_sum
+from embodied.algorithms.losses import LossItems, loss_sum, out_of_bounds, policy_loss_sum
 
 F64 = torch.float64
 LEVELS = ["action_dim", "action", "chunk"]
@@ -108,7 +108,7 @@ def example(seed, size=5, chunk=3, dims=2):
     weights = torch.rand(size, dtype=F64, generator=draw) + 0.5
     weights[-1] = 0
     advantages = torch.randn(size, dtype=F64, generator=draw)
-    return new, torch.zeros_like(new), GRPOItems(old, advantages, mask, weights, proximal=proximal)
+    return new, torch.zeros_like(new), LossItems(old, advantages, mask, weights, proximal=proximal)
 
 
 def units_of(numbers, mask, level):
@@ -157,19 +157,19 @@ def test_the_loss_equals_a_scalar_reference(seed, level, options):
     config = GRPOConfig(name="grpo", logprob_level=level, **options)
     new, entropy, items = example(seed)
     if not config.decoupled:
-        items = GRPOItems(**vars(items) | {"proximal": None})
-    loss, _ = grpo_loss_sum(new, entropy, items, config)
+        items = LossItems(**vars(items) | {"proximal": None})
+    loss, _ = loss_sum(new, entropy, None, items, config)
     assert loss.item() == pytest.approx(slow_loss(new, items, config), rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_gradient_of_tis_is_the_capped_ratio_times_that_of_the_log_prob(level):
     new, entropy, items = example(3, size=20)
-    items, config = GRPOItems(**vars(items) | {"proximal": None}), {"logprob_level": level, "ratio_cap": 1.5}
+    items, config = LossItems(**vars(items) | {"proximal": None}), {"logprob_level": level, "ratio_cap": 1.5}
     found = {}
     for clip in ("aipo", "tis"):
         at = new.clone().requires_grad_()
-        loss, _ = grpo_loss_sum(at, entropy, items, GRPOConfig(name="grpo", clip=clip, **config))
+        loss, _ = loss_sum(at, entropy, None, items, GRPOConfig(name="grpo", clip=clip, **config))
         (found[clip],) = torch.autograd.grad(loss, at)
     same = found["aipo"] != 0
     assert torch.allclose(found["aipo"][same], found["tis"][same]) and same.any()

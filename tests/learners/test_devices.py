@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
+from embodied.core.types import ActionSpec, EnvSpec, Trajectory, Unit
 from embodied.datasets import RecordedEpisode
 from embodied.learners.bc import Demonstrations, ImitationLearner
-from embodied.learners.train_batch import build_rank_batch
+from embodied.learners.train_batch import build_batch
 from embodied.learners.update import mismatch_of
 from embodied.runtime.collective import Alone
 
@@ -27,36 +27,37 @@ PLAYED = Trajectory(
     truncated=np.zeros((3, 1), bool),
     episodes=np.array([3, 3, 5]),
 )
+COMPARED = Unit((), PLAYED.ids, scores=np.array([1.0, 0.0]), advantages=np.array([1.0, -1.0]))
 
 
 def scored_alike(scores):
     """A model with the same scores for everything."""
     config = SimpleNamespace(micro_batch_size=None)
-    return SimpleNamespace(config=config, score=lambda inputs: scores, most_passes=lambda passes: 0)
+    policy, about = SimpleNamespace(speaks=False), {"device": "meta", "dtype": torch.float32}
+    score, most = (lambda inputs: scores), (lambda passes: 0)
+    return SimpleNamespace(config=config, policy=policy, score=score, most_passes=most, **about)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_groups_are_learned_from_on_the_learners_device(kl_coef):
     numbers = torch.zeros(3, 1, 2, device="meta", requires_grad=True)
-    scores = SimpleNamespace(logprobs=numbers, entropy=numbers)
-    reference = scored_alike(scores)
-    part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
+    scores = SimpleNamespace(logprobs=numbers, entropy=numbers, values=None)
+    model = scored_alike(scores)
     config = GRPOConfig(name="grpo", groups=1, group_size=2, kl_coef=kl_coef)
-    share = build_rank_batch(PLAYED, part, config, Alone(), torch.float32, "meta", reference if kl_coef else None)
+    share = build_batch(PLAYED, COMPARED, 0, config, Alone(), model, model if kl_coef else None)
     loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
     assert {loss.device.type, *(number.device.type for number in stats.values())} == {"meta"}
-    assert share.batch.current.device.type == "meta" and share.batch.obs["state"].device.type == "cpu"
+    assert share.current.device.type == "meta" and share.obs["state"].device.type == "cpu"
 
 
 def test_stale_groups_are_corrected_on_the_learners_device():
     numbers = torch.zeros(3, 1, 2, device="meta", requires_grad=True)
-    scores = SimpleNamespace(logprobs=numbers, entropy=numbers)
+    scores = SimpleNamespace(logprobs=numbers, entropy=numbers, values=None)
     model = scored_alike(scores)
-    part = BatchPart(PLAYED.ids, 0, 2, 0, np.array([1.0, 0.0]), np.array([1.0, -1.0]))
     config = GRPOConfig(name="grpo", decoupled=True, episode_mask="mean", episode_mask_low=0.5)
-    share = build_rank_batch(PLAYED, part, config, Alone(), torch.float32, "meta").corrected(model, config)
+    share = build_batch(PLAYED, COMPARED, 0, config, Alone(), model).corrected(model, config)
     loss, stats = share.loss_sum(scores, torch.arange(3), 1.0, config)
-    found = (loss, *stats.values(), share.masked, *mismatch_of(share.batch, torch.arange(3), numbers.detach()))
+    found = (loss, *stats.values(), share.masked, *mismatch_of(share, torch.arange(3), numbers.detach()))
     assert {number.device.type for number in found} == {"meta"}
 
 

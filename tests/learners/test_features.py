@@ -11,8 +11,7 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners import model
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.learners.rollout_buffer import ItemBatch
-from embodied.learners.update import frozen_features
+from embodied.learners.train_batch import RankBatch, frozen_features
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 
@@ -32,12 +31,12 @@ def batch_of(policy, rows=5):
     spec = policy.noise_spec()
     noise = draw.random((rows, spec.width)) if spec.kind == "uniform" else draw.normal(size=(rows, spec.width))
     output = policy.act(obs, noise)
-    arrays = (output.actions, output.logprobs, np.ones(output.actions.shape[:2], bool), np.ones(rows, bool))
-    tensors = map(torch.from_numpy, arrays)
+    played = {"mask": np.ones(output.actions.shape[:2], bool), "current": np.ones(rows, bool), "of": np.arange(rows)}
+    arrays = {"actions": output.actions, "logprobs": output.logprobs} | played
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     obs = obs | {"images": {n: torch.from_numpy(i) for n, i in images.items()}, "state": torch.from_numpy(obs["state"])}
-    return ItemBatch(
-        0, text_arrays(obs), *tensors, {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    )
+    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
+    return RankBatch(obs=text_arrays(obs), replay=replay, numbers=np.arange(rows), **tensors)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

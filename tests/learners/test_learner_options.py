@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.types import BatchEnd
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
@@ -41,8 +41,8 @@ def trained(dtype="float64", iterations=2, algo=PPO, before=lambda policy: None,
     optimizer = PolicyOptimizer(policy, algo, Alone())
     for iteration in range(iterations):
         data = toy.rollout(actor, iteration)
-        share = build_rank_batch(data, toy.part_of(data), algo, Alone(), model.dtype)
-        numbers = update_policy(model, optimizer, algo, share, 0, iteration, iterations)
+        share = toy.batch_of(data, algo, model)
+        numbers = update_policy(model, optimizer, algo, share, 0, BatchEnd(iteration, iterations))
     return policy, optimizer, numbers
 
 
@@ -197,11 +197,9 @@ here, out, rank, size, dtype = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.arg
 sys.path.insert(0, str(here))
 import toy
 from embodied.algorithms.config import PPOConfig
-from embodied.core.types import EnvSpec
-from embodied.core.types import env_blocks
+from embodied.core.types import BatchEnd, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.runtime.rendezvous import RendezvousFile
-from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.config import MLPConfig
@@ -222,8 +220,8 @@ block = env_blocks(toy.N, size)[rank]
 
 def train(iteration):
     data = toy.columns(toy.rollout(actor, iteration), slice(block.start, block.stop))
-    share = build_rank_batch(data, toy.part_of(data), worker.algo, worker.collective, worker.model.dtype)
-    return update_policy(worker.model, worker.optimizer, worker.algo, share, 0, iteration, 3)
+    share = toy.batch_of(data, worker.algo, worker.model, worker.collective)
+    return update_policy(worker.model, worker.optimizer, worker.algo, share, 0, BatchEnd(iteration, 3))
 
 for iteration in range(2):
     train(iteration)
@@ -264,8 +262,8 @@ def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtyp
     optimizer = PolicyOptimizer(policy, algo, Alone())
     for iteration in range(3):
         data = toy.rollout(actor, iteration)
-        share = build_rank_batch(data, toy.part_of(data), algo, Alone(), getattr(torch, dtype))
-        update_policy(Model(policy, LearnerConfig()), optimizer, algo, share, 0, iteration, 3)
+        share = toy.batch_of(data, algo, policy)
+        update_policy(Model(policy, LearnerConfig()), optimizer, algo, share, 0, BatchEnd(iteration, 3))
         whole[iteration + 1] = {name: tensor.numpy().copy() for name, tensor in policy.state_dict().items()}
     optimizer.save(tmp_path / "alone")
     for process in started:
@@ -292,10 +290,9 @@ import numpy as np
 import torch.distributed
 import toy
 from embodied.algorithms.config import PPOConfig
-from embodied.core.types import env_blocks
+from embodied.core.types import BatchEnd, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.runtime.rendezvous import RendezvousFile
-from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.runtime import Timers
@@ -310,9 +307,9 @@ worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", 
 worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
 block = env_blocks(toy.N, 2)[rank]
 data = toy.columns(toy.rollout(actor, 0), slice(block.start, block.stop))
-share = build_rank_batch(data, toy.part_of(data), algo, worker.collective, worker.model.dtype)
+share = toy.batch_of(data, algo, worker.model, worker.collective)
 with patch("torch.distributed.reduce_scatter_single", wraps=torch.distributed.reduce_scatter_single) as sums:
-    numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, 0, 1)
+    numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, BatchEnd(0, 1))
 worker.save(out / "after")
 held = {str(p.to_local().dtype) for p in worker.policy.parameters()}
 parts = len([*worker.policy.blocks(), worker.policy])

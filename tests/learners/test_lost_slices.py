@@ -12,8 +12,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.core.types import BatchEnd, Unit, join, map_decisions
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import Arrivals, RolloutBuffer
-from embodied.learners.train_batch import build_rank_batch
+from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.update import update_policy
 from embodied.runtime import Cluster, HostPlan, Timers
 from embodied.runtime.collective import Alone, Threads
@@ -25,11 +24,11 @@ _spec.loader.exec_module(toy)
 CONFIG = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=5, lr=1e-2)
 
 
-def trained(part, env_ids, collective):
-    """The weights after an update with this part of the env rows `env_ids`."""
+def trained(part, collective):
+    """The weights after an update with these env rows."""
     policy = toy.make()
-    share = build_rank_batch(part, toy.part_of(part, env_ids.tolist()), CONFIG, collective, torch.float64)
-    update_policy(Model(policy, LearnerConfig()), PolicyOptimizer(policy, CONFIG, collective), CONFIG, share, 0, 0, 10)
+    share, optimizer = toy.batch_of(part, CONFIG, policy, collective), PolicyOptimizer(policy, CONFIG, collective)
+    update_policy(Model(policy, LearnerConfig()), optimizer, CONFIG, share, 0, BatchEnd(0, 10))
     return policy.state_dict()
 
 
@@ -41,14 +40,14 @@ def test_all_counts_are_those_of_a_smaller_run():
     room, weights = InProcessRendezvous(2, 30.0), {}
 
     def work(rank):
-        weights[rank] = trained(parts[rank], np.array([0, 2, 3]), Threads(room, rank))
+        weights[rank] = trained(parts[rank], Threads(room, rank))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    for name, weight in trained(small, np.arange(3), Alone()).items():
+    for name, weight in trained(small, Alone()).items():
         torch.testing.assert_close(weights[0][name], weight, atol=1e-12, rtol=0)
         assert torch.equal(weights[0][name], weights[1][name])
 
@@ -64,8 +63,8 @@ def test_a_rank_learns_from_what_it_is_told_of_and_forgets_the_rest_of_the_batch
         for item in (Unit(wanted, data.ids), BatchEnd(0, 10)):
             channel.put(item, key=1)
         channel.put(replace(data, source="sim-1/0#1"), key=1)
-        arrivals = Arrivals(channel, 1, RolloutBuffer(32), Timers(), lambda: None)
-        assert arrivals.next().sources == wanted and arrivals.next() is None
+        (unit,) = RolloutBuffer().units(channel, 1, Timers())
+        assert unit.sources == wanted
         assert channel.qsize() == 1 and channel.get(key=2).source == "sim-0/0#3"
 
 
@@ -74,9 +73,9 @@ def test_what_older_weights_have_played_is_known_for_it():
     data = toy.rollout(toy.make(), seed=3)
     data.versions[: toy.T * toy.N // 2] = 4
     data.versions[toy.T * toy.N // 2 :] = 5
-    share = build_rank_batch(data, toy.part_of(data, version=5), CONFIG, Alone(), torch.float64)
-    assert share.summary()["train/staleness"] == 0.5
-    assert share.batch.current.tolist() == [version == 5 for version in data.versions]
+    share = toy.batch_of(data, CONFIG, toy.make(), version=5)
+    assert share.about["train/staleness"] == 0.5
+    assert share.current.tolist() == [version == 5 for version in data.versions]
 
 
 def test_sequences_of_different_lengths_get_the_advantages_they_would_get_alone():
@@ -87,11 +86,8 @@ def test_sequences_of_different_lengths_get_the_advantages_they_would_get_alone(
     short = replace(short, lengths=np.array([2]), **map_decisions(lambda array: array[:2], short))
     both = join([whole, short])
     assert both.lengths.tolist() == [2, toy.T]
-    found = build_rank_batch(both, toy.part_of(both, [0, 1]), config, Alone(), torch.float64)
-    alone = [
-        build_rank_batch(one, toy.part_of(one, one.ids.tolist()), config, Alone(), torch.float64)
-        for one in (short, whole)
-    ]
+    found = toy.batch_of(both, config, toy.make())
+    alone = [toy.batch_of(one, config, toy.make()) for one in (short, whole)]
     assert found.num_items == 2 + toy.T
     for name in ("advantages", "returns", "values"):
         assert torch.equal(getattr(found, name), torch.cat([getattr(one, name) for one in alone]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from embodied.core.rng import minibatches, permutation
 from embodied.learners.model import lr_factor
-from embodied.learners.rollout_buffer import minibatches, owned, permutation
+from embodied.learners.train_batch import owned
 from embodied.learners.update import skip_remaining_epochs
 
 
@@ -28,22 +27,18 @@ def test_the_last_minibatch_may_be_smaller():
     assert [part.tolist() for part in minibatches(np.array([4, 0, 3, 1, 2]), 2)] == [[4, 0], [3, 1], [2]]
 
 
-def test_a_rank_takes_the_items_of_its_block_in_minibatch_order():
+def test_a_rank_takes_the_units_that_it_has_in_minibatch_order():
     minibatch = np.array([7, 2, 5, 9, 4])
-    assert owned(minibatch, 4, 4).tolist() == [3, 1, 0]  # items 7, 5 and 4 of 4..7
-    assert owned(minibatch, 0, 2).tolist() == []
+    assert owned(minibatch, np.array([1, 4, 5, 7])).tolist() == [3, 2, 1]  # 7, 5 and 4 are at these places
+    assert owned(minibatch, np.array([0, 1])).tolist() == owned(minibatch, np.array([-1, -1])).tolist() == []
 
 
-@given(st.integers(1, 60), st.integers(1, 70), st.lists(st.integers(0, 60), max_size=3))
-def test_every_item_is_processed_once_by_exactly_one_rank(num_items, size, cuts):
-    edges = [0, *sorted(min(cut, num_items) for cut in cuts), num_items]
-    seen = [
-        first + item
-        for part in minibatches(permutation(0, 0, 0, num_items), size)
-        for first, end in itertools.pairwise(edges)
-        for item in owned(part, first, end - first)
-    ]
-    assert sorted(seen) == list(range(num_items))
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 70))
+def test_every_unit_is_processed_once_by_the_rank_that_has_it(ranks, size):
+    mine = [np.flatnonzero(np.array(ranks) == rank) for rank in set(ranks)]
+    order = permutation(0, 0, 0, len(ranks))
+    seen = [unit for part in minibatches(order, size) for one in mine for unit in one[owned(part, one)]]
+    assert sorted(seen) == list(range(len(ranks)))
 
 
 def test_the_linear_schedule_falls_to_zero_and_the_constant_one_stays():

@@ -10,11 +10,12 @@ import torch
 
 from embodied.algorithms.advantages import gae
 from embodied.algorithms.config import PPOConfig
+from embodied.algorithms.losses import loss_terms
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
+from embodied.core.types import BatchEnd
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.runtime.collective import Alone
 from embodied.train import main
@@ -36,9 +37,7 @@ def model(policy):
 def share_of(actor, algo, reference, seed=0, rows=None, collective=None):
     data = toy.rollout(actor, seed)
     data = data if rows is None else toy.columns(data, rows)
-    return data, build_rank_batch(
-        data, toy.part_of(data), algo, collective or Alone(), torch.float64, reference=reference
-    )
+    return data, toy.batch_of(data, algo, toy.make(), collective, reference=reference)
 
 
 def test_rewards_pay_for_leaving_the_reference_by_hand():
@@ -55,7 +54,7 @@ def test_rewards_pay_for_leaving_the_reference_by_hand():
     wanted, returns = gae(*fields, PLAIN.gamma, PLAIN.gae_lambda)
     np.testing.assert_allclose(share.advantages, wanted.T.ravel(), atol=1e-12)
     np.testing.assert_allclose(share.returns, returns.T.ravel(), atol=1e-12)
-    assert share.summary()["train/reference_kl"] == pytest.approx(away.mean())
+    assert share.about["train/reference_kl"] == pytest.approx(away.mean())
     assert abs(away).min() > 0 and data.rewards is not rewards
 
 
@@ -69,11 +68,11 @@ def test_a_run_begins_at_its_reference_and_the_coefficient_keeps_it_there():
         first = None
         for iteration in range(4):
             _, share = share_of(actor, algo, reference, iteration)
-            numbers = update_policy(ours, optimizer, algo, share, 0, iteration, 4)
+            numbers = update_policy(ours, optimizer, algo, share, 0, BatchEnd(iteration, 4))
             first = first or numbers
         assert ("train/reference_kl" in first) == bool(coef)
         with torch.no_grad():
-            inputs = share.batch.inputs(torch.arange(share.num_items))
+            inputs = share.inputs(torch.arange(share.num_items))
             apart[coef] = float((policy(inputs).logprobs - toy.make()(inputs).logprobs).abs().mean())
     assert apart[10.0] < 0.8 * apart[0.0] and apart[0.1] < apart[0.0]
 
@@ -82,7 +81,8 @@ def test_without_a_coefficient_nothing_changes():
     actor = toy.make()
     _, plain = share_of(actor, PLAIN, None)
     _, compared = share_of(actor, config(kl_coef=1e-9), model(toy.make(seed=1)))
-    assert torch.equal(plain.advantages, compared.advantages) and plain.sums == compared.sums[:-1]
+    assert torch.equal(plain.advantages, compared.advantages) and plain.reference is None is not compared.reference
+    assert (*loss_terms(PLAIN), "reference_kl") == loss_terms(config(kl_coef=1e-9))
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])

@@ -78,7 +78,7 @@ def test_pieces_of_any_size_give_the_same_bits(sizes):
     assert sorted(looked.sizes) == [2, 3, 6, 6, 6, 6, 6]  # two decisions of three rows, three of two, and what is left
     found, look = taken(*pieces(SECOND, *sizes), *pieces(FIRST, *sizes))
     assert found.has(SOURCES) and sorted(look.sizes) == sorted(looked.sizes)
-    same(found.trajectory(SOURCES), join((FIRST, SECOND)))
+    same(found.take(SOURCES), join((FIRST, SECOND)))
     for name, tensor in found.encoded(np.arange(5)).items():
         assert torch.equal(tensor, whole.features.kept[name])
     state = np.concatenate([each.obs["state"] for each in (FIRST, SECOND)])
@@ -97,7 +97,7 @@ def test_what_a_dead_worker_played_is_forgotten_when_its_successor_plays():
     found, _ = taken(early, FIRST, *pieces(again, 2, 5))
     sources = (FIRST.source, again.source)
     assert found.has(sources) and not found.has(SOURCES)
-    same(found.trajectory(sources), join((FIRST, again)))
+    same(found.take(sources), join((FIRST, again)))
     assert torch.equal(found.features.kept["seen"], taken(FIRST, again)[0].features.kept["seen"])
     assert torch.equal(found.encoded(FIRST.ids)["seen"], taken(FIRST, rows=range(3))[0].features.kept["seen"])
 

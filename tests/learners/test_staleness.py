@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
-from embodied.core.types import BatchPart, env_blocks
+from embodied.core.types import BatchEnd, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.train_batch import build_rank_batch, episodes_within
+from embodied.learners.train_batch import episodes_within
 from embodied.learners.update import update_policy
 from embodied.runtime.collective import Alone, Threads
 from embodied.runtime.rendezvous import InProcessRendezvous
@@ -49,11 +49,11 @@ def trained(data, config, version=1, ranks=1, part_of=None, **options):
     def work(rank):
         collective = Threads(room, rank) if ranks > 1 else Alone()
         block = env_blocks(N, ranks)[rank]
-        mine, part = (part_of or slices)(data, block, version)
+        mine, scored = (part_of or slices)(data, block)
         policy = toy.make()
         model, optimizer = Model(policy, LearnerConfig(**options)), PolicyOptimizer(policy, config, collective)
-        share = build_rank_batch(mine, part, config, collective, torch.float64)
-        found[rank] = policy.state_dict(), update_policy(model, optimizer, config, share, 0, 0, 10)
+        share = toy.batch_of(mine, config, policy, collective, version, **scored)
+        found[rank] = policy.state_dict(), update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -63,15 +63,15 @@ def trained(data, config, version=1, ranks=1, part_of=None, **options):
     return [found[rank] for rank in range(ranks)]
 
 
-def slices(data, block, version):
-    mine = toy.columns(data, slice(block.start, block.stop))
-    return mine, toy.part_of(mine, version=version)
+def slices(data, block):
+    return toy.columns(data, slice(block.start, block.stop)), {}
 
 
-def groups(data, block, version):
+def groups(data, block):
     """The rows as whole episodes with returns 0, 1, 0, 1."""
-    mine, part = slices(replace(data, values=None, next_values=None), block, version)
-    return mine, replace(part, scores=np.array([0.0, 1.0] * 2), advantages=np.array([-1.0, 1.0] * 2))
+    mine, _ = slices(replace(data, values=None, next_values=None), block)
+    scores = mine.ids % 2.0
+    return mine, {"scores": scores, "advantages": 2 * scores - 1}
 
 
 def far(ours, theirs):
@@ -110,7 +110,7 @@ def test_the_first_decoupled_step_pushes_with_the_truncated_weight():
     config = config.model_copy(update={"importance_cap": 1.1})
     _, numbers = trained(data, config)[0]
     weights = np.minimum(np.exp(log_ratios(data).sum((2, 3))), 1.1).ravel()
-    advantages = build_rank_batch(data, toy.part_of(data), config, Alone(), torch.float64).advantages.numpy()
+    advantages = toy.batch_of(data, config, toy.make()).advantages.numpy()
     assert numbers["train/policy_loss"] == pytest.approx(-(weights * advantages).mean(), rel=1e-9)
     assert numbers["train/importance_weight"] == pytest.approx(weights.mean(), rel=1e-9)
     assert (weights == 1.1).any() and numbers["train/clip_fraction"] == 0
@@ -174,12 +174,10 @@ def test_the_mismatch_of_episodes_that_count_alike_is_weighted():
         **cut,
     )
     config = GRPOConfig(name="grpo", weighting="episode", epochs=1, minibatch_size=None)
-    part = BatchPart(short.ids, 0, 2, 1, np.array([0.0, 1.0]), np.array([-1.0, 1.0]))
-    policy = toy.make()
-    share = build_rank_batch(short, part, config, Alone(), torch.float64)
-    numbers = update_policy(
-        Model(policy, LearnerConfig()), PolicyOptimizer(policy, config, Alone()), config, share, 0, 0, 10
-    )
+    policy, scored = toy.make(), {"scores": np.array([0.0, 1.0]), "advantages": np.array([-1.0, 1.0])}
+    model, optimizer = Model(policy, LearnerConfig()), PolicyOptimizer(policy, config, Alone())
+    share = toy.batch_of(short, config, model, version=1, **scored)
+    numbers = update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
     apart = log_ratios(data).reshape(N * T, -1)[keep]
     k3 = (np.exp(apart) - 1 - apart).sum(1)
     wanted = (k3[:T].sum() * 4 / 6 + k3[T:].sum() * 4 / 2) / 8
@@ -218,19 +216,17 @@ def test_a_rank_without_a_part_counts_no_decision_and_as_many_passes_as_others()
 
     def work(rank):
         whole = replace(data, values=None, next_values=None)
-        scored = np.array([0.0, 1.0] * 2), np.array([-1.0, 1.0] * 2)
-        mine = (whole, BatchPart(whole.ids, 0, N, 1, *scored))
-        if rank:
-            mine = toy.columns(whole, slice(farthest, farthest + 1)), BatchPart(whole.ids, N, N, 1, *scored)
+        mine = toy.columns(whole, slice(farthest, farthest + 1)) if rank else whole
+        scored = {"scores": mine.ids % 2.0, "advantages": mine.ids % 2 * 2.0 - 1, "is_padding": bool(rank)}
         policy, collective = toy.make(), Threads(room, rank)
-        share = build_rank_batch(*mine, config, collective, torch.float64)
+        share = toy.batch_of(mine, config, policy, collective, 1, **scored)
         passes, model = [], Model(policy, LearnerConfig(micro_batch_size=5), tick=lambda: passes.append(rank))
         model.most_passes = lambda passes: 7
         corrected = share.corrected(model, config)
         model.most_passes = lambda passes: 0
-        assert len(passes) == 7 and len(corrected.proximal) == len(share.batch)
+        assert len(passes) == 7 and len(corrected.proximal) == len(share)
         optimizer = PolicyOptimizer(policy, config, collective)
-        found[rank] = update_policy(model, optimizer, config, share, 0, 0, 10)
+        found[rank] = update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:

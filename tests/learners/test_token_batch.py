@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from embodied.algorithms.config import GRPOConfig
-from embodied.core.types import BatchEnd, BatchPart, Unit, choose, env_blocks
-from embodied.learners.accumulation import Accumulation
+from embodied.core.types import BatchEnd, Unit, choose, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.token_batch import build_token_batch, packing_of
-from embodied.learners.update import gradient, update_policy
+from embodied.learners.train_batch import build_batch
+from embodied.learners.update import GradientSteps, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.profiling.role_probe import Items
 from embodied.runtime import Timers
@@ -40,12 +39,21 @@ def algo(**options):
 def share_of(policy, data, config, ranks=1, rank=0, collective=None, reference=None, **options):
     """What one of so many ranks learns from: whole groups of the conversations."""
     block = env_blocks(len(data.ids) // SIZE, ranks)[rank]
-    first, last = block.start * SIZE, block.stop * SIZE
-    mine = choose(data, data.ids[first:last] if len(block) else data.ids[:1])
-    packing = packing_of(policy, LearnerConfig(**options), config)
-    part = BatchPart(data.ids, first, last, 0, SCORES, ADVANTAGES)
-    frozen = None if reference is None else Model(reference, LearnerConfig())
-    return build_token_batch(mine, part, config, collective or Alone(), torch.float64, "cpu", frozen, packing)
+    mine = data.ids[block.start * SIZE : block.stop * SIZE] if len(block) else data.ids[:1]
+    unit, frozen = unit_of(mine, is_padding=not block), reference and Model(reference, LearnerConfig())
+    model = Model(policy, LearnerConfig(**options))
+    return build_batch(choose(data, mine), unit, 0, config, collective or Alone(), model, frozen)
+
+
+def unit_of(ids, *sources, **about):
+    return Unit(sources, ids, ADVANTAGES[ids], SCORES[ids], **about)
+
+
+def added(policy, config, share, units=None, divisor=1.0):
+    """The steps after adding the gradient of these units, or all, of a batch."""
+    steps = GradientSteps(Model(policy, LearnerConfig(pack_tokens=20)), None, config)
+    steps.add(share, torch.arange(EPISODES) if units is None else units, divisor)
+    return steps
 
 
 def trained(data, config, ranks=1, reference=None, seed=0, **options):
@@ -57,7 +65,9 @@ def trained(data, config, ranks=1, reference=None, seed=0, **options):
         policy = Speaking()
         model = Model(policy, LearnerConfig(**options))
         share = share_of(policy, data, config, ranks, rank, collective, reference, **options)
-        numbers = update_policy(model, PolicyOptimizer(policy, config, collective), config, share, seed, 0, 10)
+        numbers = update_policy(
+            model, PolicyOptimizer(policy, config, collective), config, share, seed, BatchEnd(0, 10)
+        )
         found[rank] = policy.state_dict(), numbers
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
@@ -138,7 +148,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(options):
     reference = Speaking(seed=3) if config.kl_coef else None
     ours, theirs = Speaking(), Speaking()
     share = share_of(ours, data, config, reference=reference, pack_tokens=20)
-    gradient(Model(ours, LearnerConfig()), config, share, torch.arange(EPISODES), share.divisor(EPISODES))
+    added(ours, config, share, divisor=share.divisor(EPISODES))
     by_hand(theirs, data, config, reference).backward()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-12, rtol=1e-9, msg=name)
@@ -207,33 +217,33 @@ def test_minibatches_hold_whole_groups_and_add_up_to_the_batch():
     config, policy = config.model_copy(update={"groups": 6}), Speaking()
     share = share_of_six(policy, data, config)
     whole, parts = Speaking(), Speaking()
-    gradient(Model(whole, LearnerConfig()), config, share, torch.arange(18), share.divisor(18))
+    added(whole, config, share, torch.arange(18), share.divisor(18))
     order = share.order(0, 0, 0)
     assert sorted(order.tolist()) == list(range(18)) and order.tolist() != list(range(18))
     for minibatch in order.reshape(3, 6):
         assert (np.bincount(minibatch // SIZE)[np.unique(minibatch // SIZE)] == SIZE).all()
-        gradient(Model(parts, LearnerConfig()), config, share, share.batch.owned(minibatch), share.divisor(6))
+        added(parts, config, share, share.owned(minibatch), share.divisor(6))
     for mine, other in zip(parts.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.grad / 3, other.grad, atol=1e-12, rtol=1e-9)
 
 
 def share_of_six(policy, data, config):
-    part = BatchPart(data.ids, 0, 18, 0, np.zeros(18), np.random.default_rng(1).normal(size=18))
-    packing = packing_of(policy, LearnerConfig(), config)
-    return build_token_batch(data, part, config, Alone(), torch.float64, "cpu", None, packing)
+    unit = Unit((), data.ids, np.random.default_rng(1).normal(size=18), np.zeros(18))
+    return build_batch(data, unit, 0, config, Alone(), Model(policy, LearnerConfig()))
 
 
 def test_a_pack_holds_whole_groups_and_says_which_share_a_prompt():
     policy, data = Speaking(), talks(Speaking(), GROUPS, SIZE)
     share = share_of(policy, data, algo(), pack_tokens=45)
-    (every, *_), together = share.batch.every(Model(policy, LearnerConfig()), 1), []
-    for pack in share.batch.every(Model(policy, LearnerConfig()), 1):
-        inputs = share.batch.inputs(pack)
+    packs = share.passes(Model(policy, LearnerConfig(pack_tokens=45)), torch.arange(EPISODES))
+    ((every, _), *_), together = packs, []
+    for pack, _ in packs:
+        inputs = share.inputs(pack)
         assert len(pack) == int(inputs["lengths"].sum()) <= 45
         together.append(inputs["groups"].tolist())
     assert sorted(group for groups in together for group in groups) == sorted(np.repeat(range(GROUPS), SIZE).tolist())
     assert len({group for groups in together for group in set(groups)}) == sum(len(set(groups)) for groups in together)
-    alone = share_of(policy, data, algo(), pack_tokens=45, share_prompts=False).batch.inputs(every)
+    alone = share_of(policy, data, algo(), pack_tokens=45, share_prompts=False).inputs(every)
     assert len(set(alone["groups"].tolist())) == len(alone["lengths"])
 
 
@@ -245,7 +255,7 @@ def test_answers_that_were_all_cut_off_teach_nothing():
         assert far(weights, Speaking().state_dict()) == 0 and numbers["train/grad_norm"] == 0
     policy, config = Speaking(), algo(truncated="mask")
     share = share_of(policy, data, config)
-    gradient(Model(policy, LearnerConfig()), config, share, torch.arange(EPISODES), 1.0)
+    added(policy, config, share)
     assert not policy.seen, "what counts for nothing does not pass through the network"
 
 
@@ -264,14 +274,12 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options, order):
 
     def work(rank):
         policy, collective = Speaking(), Threads(room, rank)
-        packing = packing_of(policy, LearnerConfig(pack_tokens=20), config)
-        frozen = None if reference is None else Model(reference, LearnerConfig())
-        sums = Accumulation(Model(policy, LearnerConfig()), config, 0, "cpu", frozen, packing)
+        model, frozen = Model(policy, LearnerConfig(pack_tokens=20)), reference and Model(reference, LearnerConfig())
+        steps = GradientSteps(model, PolicyOptimizer(policy, config, collective), config)
         for group in ranks[rank]:
             ids = np.arange(group * SIZE, (group + 1) * SIZE)
-            sums.add(choose(data, ids), ADVANTAGES[ids])
-        numbers = sums.step(PolicyOptimizer(policy, config, collective), BatchEnd(0, 10, 0.0))
-        found[rank] = policy.state_dict(), numbers
+            steps.add_all(build_batch(choose(data, ids), unit_of(ids), 0, config, Alone(), model, frozen))
+        found[rank] = policy.state_dict(), steps.step_once(BatchEnd(0, 10))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -290,10 +298,10 @@ class SpeakingLearner(LearnerWorker):
         return Speaking()
 
 
-def learned(learner, parts, batch_part):
+def learned(learner, data, parts):
     """All of a batch at once, in the way of schedule=sync."""
-    unit = Unit(tuple(part.source for part in parts), batch_part.ids)
-    return learner.learn(Items([*parts, unit, BatchEnd(0, 10, part=batch_part)]), 0)
+    unit = unit_of(data.ids, *(part.source for part in parts))
+    return learner.learn(Items([*parts, unit, BatchEnd(0, 10)]), 0, 0)
 
 
 def learner(config):
@@ -306,21 +314,20 @@ def learner(config):
 def test_a_learner_worker_makes_the_same_step_of_a_batch_and_of_groups_as_they_come():
     config, data = algo(kl_coef=0.1, truncated="mask"), talks(Speaking(), GROUPS, SIZE, stale=0.1)
     whole, one_by_one = learner(config), learner(config)
-    part = BatchPart(data.ids, 0, EPISODES, 0, SCORES, ADVANTAGES)
     half = [replace(choose(data, ids), source=f"sim-{i}#1") for i, ids in enumerate(np.split(data.ids, [6]))]
-    numbers = learned(whole, half, part)
+    numbers = learned(whole, data, half)
     items = []
     for group in (3, 1, 4, 0, 2):
         ids = np.arange(group * SIZE, (group + 1) * SIZE)
-        items += [choose(data, ids, f"sim-0#{group}"), Unit((f"sim-0#{group}",), ids, ADVANTAGES[ids])]
-    streamed = one_by_one.learn(Items([*items, BatchEnd(0, 10)]), 0, version=0)
+        items += [choose(data, ids, f"sim-0#{group}"), unit_of(ids, f"sim-0#{group}")]
+    streamed = one_by_one.learn(Items([*items, BatchEnd(0, 10)]), 0, version=0, one_by_one=True)
     assert far(one_by_one.policy.state_dict(), whole.policy.state_dict()) < 1e-10
     assert far(whole.policy.state_dict(), Speaking().state_dict()) > 1e-3
     for name in ("train/entropy", "train/grad_norm", "train/mismatch_k3", "train/logprob_gap"):
         assert streamed[name] == pytest.approx(numbers[name], rel=1e-8) and numbers[name] > 0
     for epochs in (1, 2):  # nothing is precomputed of conversations
         again = learner(algo(epochs=epochs))
-        assert learned(again, half, part)["train/epochs"] == epochs
+        assert learned(again, data, half)["train/epochs"] == epochs
 
 
 def test_a_pack_has_no_more_tokens_than_it_may_but_for_one_long_conversation():
@@ -332,8 +339,8 @@ def test_a_pack_has_no_more_tokens_than_it_may_but_for_one_long_conversation():
 def test_passes_that_make_up_for_those_of_other_ranks_count_nothing():
     config, data, policy = algo(kl_coef=0.1), talks(Speaking(), GROUPS, SIZE, stale=0.2), Speaking()
     share = share_of(policy, data, config, reference=Speaking(seed=3))
-    model = Model(policy, LearnerConfig(shard=True))
+    steps = GradientSteps(model := Model(policy, LearnerConfig(shard=True)), None, config)
     model.most_passes, policy.set_requires_gradient_sync = lambda passes: 3, lambda last: None
-    sums, largest = gradient(model, config, share, torch.arange(0), 1.0)
-    assert len(policy.seen) == 3 and not sums.any() and largest.isneginf().all()
+    steps.add(share, torch.arange(0))
+    assert len(policy.seen) == 3 and not steps.sums.any() and steps.largest.isneginf().all()
     assert not any(p.grad.any() for p in policy.parameters())

@@ -11,12 +11,11 @@ import torch
 
 from embodied.algorithms.advantages import token_gae
 from embodied.algorithms.config import PPOConfig
-from embodied.core.types import BatchEnd, BatchPart, Unit, choose, env_blocks
-from embodied.learners.accumulation import Accumulation
+from embodied.core.types import BatchEnd, Unit, choose, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.token_batch import build_token_batch, packing_of
-from embodied.learners.update import gradient, update_policy
+from embodied.learners.train_batch import build_batch
+from embodied.learners.update import GradientSteps, update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.profiling.role_probe import Items
 from embodied.runtime import Timers
@@ -53,13 +52,10 @@ def lasts(data):
 def share_of(policy, data, scores, config, ranks=1, rank=0, collective=None, reference=None, **options):
     """What one of so many ranks learns from, with this policy's values."""
     block = env_blocks(GROUPS, ranks)[rank]
-    first, last = block.start * SIZE, block.stop * SIZE
-    mine = choose(data, data.ids[first:last] if len(block) else data.ids[:1])
-    part = BatchPart(data.ids, first, last, 0, scores)
-    learner = LearnerConfig(**options)
-    frozen = None if reference is None else Model(reference, LearnerConfig())
-    about = torch.float64, "cpu", frozen, packing_of(policy, learner, config), Model(policy, learner)
-    return build_token_batch(mine, part, config, collective or Alone(), *about)
+    mine = data.ids[block.start * SIZE : block.stop * SIZE] if len(block) else data.ids[:1]
+    unit, frozen = Unit((), mine, None, scores[mine], not block), reference and Model(reference, LearnerConfig())
+    model = Model(policy, LearnerConfig(**options))
+    return build_batch(choose(data, mine), unit, 0, config, collective or Alone(), model, frozen)
 
 
 def trained(data, scores, config, ranks=1, reference=None, **options):
@@ -71,7 +67,7 @@ def trained(data, scores, config, ranks=1, reference=None, **options):
         policy = Judging()
         share = share_of(policy, data, scores, config, ranks, rank, collective, reference, **options)
         model, optimizer = Model(policy, LearnerConfig(**options)), PolicyOptimizer(policy, config, collective)
-        found[rank] = policy.state_dict(), update_policy(model, optimizer, config, share, 0, 0, 10)
+        found[rank] = policy.state_dict(), update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
     together(work, ranks)
     return [found[rank] for rank in range(ranks)]
@@ -178,13 +174,14 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(options):
     reference = Judging(seed=3) if config.kl_coef else None
     share = share_of(Judging(), data, scores, config, reference=reference, pack_tokens=20)
     ours, theirs = Judging(seed=1), Judging(seed=1)  # after some steps, in which values have moved
-    gradient(Model(ours, LearnerConfig()), config, share, torch.arange(EPISODES), share.divisor(EPISODES))
+    steps = GradientSteps(Model(ours, LearnerConfig(pack_tokens=20)), None, config)
+    steps.add(share, torch.arange(EPISODES), share.divisor(EPISODES))
     loss = by_hand(theirs, Judging(), data, scores, config, reference)
     loss.backward()
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-12, rtol=1e-9, msg=name)
-    whole = torch.arange(len(share.batch))
-    scores_now = Model(theirs, LearnerConfig()).score(share.batch.inputs(whole))
+    whole = torch.arange(len(share))
+    scores_now = Model(theirs, LearnerConfig()).score(share.inputs(whole))
     found, _ = share.loss_sum(scores_now, whole, 1.0, config)
     assert found.item() / share.divisor(EPISODES) == pytest.approx(loss.item(), rel=1e-12)
     assert len(ours.seen) > 3 and min(float(p.grad.abs().max()) for p in ours.parameters()) > 1e-4
@@ -210,7 +207,7 @@ def of_values_one_token_late(rewards, values, *about):
 def test_another_estimate_would_be_noticed(fault, monkeypatch):
     config, (data, scores) = algo(normalize_advantages=False), scored_talks()
     known = share_of(Judging(), data, scores, config).advantages
-    monkeypatch.setattr("embodied.learners.token_batch.token_gae", fault)
+    monkeypatch.setattr("embodied.learners.train_batch.token_gae", fault)
     found = share_of(Judging(), data, scores, config).advantages
     assert float((found - known)[torch.from_numpy(data.mask[:, 0])].abs().max()) > 0.1
 
@@ -242,7 +239,9 @@ def test_values_are_asked_once_of_the_weights_that_the_update_starts_from():
     policy = Judging()
     share = share_of(policy, data, scores, config)
     before, returns = share.values.clone(), share.returns.clone()
-    update_policy(Model(policy, LearnerConfig()), PolicyOptimizer(policy, config, Alone()), config, share, 0, 0, 10)
+    update_policy(
+        Model(policy, LearnerConfig()), PolicyOptimizer(policy, config, Alone()), config, share, 0, BatchEnd(0, 10)
+    )
     assert torch.equal(share.values, before) and torch.equal(share.returns, returns)
     now = share_of(policy, data, scores, config)
     assert float((now.values - before).abs().max()) > 0.01
@@ -285,13 +284,13 @@ def test_groups_that_come_one_by_one_make_the_step_of_the_batch(options):
 
     def work(rank):
         policy, collective = Judging(), Threads(room, rank)
-        packing = packing_of(policy, LearnerConfig(pack_tokens=20), config)
-        frozen = None if reference is None else Model(reference, LearnerConfig())
-        sums = Accumulation(Model(policy, LearnerConfig()), config, 0, "cpu", frozen, packing)
+        model, frozen = Model(policy, LearnerConfig(pack_tokens=20)), reference and Model(reference, LearnerConfig())
+        steps = GradientSteps(model, PolicyOptimizer(policy, config, collective), config)
         for group in ranks[rank]:
             ids = np.arange(group * SIZE, (group + 1) * SIZE)
-            sums.add(choose(data, ids), None, scores[ids])
-        found[rank] = policy.state_dict(), sums.step(PolicyOptimizer(policy, config, collective), BatchEnd(0, 10, 0.0))
+            unit = Unit((), ids, None, scores[ids])
+            steps.add_all(build_batch(choose(data, ids), unit, 0, config, Alone(), model, frozen))
+        found[rank] = policy.state_dict(), steps.step_once(BatchEnd(0, 10))
 
     together(work, 2)
     of_batches = {"train/explained_variance"} | ({"train/reference_kl"} if config.kl_in == "reward" else set())
@@ -307,12 +306,6 @@ class JudgingLearner(LearnerWorker):
         return Judging()
 
 
-def learned(learner, parts, batch_part):
-    """All of a batch at once, in the way of schedule=sync."""
-    unit = Unit(tuple(part.source for part in parts), batch_part.ids)
-    return learner.learn(Items([*parts, unit, BatchEnd(0, 10, part=batch_part)]), 0)
-
-
 def learner(config):
     worker = JudgingLearner(None, config, LearnerConfig(pack_tokens=30), 0, None)
     worker.timers = Timers()
@@ -324,13 +317,13 @@ def test_a_learner_worker_makes_the_same_step_of_a_batch_and_of_groups_as_they_c
     config, (data, scores) = algo(normalize_advantages=False, kl_coef=0.1), scored_talks(stale=0.1)
     whole, one_by_one = learner(config), learner(config)
     half = [replace(choose(data, ids), source=f"sim-{i}#1") for i, ids in enumerate(np.split(data.ids, [6]))]
-    part = BatchPart(data.ids, 0, EPISODES, 0, scores)
-    numbers = learned(whole, half, part)
+    unit = Unit(tuple(part.source for part in half), data.ids, None, scores)
+    numbers = whole.learn(Items([*half, unit, BatchEnd(0, 10)]), 0, 0)
     items = []
     for group in (3, 1, 4, 0, 2):
         ids = np.arange(group * SIZE, (group + 1) * SIZE)
         items += [choose(data, ids, f"sim-0#{group}"), Unit((f"sim-0#{group}",), ids, None, scores[ids])]
-    streamed = one_by_one.learn(Items([*items, BatchEnd(0, 10)]), 0, version=0)
+    streamed = one_by_one.learn(Items([*items, BatchEnd(0, 10)]), 0, version=0, one_by_one=True)
     assert far(one_by_one.policy.state_dict(), whole.policy.state_dict()) < 1e-10
     for name in ("train/value_loss", "train/grad_norm", "train/mismatch_k3", "train/entropy"):
         assert streamed[name] == pytest.approx(numbers[name], rel=1e-8) and numbers[name] > 0

@@ -11,11 +11,10 @@ import torch
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
-from embodied.core.types import env_blocks, join
+from embodied.core.rng import permutation
+from embodied.core.types import BatchEnd, env_blocks, join
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.rollout_buffer import permutation
-from embodied.learners.train_batch import build_rank_batch
 from embodied.learners.update import update_policy
 from embodied.runtime.collective import Alone, Threads
 from embodied.runtime.rendezvous import InProcessRendezvous
@@ -35,8 +34,8 @@ T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, to
 
 def ours(policy, optimizer, trajectory, config, iteration):
     model = policy if isinstance(policy, Model) else Model(policy, LearnerConfig())
-    share = build_rank_batch(trajectory, toy.part_of(trajectory), config, optimizer.collective, torch.float64)
-    return update_policy(model, optimizer, config, share, 0, iteration, 10)
+    share = toy.batch_of(trajectory, config, model, optimizer.collective)
+    return update_policy(model, optimizer, config, share, 0, BatchEnd(iteration, 10))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +82,12 @@ def test_parts_of_episodes_weigh_alike_in_the_loss_of_a_rollout():
     """Rows of six decisions: six episodes, three, two, and one with a part of another; 24 decisions in 13 parts."""
     config, policy = PPOConfig(rollout_decisions=T, weighting="episode", normalize_advantages=False), make()
     data = in_episodes(rollout(policy, seed=1))
-    share = build_rank_batch(data, toy.part_of(data), config, Alone(), torch.float64)
+    share = toy.batch_of(data, config, policy)
     each = [1.0] * 6 + [1 / 2] * 6 + [1 / 3] * 6 + [1 / 4] * 4 + [1 / 2] * 2
-    torch.testing.assert_close(share.weights, torch.tensor(each, dtype=torch.float64) * 24 / 13)
+    torch.testing.assert_close(share.weights, torch.tensor(each, dtype=torch.float64))
+    assert (share.divisor(24), share.divisor(6), share.stats_divisor(24)) == (13, 13 / 4, 13)
     half = {"weights": share.weights / 2, "advantages": share.advantages * 2}  # of gains; values' errors count half
-    scores, every = Model(policy, LearnerConfig()).score(share.batch.inputs(torch.arange(24))), torch.arange(24)
+    scores, every = Model(policy, LearnerConfig()).score(share.inputs(torch.arange(24))), torch.arange(24)
     (_, whole), (_, part) = (b.loss_sum(scores, every, 1.0, config) for b in (share, replace(share, **half)))
     assert part["policy_loss"] == pytest.approx(float(whole["policy_loss"]), rel=1e-12)
     assert part["value_loss"] == pytest.approx(float(whole["value_loss"]) / 2, rel=1e-12)
@@ -192,7 +192,7 @@ def test_scores_that_would_broadcast_are_refused():
 def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):
     policy, config = make(), PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
     optimizer = PolicyOptimizer(policy, config, Alone())
-    monkeypatch.setattr(PolicyOptimizer, "exchange", lambda self, stats: (stats, float("inf")))
+    monkeypatch.setattr(PolicyOptimizer, "exchange", lambda self, stats, count: (stats, float("inf")))
     with pytest.raises(Diverged, match=r"grad_norm is inf in iteration 3, epoch 1; try a lower algo\.lr"):
         ours(policy, optimizer, rollout(policy, 1), config, 2)
 

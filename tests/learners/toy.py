@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory, choose
+from embodied.core.types import ActionSpec, EnvSpec, Trajectory, Unit, choose
+from embodied.learners.config import LearnerConfig
+from embodied.learners.model import Model
+from embodied.learners.train_batch import build_batch
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig
+from embodied.runtime.collective import Alone
 
 ENV = EnvSpec(ActionSpec(3), state_dim=5)
 T, N, C = 6, 4, 2
@@ -64,7 +68,8 @@ def columns(data: Trajectory, cut: slice) -> Trajectory:
     return choose(data, data.ids[cut])
 
 
-def part_of(data: Trajectory, ids=range(N), version=0) -> BatchPart:
-    """What all ranks have, of which this is one's."""
-    first = list(ids).index(data.ids[0])
-    return BatchPart(np.array(ids), first, first + len(data.ids), version)
+def batch_of(data: Trajectory, config, policy, collective=None, version=0, reference=None, **scored):
+    """The batch of a rank that has these sequences; `policy`, or its model, learns."""
+    model = policy if isinstance(policy, Model) else Model(policy, LearnerConfig())
+    unit = Unit((), data.ids, **scored)
+    return build_batch(data, unit, version, config, collective or Alone(), model, reference)

@@ -1,6 +1,7 @@
 """What acts, values, scores, imitates and updates on a GPU leaves nothing on the CPU (`fake_cuda.py`)."""
 
 import sys
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -11,13 +12,13 @@ from fake_cuda import WHERE, Card
 from embodied.algorithms.config import PPOConfig
 from embodied.core import arrays
 from embodied.core.arrays import map_obs, text_arrays
-from embodied.core.types import ActionSpec, BatchPart, EnvSpec, Trajectory
+from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, Trajectory, Unit
 from embodied.datasets.reader import RecordedEpisode
 from embodied.learners.bc import Demonstrations, ImitationLearner
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.train_batch import build_rank_batch
-from embodied.learners.update import frozen_features, update_policy
+from embodied.learners.train_batch import build_batch, frozen_features
+from embodied.learners.update import update_policy
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
 from embodied.runtime.collective import Alone
@@ -107,9 +108,7 @@ def rollout(policy):
 
 
 def model_of(policy):
-    model = Model(policy, LearnerConfig())
-    model.device = "cpu"  # of autocast, which is off and does not know `meta`
-    return model
+    return Model(policy, LearnerConfig())
 
 
 def step_there(params, grads, averages, squares, *_, **options):
@@ -122,10 +121,10 @@ def learn(policy, played):
     config = PPOConfig(rollout_decisions=DECISIONS, epochs=1, minibatch_size=ROWS * DECISIONS, max_grad_norm=0.5)
     model = model_of(policy)
     optimizer = PolicyOptimizer(policy, config, Alone())
-    share = build_rank_batch(played, BatchPart(played.ids, 0, ROWS, 0), config, Alone(), model.dtype, WHERE)
-    share = share.with_replay(frozen_features(model, share.batch, ROWS))
+    share = build_batch(played, Unit((), played.ids), 0, config, Alone(), model)
+    share = replace(share, replay=share.replay | frozen_features(model, share, ROWS))
     with patch("embodied.learners.model.adam", step_there):
-        return update_policy(model, optimizer, config, share, 0, 0, 10)
+        return update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
 
 def imitate(policy):

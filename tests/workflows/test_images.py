@@ -98,11 +98,11 @@ def test_the_learner_keeps_pixels_as_bytes_until_it_looks(tmp_path, monkeypatch)
 
     def watched(trajectory, *rest):
         share = build(trajectory, *rest)
-        seen.append((trajectory.obs["images"]["near"].dtype, share.batch.obs["images"]["near"].dtype))
+        seen.append((trajectory.obs["images"]["near"].dtype, share.obs["images"]["near"].dtype))
         return share
 
-    build = learner.build_rank_batch
-    monkeypatch.setattr(learner, "build_rank_batch", watched)
+    build = learner.build_batch
+    monkeypatch.setattr(learner, "build_batch", watched)
     trained(tmp_path, TOGETHER, "inline", *env("ImageEnv"))
     assert seen == [(np.uint8, torch.uint8)] * ITERATIONS
 
@@ -114,8 +114,8 @@ def test_what_a_simulator_gives_as_tensors_stays_tensors_and_teaches_the_same(re
         seen.append([type(part) for part in (trajectory.obs["state"], trajectory.actions, trajectory.logprobs)])
         return build(trajectory, *rest)
 
-    build = learner.build_rank_batch
-    monkeypatch.setattr(learner, "build_rank_batch", watched)
+    build = learner.build_batch
+    monkeypatch.setattr(learner, "build_batch", watched)
     weights, _ = trained(tmp_path, TOGETHER, "inline", *env("TensorEnv"))
     assert seen == [[torch.Tensor] * 3] * ITERATIONS
     for name, array in reference[0].items():

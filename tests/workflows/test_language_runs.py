@@ -16,7 +16,7 @@ from talking_runs import APART, ONE_OF_EACH, Talk, far, program, told
 
 from embodied import evaluate, train
 from embodied.core.types import join
-from embodied.learners import token_batch
+from embodied.learners import worker as learner_worker
 from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.transcripts import SAMPLES, read_samples
@@ -385,13 +385,13 @@ def test_prompts_that_are_too_long_are_counted_and_reported_once(tmp_path):
 
 
 def test_a_reply_without_room_ends_its_conversation_and_its_answers_are_learned_from(tmp_path, monkeypatch):
-    learned, conversations = [], token_batch.conversations
+    learned, build = [], learner_worker.build_batch
 
     def noting(trajectory, *about):
         learned.append(trajectory)
-        return conversations(trajectory, *about)
+        return build(trajectory, *about)
 
-    monkeypatch.setattr(token_batch, "conversations", noting)
+    monkeypatch.setattr(learner_worker, "build_batch", noting)
     own = ("env.name=talking_env:LongReplies", "policy.max_tokens=60", "policy.max_length=200")
     with Talk(tmp_path, *own, placement=ONE_OF_EACH) as run:
         ((episodes, row),) = run.some(1)
