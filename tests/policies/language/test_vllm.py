@@ -75,6 +75,20 @@ def test_what_is_aborted_comes_back_with_what_was_written(said):
 
 
 @needs_vllm
+def test_asleep_it_has_neither_weights_nor_cache_and_answers_alike_once_new_weights_are_in(said):
+    slept = said["slept"]
+    weights, cache, packed = slept["awake"]
+    assert weights > 1e4 and cache >= 2**30 and packed >= 9
+    assert slept["freed"] == slept["num_bytes"] >= cache + weights
+    assert slept["asleep"] == [0, 0, 0]
+    assert slept["for_weights"] == [weights, 0, 0] and slept["taken"] == slept["num_bytes"] - cache
+    assert slept["loaded"] == slept["awake"]
+    asleep, no_room, unloaded = slept["refused"]
+    assert "has weights None" in asleep and "no memory for them" in no_room and "has weights None" in unloaded
+    assert slept["again"] == said["first"]
+
+
+@needs_vllm
 def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_others_go_on(said):
     if "broken" in said:
         assert said["broken"]["0"][2] == "a log-prob is not finite"
