@@ -1,8 +1,8 @@
 """Let vLLM answer, in processes of their own since it keeps threads and process groups; prints what it wrote as JSON,
 a line for a model with tied heads and one for a model without. Both fork from one that has imported vLLM.
 
-`gaps`: the largest distance of its log-probs from the model's own, after each of three loads. `slept`: what it has while
-it sleeps at level 2 and while it wakes up, and what it writes afterwards.
+`gaps`: the largest distance of its log-probs from the model's own, after each of three loads. `slept`: what it has
+while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
 """
 
 import json
@@ -56,7 +56,9 @@ def slept(engine, model):
 
 def held(engine):
     """Bytes of weights and of the cache that it holds, and how many layers have weights packed for the CPU."""
-    ((tensors, layers),) = engine.engine.collective_rpc(lambda w: (memory_of(w), [*w.model_runner.get_model().modules()]))
+    ((tensors, layers),) = engine.engine.collective_rpc(
+        lambda w: (memory_of(w), [*w.model_runner.get_model().modules()])
+    )
     storages = [{each.untyped_storage()._cdata: each.untyped_storage() for each in part} for part in tensors.values()]
     packed = [layer for layer in layers if getattr(layer, "cpu_linear", None)]
     return [*(sum(storage.nbytes() for storage in part.values()) for part in storages), len(packed)]

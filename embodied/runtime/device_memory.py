@@ -53,8 +53,8 @@ class DeviceTensors:
 
 class Offloader:
     def __init__(self, keeps: bool = True) -> None:
-        """`keeps`: what is in the tensors comes back with them, else they come back as zeros: memory as it comes may hold
-        NaN, which spoils what is masked too. Copies are made once: pinned memory is dear."""
+        """`keeps`: what is in the tensors comes back with them. Else they come back as zeros: fresh memory can be NaN,
+        which spoils masked sums too. Copies are made once: pinned memory is dear."""
         self.keeps = keeps
         self._copies: dict[int, tuple[Any, Any]] = {}  # by storage, which has a new view each time where it is a shard
         self._away: list[tuple[Any, int, Any]] = []  # tensor, bytes, its copy

@@ -80,11 +80,15 @@ class VLLMEngine(Engine):
         self.added = 0
         self.engine, self.sampling = start(config, policy)
         self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
+        self.version: int | None = None  # of the weights; None: there are none
         (tensors,) = self.engine.collective_rpc(memory_of)
         cache = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors[CACHE]}
         self.part_bytes = {WEIGHTS: num_bytes(policy.model.parameters()), CACHE: sum(cache.values())}
         self.emptied = {part: Offloader(keeps=False) for part in self.part_bytes}  # used on a CPU
         self.asleep: list[str] = []  # parts that are not on the device now
+        self.is_new = True
+        if policy.device.type != "cpu":
+            self.offload()  # until the first weights come: learners are built on the same GPU
 
     @property
     def running(self) -> int:
@@ -143,8 +147,10 @@ class VLLMEngine(Engine):
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
         assert not self.running, "new weights come while answers are being written"
+        if self.is_new:
+            self._wake(WEIGHTS)
         assert WEIGHTS not in self.asleep, "new weights come while vLLM has no memory for them"
-        self.version = None
+        self.version, self.is_new = None, False
         scale = self.config.lora_scale if self.config.lora_rank else None
         whole = weights.items() if scale is None else merged(weights.items(), scale)
         pairs = [*as_published(self.policy.model, whole).items()]
@@ -218,12 +224,20 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
             max_num_seqs=config.max_running,
             distributed_executor_backend="uni",
             logprobs_mode="raw_logprobs",
-            **({"kv_cache_memory_bytes": bytes_, "enable_sleep_mode": True} if policy.device.type == "cuda" else {}),
+            **(on_gpu(bytes_, num_bytes(policy.model.parameters())) if policy.device.type == "cuda" else {}),
         )
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
         SamplingParams, n=1, logprobs=0, ignore_eos=True, detokenize=False, output_kind=delta
     )
+
+
+def on_gpu(cache: int, weights: int) -> dict[str, Any]:
+    """Options by which vLLM takes this much of a GPU for its cache, and sleeps. It starts only where the share of the
+    GPU that it is given is free, 92% unless it is told, and a learner may be there already."""
+    whole = torch.cuda.get_device_properties().total_memory
+    share = min(1.0, (cache + weights) / whole)
+    return {"kv_cache_memory_bytes": cache, "enable_sleep_mode": True, "gpu_memory_utilization": share}
 
 
 def memory_of(worker: Any) -> dict[str, list[Tensor]]:
