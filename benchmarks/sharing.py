@@ -1,6 +1,7 @@
 """What several runs gain by sharing devices, and by which rule, where all delays are known.
 
     python -m benchmarks.sharing           # simulated time: the rules of the real coordinator, seconds
+    python -m benchmarks.sharing --real    # also by processes that ask the real coordinator, in a fifth of the time
     python -m benchmarks.sharing --case 1
 
 Five pairs and quartets of runs on 4 or 8 devices. Conversations last as drawn from a log-normal distribution, 8 at a
@@ -17,16 +18,26 @@ Writes benchmarks/results/sharing.json.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from benchmarks.common import RESULTS, code_commit, machine, markdown, write_json
-from embodied.run.shared_replay import RULES, RunWork, TimedConversations, ends, replay
+from benchmarks.common import RESULTS, code_commit, environment, machine, markdown, write_json
+from embodied.run.lease_server import LeaseServer
+from embodied.run.shared_replay import RULES, SWITCH_S, RunWork, TimedConversations, ends, replay
+from embodied.runtime.shared_leases import SOCKET
 
 SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and how long one lasts on average
+SCALE = 0.2  # real seconds for each second of a run
+BEGIN_S = 5.0  # until all processes are there
+LOOK_S = 0.01  # between two looks at the clock, in real time
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,54 @@ CASES = (
 def simulated(case: Case) -> dict[str, dict[str, float]]:
     """When each run ends, by rule."""
     return {rule: ends(replay(case.works(), case.own(), rule)) for rule in RULES}
+
+
+# In real time
+
+
+def played(case: Case) -> dict[str, dict[str, float]]:
+    """The same by processes in real time; those that are alone all at once."""
+    every = [f"fake:{i}" for i in range(case.devices)]
+    together = {name: (run, seed, case.own()[name]) for seed, (name, run) in enumerate(case.runs.items())}
+    found = {rule: play(together, every, rule) for rule in ("remaining", "lend")}
+    alone = {name: play({name: about}, about[2], "lend") for name, about in together.items()}
+    whole = {name: play({name: (run, seed, every)}, every, "lend") for name, (run, seed, _) in together.items()}
+    found["split"] = {name: ends[name] for name, ends in alone.items()}
+    serial = accumulate(ends[name] for name, ends in whole.items())
+    return {"serial": dict(zip(whole, serial)), **found}
+
+
+def play(runs: dict[str, tuple[FakeRun, int, list[str]]], devices: list[str], rule: str) -> dict[str, float]:
+    """When each run ends, beside the others."""
+    lines: list[dict[str, Any]] = []
+    server = LeaseServer(devices, rule, lines.append, lambda words: "error: nobody joins here")
+    server.turns.drain_s, server.turns.wake_s = (seconds * SCALE for seconds in SWITCH_S)
+    zero = server.now + BEGIN_S
+    going: dict[str, subprocess.Popen] = {}
+    for name, (run, seed, own) in runs.items():
+        told = {"devices": devices, "own": own, "slots": SLOTS, "lengths": run.lengths(seed), "scale": SCALE}
+        told |= {
+            "wait_s": run.wait_s,
+            "update_s": run.update_s,
+            "switch_s": SWITCH_S,
+            "start_at": time.time() + BEGIN_S,
+        }
+        command = [sys.executable, "-m", "benchmarks.shared_delays", json.dumps(told)]
+        going[name] = subprocess.Popen(command, env={**environment(), SOCKET: str(server.path)})
+        server.expect(name, going[name].pid, 1.0, own)
+    try:
+        while going:
+            server.serve(LOOK_S)
+            for name in [name for name, process in going.items() if process.poll() is not None]:
+                if code := going.pop(name).returncode:
+                    raise SystemExit(f"{name} ended with {code}")
+                server.end(name, "finished")
+    finally:
+        for process in going.values():
+            process.kill()
+        server.close()
+    whole = {line["run"]: line["at"] for line in lines if line.get("progress", 0) is None}
+    return {name: (at - zero) / SCALE for name, at in whole.items()}
 
 
 def row(case: Case, found: dict[str, dict[str, float]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Each is an ordinary run, with its folder, its log and its end. A device belongs to one run, which has it whenever it has
 work for it; while it is idle, language runs generate on it. What a run learns is what it learns alone.
 
-usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE [key=value ...] [--dry-run | --help]
+usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE ... [--plan | --dry-run | --help]
        python -m embodied.share resume=FOLDER
        python -m embodied.share join=FOLDER RECIPE [key=value ...]
 
@@ -16,6 +16,7 @@ usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE [k
   folder    the folder that names the runs [runs/share-DATE]
   resume    a folder of runs that were stopped: all that are not finished go on
   join      a folder of runs that go on: this one begins beside them
+  --plan    predict when every run would end under each rule, by their profiles (python -m embodied.profiling), and stop
   --dry-run say which run owns which devices, and stop
 
 Ctrl-C saves and stops all runs, a second one stops at once. Keys and their meaning: python -m embodied.train --help
@@ -26,7 +27,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -36,13 +36,16 @@ from typing import Any
 
 from embodied.config.recipe_files import recipe_names, recipe_words
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.files import as_path
+from embodied.core.files import as_path, replace_text
 from embodied.placement import PlacementError
 from embodied.placement.grammar import parse_devices
+from embodied.reporting.run_page import REPORT, report_or_say_why
+from embodied.reporting.share_record import PREDICTED, record_of
 from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
 from embodied.run.run_group import OVER
+from embodied.run.share_plan import describe_prediction, predict
 from embodied.run.shared_runs import (
     SharedProcesses,
     SharedRuns,
@@ -56,7 +59,6 @@ from embodied.runtime.run_turns import RECORD
 USAGE = (__doc__ or "").format(recipes=recipe_words())
 OWN = ("weights", "devices", "rule", "folder", "resume", "join")
 RULES = ("lend", "remaining")
-REPORT_S = 60.0  # between two lines about the runs
 ADD_S = 60.0  # for an answer to join=
 
 
@@ -72,11 +74,13 @@ def start(argv: list[str]) -> int:
         shared = read_shared_runs(order.resume)
     else:
         shared = new_runs(order)
-        if order.dry:
-            launch.say("\n".join(describe(shared)))
+        if order.dry or order.plan:
+            predicted = describe_prediction(predict(shared), shared.rule) if order.plan else ()
+            launch.say("\n".join([*describe(shared), *predicted]))
             return 0
         shared.folder.mkdir(parents=True)
         shared.write()
+        write_prediction(shared)
     launch.say("\n".join([f"share       {shared.folder}", *describe(shared)]))
     return run_all(shared)
 
@@ -93,11 +97,12 @@ class ShareOrder:
     resume: Path | None = None
     join: Path | None = None
     dry: bool = False
+    plan: bool = False
 
 
 def read_order(argv: Sequence[str]) -> ShareOrder:
-    own, problems, words = launch.split([word for word in argv if word != "--dry-run"], OWN)
-    order = ShareOrder(dry="--dry-run" in argv)
+    own, problems, words = launch.split([word for word in argv if word not in ("--dry-run", "--plan")], OWN)
+    order = ShareOrder(dry="--dry-run" in argv, plan="--plan" in argv)
     common: list[str] = []
     for word in words:
         name = word.removeprefix("recipe=")
@@ -174,11 +179,21 @@ def describe(shared: SharedRuns) -> list[str]:
     return lines
 
 
+def write_prediction(shared: SharedRuns) -> None:
+    """predicted.jsonl, for the report, where all runs have been measured."""
+    try:
+        lines = predict(shared)[shared.rule]
+    except ConfigError as err:
+        launch.say(f"predicted   nothing: {str(err).splitlines()[0]}")
+        return
+    launch.say(f"predicted   {record_of(lines).makespan_s():.4g} s of training until all have ended")
+    replace_text(shared.folder / PREDICTED, "".join(json.dumps(line) + "\n" for line in lines))
+
+
 def run_all(shared: SharedRuns) -> int:
     """Start all runs that are not over, serve them until they are, and say how each ended."""
     with (shared.folder / RECORD).open("a") as record, Interruption() as interruption:
         processes = SharedProcesses(shared, record)
-        told = time.monotonic()
         try:
             for run in [run for run in shared.runs if run.ended not in OVER]:
                 processes.begin(shared.change(run.name, ended=""))
@@ -186,9 +201,7 @@ def run_all(shared: SharedRuns) -> int:
                 processes.serve()
                 if interruption.requested and not processes.stopping:
                     processes.signal(signal.SIGTERM)
-                if time.monotonic() - told > REPORT_S:
-                    told = time.monotonic()
-                    launch.say(processes.describe())
+                processes.show()
         except BaseException:
             processes.signal(signal.SIGINT)
             raise
@@ -202,6 +215,8 @@ def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:
     launch.say(f"\n{len(shared.runs) - len(left)} of {len(shared.runs)} runs finished")
     for run in shared.runs:
         launch.say(f"  {run.name}: {run.ended}{f' ({shared.path(run)})' if run.folder else ''}")
+    report_or_say_why(shared.folder)
+    launch.say(f"  report      {shared.folder / REPORT}")
     if left:
         launch.say(f"  go on       python -m embodied.share {quote(f'resume={shared.folder}')}")
     return interruption.exit_code if interruption.requested else int(bool(left))

@@ -26,11 +26,13 @@ from embodied.reporting.html import Html, page, problem, relative, section, tag,
 from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
 from embodied.reporting.results import reference_lines, sampling
 from embodied.reporting.runs import Evaluation, Run, read_run, start_of
+from embodied.reporting.share_page import share_page
 from embodied.reporting.svg import percent, short
 from embodied.reporting.training_page import learning_charts, result_charts
 from embodied.reporting.transcripts import SAMPLES, read_samples
 from embodied.reporting.transcripts_page import samples_shown
 from embodied.run.run_group import is_group, read_group
+from embodied.runtime.run_turns import RECORD
 
 REPORT = "report.html"
 WHEN = "%Y-%m-%d %H:%M UTC"
@@ -44,7 +46,10 @@ def write_report(folder: Path) -> Path:
 
 
 def page_of(folder: Path, beside: Path) -> tuple[str, int]:
-    """The page of a run, an evaluation or a group of runs, and how many files could not be read."""
+    """The page of a run, an evaluation, a group of runs or runs that share devices, and how many files could not be
+    read."""
+    if (folder / RECORD).is_file():
+        return share_page(folder), 0
     if not is_group(folder):
         run = read_run(folder)
         return report(run, beside), len(run.problems)

@@ -1,4 +1,4 @@
-"""What people see of runs that share devices: a table in the terminal, and share.html when all have ended."""
+"""What people see of runs that share devices: a table in the terminal, and report.html when all have ended."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from embodied.core.errors import printable
-from embodied.core.files import replace_text
 from embodied.reporting.html import Html, page, problem, section, table, tag, tile_list
 from embodied.reporting.share_record import PREDICTED, UPDATE, ShareRecord, SharingRun, read_share
 from embodied.reporting.svg import COLORS, Bars, Rows, percent, row_charts, short
 
-PAGE = "share.html"
 WHEN = "%Y-%m-%d %H:%M UTC"
 HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps/s")
 SHOW_S, REPORT_S = 1.0, 60.0  # between two tables: on a terminal, off it
@@ -36,38 +35,48 @@ class LiveTable:
         self.record, self.stream = record, stream or sys.stdout
         self.live, self.lines, self.shown_at = self.stream.isatty(), 0, -REPORT_S
 
-    def show(self, now_s: float) -> None:
-        """`now_s`: seconds since the share began."""
+    def show(self, now_s: float, folders: Mapping[str, Path] = MappingProxyType({})) -> None:
+        """`now_s`: seconds since the share began. `folders`: of the runs."""
         if time.monotonic() - self.shown_at < (SHOW_S if self.live else REPORT_S):
             return
         self.shown_at = time.monotonic()
-        lines = table_lines(self.record, now_s)
+        lines = table_lines(self.record, now_s, folders)
+        self._write(lines)
+        self.lines = len(lines)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, above the table."""
+        self._write([text])
+        self.lines, self.shown_at = 0, -REPORT_S if self.live else self.shown_at
+
+    def _write(self, lines: Sequence[str]) -> None:
+        """Print lines in the place of the table."""
         up = f"\033[{self.lines}A\033[J" if self.live and self.lines else ""
         with suppress(OSError):
             self.stream.write(up + "".join(f"{printable(line)}\n" for line in lines))
             self.stream.flush()
-        self.lines = len(lines)
-
-    def clear(self) -> None:
-        """What is printed next stays, and the table comes below it."""
-        self.lines, self.shown_at = 0, -REPORT_S
 
 
-def table_lines(record: ShareRecord, now_s: float) -> list[str]:
+def table_lines(record: ShareRecord, now_s: float, folders: Mapping[str, Path]) -> list[str]:
     """Who has what now: the share of all devices' time so far beside the target, how long a run has waited in all, how
     far its batch is."""
     used, targets = record.device_seconds(), record.targets()
     whole = len(record.devices) * now_s or 1.0
     rows = [HEAD]
     for run in record.runs.values():
-        iteration, speed = last_iteration(run)
+        iteration, speed = last_iteration(folders.get(run.name))
         waited = f"{record.waited_s(run.name):.0f} s{' now' if run.waits_since is not None else ''}"
         batch = "" if run.progress is None else f"{run.progress:.0%}"
         shares = f"{used[run.name] / whole:.0%}", f"{targets[run.name]:.0%}"
         rows.append((run.name, holds_of(record, run), *shares, waited, batch, iteration, speed))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
     title = f"{now_s:.0f} s, {len(record.devices)} devices, rule {record.rule}"
-    return [title, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)]
+    return [title, *aligned(rows)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def holds_of(record: ShareRecord, run: SharingRun) -> str:
@@ -81,11 +90,11 @@ def holds_of(record: ShareRecord, run: SharingRun) -> str:
     return ", ".join(f"{' '.join(sorted(devices))} {phase}" for phase, devices in held.items()) or "-"
 
 
-def last_iteration(run: SharingRun) -> tuple[str, str]:
-    """Its number and env steps per second, as its folder says."""
+def last_iteration(folder: Path | None) -> tuple[str, str]:
+    """Its number and env steps per second, as the folder of a run says."""
     row: dict[str, Any] = {}
     with suppress(OSError, ValueError, IndexError):
-        with (Path(run.folder) / "metrics.jsonl").open("rb") as file:
+        with ((folder or Path("no folder yet")) / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 20_000))
             row = json.loads(file.read().decode(errors="replace").split("\n")[-2])
     return (str(row["iteration"]), f"{row['steps_per_s']:,.0f}") if row else ("-", "-")
@@ -94,15 +103,10 @@ def last_iteration(run: SharingRun) -> tuple[str, str]:
 # The page
 
 
-def write_share_page(folder: Path) -> Path:
-    """share.html from share.jsonl, and from predicted.jsonl if there is one; returns its path."""
+def share_page(folder: Path) -> str:
+    """The page of the runs in this folder, with what was predicted for them, if anything was."""
     record = read_share(folder)
     predicted = read_share(folder / PREDICTED) if (folder / PREDICTED).is_file() else None
-    replace_text(folder / PAGE, share_page(record, predicted))
-    return folder / PAGE
-
-
-def share_page(record: ShareRecord, predicted: ShareRecord | None = None) -> str:
     names = ", ".join(record.runs)
     ended = [run for run in record.runs.values() if run.how not in ("", "finished")]
     charts = {"measured": record} | ({"predicted": predicted} if predicted else {})

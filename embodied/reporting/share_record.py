@@ -44,7 +44,6 @@ class SharingRun:
     name: str
     weight: float
     own: tuple[str, ...]
-    folder: str
     joined_s: float
     ended_s: float | None = None
     how: str = ""  # it ended
@@ -58,7 +57,8 @@ class ShareRecord:
     """Grows line by line, so that the same code shows a share in progress and one that is over."""
 
     def __init__(self) -> None:
-        self.rule, self.devices, self.started, self.now_s = "", [*()], "", 0.0
+        self.rule, self.started, self.now_s, self.resumed_s = "", "", 0.0, 0.0
+        self.devices: list[str] = []
         self.runs: dict[str, SharingRun] = {}
         self.holds: list[Hold] = []  # that are over
         self.held: dict[str, Hold] = {}  # by device, since when
@@ -67,16 +67,17 @@ class ShareRecord:
         if "format" in line:
             if line["format"] != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            self.rule, self.devices, self.started = line["rule"], [*line["devices"]], line["started"]
+            self._begin(line)
             return
-        now = self.now_s = float(line["at"])
+        now = self.now_s = self.resumed_s + float(line["at"])
         if "device" in line:
             self._change_hands(line["device"], line["run"], line["phase"], now)
             return
         if "joins" in line:
             about = line["joins"]
-            own = tuple(about["own"])
-            self.runs[line["run"]] = SharingRun(line["run"], about["weight"], own, about.get("folder") or "", now)
+            before = self.runs.get(line["run"])
+            run = SharingRun(line["run"], about["weight"], tuple(about["own"]), before.joined_s if before else now)
+            self.runs[line["run"]] = replace(run, waits=before.waits if before else [])
         run = self.runs[line["run"]]
         if "waits" in line:
             run.asks.add(line["waits"])
@@ -87,6 +88,11 @@ class ShareRecord:
         elif "ends" in line:
             run.ended_s, run.how, run.asks = now, line["ends"], set()
         self._note_waiting(run, now)
+
+    def _begin(self, line: Mapping[str, Any]) -> None:
+        """The first line of a share, or of one that goes on: its times follow those before."""
+        self.holds, self.held, self.resumed_s = self.holds_until(self.now_s), {}, self.now_s
+        self.rule, self.devices, self.started = line["rule"], [*line["devices"]], self.started or line["started"]
 
     def _change_hands(self, device: str, run: str | None, phase: str, now: float) -> None:
         before = self.held.pop(device, None)

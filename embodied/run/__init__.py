@@ -13,6 +13,7 @@ __all__ = [
     "first_run",
     "hub",
     "launch",
+    "lease_server",
     "memory_check",
     "policy_source",
     "published_comparison",
@@ -20,6 +21,7 @@ __all__ = [
     "run_folder",
     "run_group",
     "seeds_and_sweeps",
+    "share_plan",
     "shared_replay",
     "shared_runs",
 ]

@@ -120,14 +120,17 @@ class RunWork:
     wait_s: float = 0.0
     weight: float = 1.0
     joins_s: float = 0.0
+    borrows: bool = True  # generates on devices of others
+    stays: bool = False  # keeps its own devices until its batch is whole: its simulators are there
 
 
 @dataclass
 class _Worker:
-    """A policy worker of a run on a device."""
+    """A policy worker of a run on a device; or all of them that stay where they are."""
 
     gang: str
-    device: str
+    devices: tuple[str, ...]
+    stays: bool = False
     begins_at: float | None = None  # it has the device, and loads its weights until then
     stops_at: float | None = None  # it has been asked to leave
 
@@ -139,7 +142,10 @@ class _ReplayedRun:
         self.work, self.own, self.replay = work, own, replay
         self.coordinator, self.turns = replay.coordinator, replay.turns
         self.update = f"{work.name}/update"
-        self.workers = [_Worker(f"{work.name}/policy on {device}", device) for device in replay.devices]
+        alone = [] if work.stays else [*own]
+        alone += [device for device in replay.devices if work.borrows and device not in own]
+        self.workers = [_Worker(f"{work.name}/policy on {device}", (device,)) for device in alone]
+        self.workers += [_Worker(f"{work.name}/rollout", tuple(own), True)] * work.stays
         self.iteration, self.phase, self.until = 0, "", work.joins_s
         self.batch = work.batch(0)
         self.bucket = 0  # of progress
@@ -166,10 +172,10 @@ class _ReplayedRun:
 
     def _join(self, now: float) -> None:
         self.turns.joins(self.work.name, self.work.weight, self.own, now)
-        on = {self.update: tuple(self.own)} | {one.gang: (one.device,) for one in self.workers}
+        on = {self.update: tuple(self.own)} | {one.gang: one.devices for one in self.workers}
         gangs = {gang: [Claim(f"{gang}: worker", devices)] for gang, devices in on.items()}
-        parts = [one.gang for one in self.workers]
-        tiers = dict.fromkeys(parts, GENERATE) | {self.update: TRAIN}
+        parts = [one.gang for one in self.workers if not one.stays]
+        tiers = {gang: TRAIN if gang == self.update else GENERATE for gang in on}
         residents = [claim.worker for claims in gangs.values() for claim in claims]
         self.coordinator.join(self.work.name, gangs, tiers, parts, residents)
         self._begin_batch(now)
@@ -180,8 +186,8 @@ class _ReplayedRun:
 
     def _generate(self, leaving: Collection[str], now: float) -> bool:
         changed = sum(self._come_or_go(one, one.gang in leaving, now) for one in self.workers)
-        working = [w.device for w in self.workers if w.begins_at is not None and w.begins_at <= now and not w.stops_at]
-        self.batch.work_on(working)
+        working = [w for w in self.workers if w.begins_at is not None and w.begins_at <= now and not w.stops_at]
+        self.batch.work_on([device for one in working for device in one.devices])
         if (bucket := int(self.batch.progress * BUCKETS + 1e-9)) != self.bucket:
             self.bucket = bucket
             self.turns.reports(self.work.name, bucket / BUCKETS, now)
@@ -196,7 +202,7 @@ class _ReplayedRun:
         if one.gang not in self.coordinator.holders.values():
             return False
         if one.begins_at is None:
-            one.begins_at = now + self.replay.waking_s(one.device, self.work.name)
+            one.begins_at = now + max(self.replay.waking_s(device, self.work.name) for device in one.devices)
         elif leaves and one.stops_at is None:
             one.stops_at = now + self.replay.drain_s
         elif one.stops_at is not None and now >= one.stops_at:
@@ -207,10 +213,10 @@ class _ReplayedRun:
 
     def _ask_or_give_back(self, one: _Worker) -> bool:
         """Ask for a device while requests wait; keep none that has nothing to do."""
-        more, asks = self.batch.has_more(), one.gang in self.coordinator.waiting
+        more, asks = self.batch.has_more() or one.stays, one.gang in self.coordinator.waiting
         if more and not asks and one.begins_at is None:
             self.coordinator.acquire(one.gang)
-        elif not more and (asks or one.device in self.batch.idle()):
+        elif not more and (asks or {*one.devices} <= {*self.batch.idle()}):
             self._give_back(one)
         else:
             return False

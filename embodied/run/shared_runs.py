@@ -27,8 +27,10 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
 from embodied.placement import PlacementPlan, Topology
+from embodied.reporting.share_page import LiveTable
+from embodied.reporting.share_record import ShareRecord
 from embodied.run import launch
-from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_line, last_words, what_it_says
+from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_words, what_it_says
 from embodied.run.devices import divides_requests, machines
 from embodied.run.lease_server import LeaseServer
 from embodied.run.memory_check import needs
@@ -285,7 +287,10 @@ class SharedProcesses:
     """The processes of runs that share devices: started, served, and stopped with this command."""
 
     def __init__(self, shared: SharedRuns, record: TextIO) -> None:
-        self.shared, self._record = shared, record
+        self.shared, self._file = shared, record
+        self.record = ShareRecord()
+        self.table = LiveTable(self.record)
+        self.say = self.table.say
         self.server = LeaseServer(shared.devices, shared.rule, self._note, self.add)
         self.going: list[_Process] = []
         self.stopping = False
@@ -295,8 +300,9 @@ class SharedProcesses:
         self._note({"format": FORMAT, "rule": shared.rule, "devices": list(shared.devices), "started": started})
 
     def _note(self, line: dict[str, Any]) -> None:
-        self._record.write(json.dumps(line) + "\n")
-        self._record.flush()
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self.record.add(line)
 
     def begin(self, run: SharedRun) -> None:
         """Start or resume its run."""
@@ -322,7 +328,7 @@ class SharedProcesses:
             )
         self.server.expect(run.name, process.pid, run.weight, run.own)
         self.going.append(_Process(run, process, log, config.run.dir, before, config.faults.hang_s, path))
-        launch.say(f"{run.name} {f'goes on: {path}' if path else 'begins'} on {', '.join(run.own)}")
+        self.say(f"{run.name} {f'goes on: {path}' if path else 'begins'} on {', '.join(run.own)}")
 
     def add(self, words: list[str]) -> str:
         """Begin another run beside those that go on, on devices of runs that have ended, or else beside their owners;
@@ -348,7 +354,7 @@ class SharedProcesses:
                 self._over(one)
         for one in self.going:
             if one.run.name in self.server.overdue(one.hang_s + GRACE_S):
-                launch.say(f"{one.run.name} did not give a device back within {one.hang_s:g} s (faults.hang_s): ended")
+                self.say(f"{one.run.name} did not give a device back within {one.hang_s:g} s (faults.hang_s): ended")
                 one.process.kill()
 
     def signal(self, sign: int) -> None:
@@ -388,8 +394,8 @@ class SharedProcesses:
         self.server.end(one.run.name, how)
         self.shared.change(one.run.name, ended=how)
         why = f": {last_words(one)}" if how != "finished" else ""  # type: ignore[arg-type]
-        launch.say(f"{one.run.name} {how}{why}; {one.folder or one.log}")
+        self.say(f"{one.run.name} {how}{why}; {one.folder or one.log}")
 
-    def describe(self) -> str:
-        """A line about the runs in progress."""
-        return " | ".join(f"{one.run.name}: {last_line(one)}" for one in self.going)  # type: ignore[arg-type]
+    def show(self) -> None:
+        """Print who has what now and then."""
+        self.table.show(self.server.now, {one.run.name: one.folder for one in self.going if one.folder})

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 INITIALISE, TRAIN, VALUES, GENERATE = range(4)
@@ -130,6 +131,8 @@ class RunTurns(Turns):
         self.runs: dict[str, RunShare] = {}
         self.gangs: dict[str, _Gang] = {}
         self.now = 0.0
+        # Known until something happens: they are asked for again and again.
+        self.target, self.generates_on, self.wants = cache(self._target), cache(self._generates_on), cache(self._wants)
         self.drain_s, self.wake_s = FIRST_SWITCH_S, 0.0  # of the last changes of hands
 
     # Runs
@@ -139,6 +142,7 @@ class RunTurns(Turns):
         self.record(run=run, joins={"weight": weight, "own": sorted(own)})
 
     def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
+        self._forget_counts()
         self.gangs = {name: gang for name, gang in self.gangs.items() if gang.run != run}
         self.gangs |= {
             name: _Gang(run, tiers.get(name, 0), frozenset(on), place)
@@ -243,16 +247,16 @@ class RunTurns(Turns):
             return self.gap(run) / max(self.target(run), 1e-9)
         return self.runs[run].remaining_s / max(1, self.generates_on(run) + more)
 
-    def generates_on(self, run: str) -> int:
+    def _generates_on(self, run: str) -> int:
         """The number of devices that it generates on."""
         mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
         return len({device for one in mine for device in one.devices})
 
-    def wants(self, run: str) -> bool:
+    def _wants(self, run: str) -> bool:
         """True if it generates, or waits to."""
         return any(one.run == run and one.tier == GENERATE and one.state for one in self.gangs.values())
 
-    def target(self, run: str) -> float:
+    def _target(self, run: str) -> float:
         """The number of devices that it should generate on, by its part of all remaining work."""
         taken = {d for one in self.gangs.values() if one.state == "holds" and one.tier < GENERATE for d in one.devices}
         devices = {d for share in self.runs.values() for d in share.own} - taken
@@ -297,6 +301,7 @@ class RunTurns(Turns):
         if one.state == "waits":
             self.record(run=one.run, waits_no_more=phase_of(gang))
         one.state = ""
+        self._forget_counts()
         busy = {d for other in self.gangs.values() if other.run == one.run and other.state for d in other.devices}
         share.idle_since |= dict.fromkeys((one.devices & share.own) - busy, (now, gang))
 
@@ -304,7 +309,12 @@ class RunTurns(Turns):
         self.now = now
 
     def record(self, **line: Any) -> None:
+        self._forget_counts()
         self._record({"at": round(self.now, 3), **line})
+
+    def _forget_counts(self) -> None:
+        for known in (self.target, self.generates_on, self.wants):
+            known.cache_clear()
 
 
 def phase_of(gang: str) -> str:

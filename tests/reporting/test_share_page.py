@@ -6,7 +6,7 @@ import json
 import pytest
 
 from embodied.core.errors import EmbodiedError
-from embodied.reporting.share_page import LiveTable, table_lines, write_share_page
+from embodied.reporting.share_page import LiveTable, share_page, table_lines
 from embodied.reporting.share_record import PREDICTED, read_share, record_of
 from embodied.run.shared_replay import RunWork, TimedConversations, replay
 from embodied.runtime.run_turns import FORMAT, RECORD
@@ -14,8 +14,8 @@ from embodied.runtime.run_turns import FORMAT, RECORD
 HEADER = {"format": FORMAT, "rule": "lend", "devices": ["cpu:0", "cpu:1"], "started": "2026-11-26T03:00:00+00:00"}
 
 
-def joins(run, own, folder="", at=0.0):
-    return {"at": at, "run": run, "joins": {"weight": 1.0, "own": own, "folder": folder}}
+def joins(run, own, at=0.0):
+    return {"at": at, "run": run, "joins": {"weight": 1.0, "own": own}}
 
 
 def has(device, run, phase, at):
@@ -49,6 +49,10 @@ def test_a_record_says_who_had_what_how_long_and_who_waited():
     assert record.device_seconds() == {"a": 3 + 2, "b": 8 + 2}
     assert (record.waited_s("a"), record.waited_s("b")) == (2.0, 0.0)
     assert record.targets() == {"a": 0.5, "b": 0.5} and record.utilisation() == 15 / (2 * 8)
+    again = record_of(
+        [*LINES, HEADER, joins("a", ["cpu:0"], at=1.0), has("cpu:0", "a", "update", 2.0), has("cpu:0", None, None, 3.0)]
+    )
+    assert again.device_seconds()["a"] == 5 + 1 and again.now_s == 11.0 and again.waited_s("a") == 2.0  # resumed
     ended = record_of([*LINES, {"at": 10.0, "run": "b", "ends": "finished"}])
     assert ended.makespan_s() == 10.0 and ended.device_seconds()["a"] == 3 + 4  # a goes on
 
@@ -56,8 +60,8 @@ def test_a_record_says_who_had_what_how_long_and_who_waited():
 def test_the_table_in_the_terminal_shows_who_holds_what_and_how_far_everybody_is(tmp_path):
     rows = [{"iteration": 2, "steps_per_s": 10.0}, {"iteration": 3, "steps_per_s": 1234.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 4, "st')
-    record = record_of([*LINES[:1], joins("a", ["cpu:0"], str(tmp_path)), *LINES[2:-2]])
-    assert table_lines(record, 7.0) == [
+    record = record_of(LINES[:-2])
+    assert table_lines(record, 7.0, {"a": tmp_path}) == [
         "7 s, 2 devices, rule lend",
         "run  holds          share  target  waits  batch  iteration  steps/s",
         "a    cpu:0 update   29%    50%     2 s           3          1,234",
@@ -66,8 +70,22 @@ def test_the_table_in_the_terminal_shows_who_holds_what_and_how_far_everybody_is
     stream = io.StringIO()
     table = LiveTable(record, stream)
     table.show(7.0)
+    table.say("b has ended")
     table.show(7.1)  # too soon after the first one
-    assert stream.getvalue().count("7 s, 2 devices") == 1
+    assert stream.getvalue().count("7 s, 2 devices") == 1 and stream.getvalue().endswith("\nb has ended\n")
+
+
+def test_on_a_terminal_the_table_stays_in_place_and_what_is_said_stays_above_it():
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    table = LiveTable(record_of(LINES), stream)
+    table.show(7.0)
+    table.say("b has ended")
+    table.show(7.0)
+    shown = stream.getvalue()
+    assert shown.count("\033[4A\033[J") == 1 and shown.index("\033[J") < shown.index("b has ended") < shown.rindex(
+        "rule lend"
+    )
 
 
 def test_the_page_holds_the_measured_and_the_predicted_course(tmp_path, page_checker):
@@ -78,10 +96,10 @@ def test_the_page_holds_the_measured_and_the_predicted_course(tmp_path, page_che
     own = {"a": ["cpu:0"], "b & c": ["cpu:1"]}
     for name, rule in ((RECORD, "lend"), (PREDICTED, "split")):
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in replay(works, own, rule)))
-    page = page_checker(write_share_page(tmp_path).read_text())
+    page = page_checker(share_page(tmp_path))
     assert "a, b & c on 2 devices" in page.text and "measured; " in page.text and "predicted; 16 s" in page.text
     (tmp_path / PREDICTED).unlink()
-    assert "predicted" not in write_share_page(tmp_path).read_text()
+    assert "predicted" not in share_page(tmp_path)
 
 
 def test_a_record_that_was_cut_short_is_read_and_a_damaged_one_is_refused(tmp_path):

@@ -41,6 +41,14 @@ def test_an_idle_device_is_lent_until_its_run_has_work_for_it():
     assert dear["a"] == pytest.approx(8.0) and 11 < dear["b"] <= 15.0
 
 
+def test_simulators_keep_their_devices_until_the_batch_is_whole():
+    works = [work("a", [1.0, 6.0]), work("b", [1.0] * 12, stays=True, borrows=False)]
+    own = {"a": ["fake:0", "fake:2"], "b": ["fake:1"]}
+    assert ends(replay(works, own, "lend", AT_ONCE)) == pytest.approx({"a": 6.5, "b": 13.0})
+    lines = replay(works[1:], own, "remaining", AT_ONCE)
+    assert {line["phase"] for line in lines if line.get("device")} == {"rollout", "update", None}
+
+
 def test_a_batch_of_known_seconds_goes_on_by_the_devices_that_it_has():
     batch = SteadyBatch({1: 8.0, 2: 4.0}.__getitem__, most=2)
     assert batch.has_more() and batch.next_s() == float("inf")

@@ -1,0 +1,118 @@
+"""What sharing devices would bring: the iterations of every run, as its profile says, replayed under each rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from embodied.config.recipe import RunConfig
+from embodied.core.errors import ConfigError
+from embodied.placement.iteration_cost import Pricer
+from embodied.placement.layout import Layout, Zone
+from embodied.placement.profile import read_profile
+from embodied.profiling import stored_profiles
+from embodied.reporting.share_page import aligned
+from embodied.reporting.share_record import record_of
+from embodied.run.devices import divides_requests, machines, networks_on
+from embodied.run.shared_replay import RULES, RunWork, SteadyBatch, replay
+from embodied.run.shared_runs import SharedRuns, load_run
+
+TICKS = 5_000  # of a replay, about
+MOST = 1_000  # devices on which a rollout that can be divided goes on
+
+
+@dataclass(frozen=True)
+class IterationCost:
+    """An iteration of a run, by the number of shared devices that it has. Simulators stay on devices of its own."""
+
+    rollout_s: Callable[[int], float]
+    update_s: Callable[[int], float]
+    fixed_s: float
+    switch_s: tuple[float, float]  # for a policy worker to stop, and to load weights
+    iterations: int
+
+
+def iteration_cost(config: RunConfig, own: int) -> IterationCost:
+    """The cost of an iteration by the newest profile of this recipe that holds here; `own`: the number of devices that
+    belong to the run."""
+    there, name = machines(config), config.run.name
+    path, why = stored_profiles.profile_for(config, there)
+    if path is None:
+        advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
+        raise ConfigError(f"{name}: {why or 'it has not been measured here'}; {advice}")
+    profile = stored_profiles.fitted_to(config, read_profile(path), path)
+    profile, classes = stored_profiles.with_memory(profile, there, config.cluster.memory_gb)
+    flow = profile.dataflow.under("sync")
+    pricer = Pricer(flow, profile, classes)
+    kinds = {c.kind: c for c in classes}
+    shared = kinds[networks_on(config, there)]
+    home = shared if config.env.on_gpu else kinds["cpu"]
+    sims = own if home is shared else home.count
+
+    @cache
+    def seconds(phase: int, count: int) -> float:
+        """Of the rollout (0) or the update (1)."""
+        players = Zone(("sim",), home.name, sims), Zone(("policy",), shared.name, count)
+        layers = players, (Zone(("learner",), shared.name, count),)
+        return float(pricer.price(Layout(layers, config.pipeline.stages)).layers[phase].seconds)
+
+    call, run = pricer.cost("policy", shared.name), config.run
+    return IterationCost(
+        lambda count: seconds(0, count),
+        lambda count: seconds(1, count),
+        flow.fixed_s,
+        (float(call.seconds.at(flow["policy"].items)), float(profile.sync.copy_s.at(1))),
+        run.iterations or max(1, (run.env_steps or 1) // flow.env_steps),
+    )
+
+
+def run_work(name: str, config: RunConfig, own: int, weight: float, cost: IterationCost) -> RunWork:
+    """What the run does, for a replay. Rollouts that cannot be divided stay on the run's own devices, and so do those
+    whose simulators are there."""
+    divides, there = divides_requests(config), machines(config)
+    stays = config.env.on_gpu or networks_on(config, there) == "cpu" or not divides
+
+    def batch(iteration: int) -> SteadyBatch:
+        return SteadyBatch(cost.rollout_s, own if not divides else MOST)
+
+    return RunWork(name, cost.iterations, batch, cost.update_s, cost.fixed_s, weight, borrows=divides, stays=stays)
+
+
+def predict(shared: SharedRuns) -> dict[str, list[dict[str, Any]]]:
+    """What happens under each rule, as lines of share.jsonl. Raises ConfigError where a run has not been measured."""
+    configs = {run.name: load_run(run.words).config for run in shared.runs}
+    own = {run.name: run.own for run in shared.runs}
+    weights = {run.name: run.weight for run in shared.runs}
+    devices = {device for mine in own.values() for device in mine}
+
+    def works(sizes: Mapping[str, int]) -> tuple[list[RunWork], list[IterationCost]]:
+        costs = {name: iteration_cost(config, sizes[name]) for name, config in configs.items()}
+        made = [run_work(name, configs[name], sizes[name], weights[name], cost) for name, cost in costs.items()]
+        return made, [*costs.values()]
+
+    together, costs = works({name: len(mine) for name, mine in own.items()})
+    alone, _ = works(dict.fromkeys(own, len(devices)))
+    switch_s = max(cost.switch_s[0] for cost in costs), max(cost.switch_s[1] for cost in costs)
+    whole_s = sum(
+        cost.iterations * (cost.rollout_s(len(own[name])) + cost.update_s(len(own[name])))
+        for name, cost in zip(own, costs)
+    )
+    tick_s = max(0.05, sum(switch_s) / 2, whole_s / TICKS)
+    return {rule: replay(alone if rule == "serial" else together, own, rule, switch_s, tick_s) for rule in RULES}
+
+
+def describe_prediction(predicted: Mapping[str, Sequence[Mapping[str, Any]]], rule: str) -> list[str]:
+    """A line for each rule: the makespan, and every run's end and share of the devices' time. `rule` is the one that
+    is asked for."""
+    found = {name: record_of(lines) for name, lines in predicted.items()}
+    serial = found["serial"].makespan_s()
+    head = ["predicted", "makespan", "x serial", *(f"{name} ends (share)" for name in found[rule].runs)]
+    rows = [head]
+    for name, record in found.items():
+        makespan, used = record.makespan_s(), record.device_seconds()
+        whole = len(record.devices) * makespan or 1.0
+        ends = [f"{run.ended_s:.4g} s ({used[run.name] / whole:.0%})" for run in record.runs.values()]
+        rows.append([f"{name}{' *' if name == rule else ''}", f"{makespan:.4g} s", f"{serial / makespan:.2f}", *ends])
+    return aligned(rows)

@@ -1,0 +1,63 @@
+"""What `embodied.share --plan` predicts from profiles, against hand-computed times."""
+
+import pytest
+
+from embodied import share
+from embodied.config.recipe import load
+from embodied.placement.cost_curves import Curve, constant
+from embodied.placement.profile import Cost, Profile, write_profile
+from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_counts, profile_path
+from embodied.reporting.share_record import record_of
+from embodied.run.devices import machines
+from embodied.run.share_plan import predict
+
+TWO = "devices=cpu:0-1"
+ROBOT = [
+    "recipe=pointmass_ppo",
+    "env.num_envs=8",
+    "algo.rollout_decisions=16",
+    "run.env_steps=null",
+    "run.iterations=3",
+]
+ROBOT += ["algo.minibatch_size=32", "algo.epochs=2"]
+TALKER = ["recipe=sums_grpo", "run.start_from=null", "policy.preset=tiny_gpt2", "algo.groups=4", "algo.group_size=4"]
+TALKER += ["env.num_envs=8", "run.iterations=40"]
+
+
+def measured(folder, words, **costs):
+    """The words, with a stored profile of these costs on this machine."""
+    words = [*words, f"run.dir={folder}"]
+    config = load(words).config
+    made = {"key": cost_key(config), "devices": device_counts(machines(config))}
+    write_profile(
+        Profile(dataflow_of(config), {name: {"cpu": Cost(cost)} for name, cost in costs.items()}, made=made),
+        profile_path(config, made),
+    )
+    return words
+
+
+def test_ends_and_makespan_are_predicted_for_every_rule(tmp_path, capsys):
+    robot = measured(tmp_path, ROBOT, sim=constant(0.01), policy=constant(0.02), learner=constant(0.1))
+    # An iteration: 16 decisions of 0.01 + 0.02 s, then 2 epochs of 4 minibatches of 0.1 s. Two cores bring nothing.
+    alone = 3 * (16 * 0.03 + 8 * 0.1)
+    # A call for 8 rows takes 4 s, for 4 rows 2 s: a rollout of two calls takes 8 s on a core and 4 s on both, an update
+    # 1 s. The robots' core is free from their end on, in the middle of the talker's first rollout.
+    talker = measured(tmp_path, TALKER, sim=constant(0.0), policy=Curve((0, 8), (0.0, 4.0)), learner=constant(1.0))
+    shared = share.new_runs(share.read_order([TWO, *robot, *talker]))
+    ends = {
+        rule: {r.name: r.ended_s for r in record_of(lines).runs.values()} for rule, lines in predict(shared).items()
+    }
+    assert ends["split"]["pointmass_ppo"] == ends["lend"]["pointmass_ppo"] == pytest.approx(alone)
+    assert ends["serial"]["pointmass_ppo"] == pytest.approx(alone)
+    assert ends["split"]["sums_grpo"] == pytest.approx(40 * (8 + 1))
+    assert ends["lend"]["sums_grpo"] == pytest.approx(alone + (1 - alone / 8) * 4 + 1 + 39 * (4 + 1))
+    assert ends["serial"]["sums_grpo"] == pytest.approx(alone + 40 * (4 + 1))
+    assert share.main([TWO, *robot, *talker, "--plan"]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines()[-4:]] == ["serial", "split", "remaining", "lend"]
+    assert f"{alone:.4g} s" in said and not [*tmp_path.glob("share-*")]
+
+
+def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):
+    assert share.main([*ROBOT, f"run.dir={tmp_path}", "--plan"]) == 2
+    assert "python -m embodied.profiling recipe=pointmass_ppo measures it" in capsys.readouterr().err
