@@ -163,7 +163,7 @@ def test_a_model_that_is_not_here_is_planned_for_machines_that_are_not_here(reci
     (folder / "questions.jsonl").write_text("\n".join(lines))
     said = here(FOR_GPUS.replace("math_grpo", recipe))
     assert "32 x sim on cores" in said and "8 x policy + learner on gpu:0-7" in said
-    assert "gpu:0 and 7 more alike" in said and "vLLM 19.1" in said and "of 80 GB" in said
+    assert "gpu:0 and 7 more alike" in said and "in turns (rollout: vLLM 51.1; update: learner 32" in said
 
 
 def test_the_small_published_model_is_made_by_the_script_and_trained(folder, here):

@@ -1,7 +1,8 @@
 """Let vLLM answer, in processes of their own since it keeps threads and process groups; prints what it wrote as JSON,
 a line for a model with tied heads and one for a model without. Both fork from one that has imported vLLM.
 
-`gaps`: the largest distance of its log-probs from the model's own, after each of three loads.
+`gaps`: the largest distance of its log-probs from the model's own, after each of three loads. `slept`: what it has
+while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
 """
 
 import json
@@ -13,7 +14,7 @@ import torch
 from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3
 
 from embodied.core.conversations import SamplingRule
-from embodied.policies.language.vllm_engine import SETTINGS
+from embodied.policies.language.vllm_engine import SETTINGS, memory_of
 
 LONGER_THAN_A_BLOCK = [5, 6] * 70  # what vLLM remembers of prompts is in blocks of 128 tokens
 ASKED = [question(i, [*LONGER_THAN_A_BLOCK, i], max_tokens=12) for i in range(10)]
@@ -41,6 +42,35 @@ def answered(found):
     return {key: [a.tokens.tolist(), a.truncated, a.dropped, len(a.logprobs)] for key, a in sorted(found.items())}
 
 
+def slept(engine, model):
+    """Sends it to sleep, and wakes it up."""
+    said = {"awake": held(engine), "num_bytes": engine.num_bytes(), "freed": engine.offload(), "asleep": held(engine)}
+    refused = [of_refusal(lambda: engine.begin(1, 0, "train", SamplingRule()))]
+    refused.append(of_refusal(lambda: engine.load(weights_of(model), 1)))
+    said["taken"] = engine.onload()
+    said["for_weights"] = held(engine)
+    refused.append(of_refusal(lambda: engine.begin(1, 0, "train", SamplingRule())))
+    engine.load(weights_of(model), 1)
+    return said | {"refused": refused, "loaded": held(engine), "again": answered(answers(engine, ASKED))}
+
+
+def held(engine):
+    """Bytes of weights and of the cache that it holds, and how many layers have weights packed for the CPU."""
+    ((tensors, layers),) = engine.engine.collective_rpc(
+        lambda w: (memory_of(w), [*w.model_runner.get_model().modules()])
+    )
+    storages = [{each.untyped_storage()._cdata: each.untyped_storage() for each in part} for part in tensors.values()]
+    packed = [layer for layer in layers if getattr(layer, "cpu_linear", None)]
+    return [*(sum(storage.nbytes() for storage in part.values()) for part in storages), len(packed)]
+
+
+def of_refusal(use):
+    try:
+        use()
+    except AssertionError as err:
+        return str(err)
+
+
 def main(tied):
     torch.manual_seed(0)
     model = qwen3(tied=tied)
@@ -55,6 +85,7 @@ def main(tied):
     said["narrow"] = [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6})]
     said["greedy_of_ours"] = answered(answers(engine_of(model, max_length=256), ASKED, temperature=0))
     said["first"], said["again"] = (answered(answers(engine, ASKED)) for _ in range(2))
+    said["slept"] = slept(engine, model)
     said["full"] = answered(answers(engine, [question(0, [5] * 250), question(1, [5] * 256)], temperature=0))
     engine.begin(1, 0, "train", SamplingRule())
     for number in range(4):

@@ -62,7 +62,7 @@ class EngineAnswers(DirectChannel):
     def __init__(self, policy: LanguageWorker) -> None:
         super().__init__()
         self.policy = policy
-        policy.engine.begin(0, policy.seed, "profile", SamplingRule())
+        policy.begin(0, "profile", SamplingRule())
 
     def put(self, batch: PromptBatch) -> None:
         self.waiting += [(batch.source, prompt) for prompt in batch.prompts]

@@ -44,6 +44,7 @@ class Load:
     node: str
     device: str = ""  # gpu:3; "": the machine's own memory
     phase: str = ""  # when it has to be there; "": always
+    discarded: float = 0.0  # bytes of these that are not copied to the host's memory when the rest leaves a GPU
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,27 @@ class Need:
     def __str__(self) -> str:
         begins = self._during(START) > self._late  # then that is when it is fullest
         there = [load for load in self.loads if load.phase == "" or (load.phase == START) == begins]
-        merged = gather((load.what, load.bytes) for load in there)
-        parts = [
-            f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"
-            for what, each in merged.items()
-        ]
         taken = self.whole if self.whole <= self.has else self.least
-        turns = "" if taken == self.whole else ", in turns"
+        if taken == self.whole:
+            parts = describe_sum(there)
+        else:
+            phases = (f"{phase}: {' + '.join(describe_sum(self._only(phase)))}" for phase in (ROLLOUT, UPDATE))
+            parts = [*describe_sum(self._only("")), f"in turns ({'; '.join(phases)})"]
         has = f" of {number(self.has)}" if self.has < float("inf") else ""
         total = f" = {number(taken)}" if len(parts) > 1 or " x " in parts[0] else ""
-        return f"{' + '.join(parts)}{total}{has} GB{turns}"
+        return f"{' + '.join(parts)}{total}{has} GB"
+
+    def _only(self, phase: str) -> list[Load]:
+        return [load for load in self.loads if load.phase == phase]
+
+
+def describe_sum(loads: list[Load]) -> list[str]:
+    """Loads as text, those of the same name together."""
+    merged = gather((load.what, load.bytes) for load in loads)
+    return [
+        f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"
+        for what, each in merged.items()
+    ]
 
 
 def is_large(config: RunConfig) -> bool:
@@ -161,11 +173,13 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
             yield Load("weights of both", found.weights, host.node, device)
         if learn and "learner" in host.roles:
             own = found.sharded(len(learners)) if sharded else found.total - found.weights + apart
-            yield Load("learner", own, host.node, device, UPDATE)
-        if "policy" in host.roles and (own := apart + acting * (not engine)):
-            yield Load("policy", own, host.node, device, ROLLOUT)
-        if "policy" in host.roles and engine:  # stays where it is, with weights of its own
-            yield Load("vLLM", engine, host.node, device)
+            gradients = EXACT * found.num_trained * (1 if sharded else 2)
+            yield Load("learner", own, host.node, device, UPDATE, discarded=found.activations + gradients)
+        cache = 0 if engine else acting
+        if "policy" in host.roles and (own := apart + cache):
+            yield Load("policy", own, host.node, device, ROLLOUT, discarded=cache)
+        if "policy" in host.roles and engine:  # asleep it keeps nothing
+            yield Load("vLLM", engine, host.node, device, ROLLOUT, discarded=engine)
     if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
         yield Load("weights handed over", found.trained, learners[0].node)
 
@@ -195,9 +209,10 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
         if device:
             memory = {f"gpu:{gpu.index}": gpu.memory_bytes for gpu in nodes[name].gpus}
             gpus.append(Need(name, device, min(limit, memory[device]), tuple(there)))
-    for need in gpus:  # what leaves a GPU waits in the host's memory
+    for need in gpus:  # what leaves a GPU is copied to the host's memory, which is kept for the next time
         if need.whole > need.has:
-            aside = Load("set aside from GPUs", need.whole - need.least, need.node)
+            copied = sum(load.bytes - load.discarded for load in need.loads if load.phase)
+            aside = Load("set aside from GPUs", copied, need.node)
             by_place.setdefault((need.node, ""), []).append(aside)
     on_hosts = {name: there for (name, device), there in by_place.items() if not device}
     return [*gpus, *(Need(name, "", nodes[name].memory_bytes, tuple(there)) for name, there in on_hosts.items())]

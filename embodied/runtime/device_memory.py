@@ -35,16 +35,17 @@ class DeviceTensors:
         return any(part.away for part in self.parts.values())
 
     def offload(self, parts: Mapping[str, Iterable[Any]], emptied: Collection[str] = ()) -> None:
-        """Moves these parts away; what is in those `emptied` is not needed when they are back."""
+        """Moves these parts away; those `emptied` come back as zeros."""
         for name, tensors in parts.items():
             offloader = self.parts.setdefault(name, Offloader(keeps=name not in emptied))
-            self._measured("offload", name, offloader.offload, tensors)
+            self.measured("offload", name, offloader.offload, tensors)
 
     def onload(self) -> None:
         for name, offloader in self.parts.items():
-            self._measured("onload", name, offloader.onload)
+            self.measured("onload", name, offloader.onload)
 
-    def _measured(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
+    def measured(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
+        """Moves a part by a function that returns the bytes."""
         started = perf_counter()
         if moved := move(*tensors):
             self.timers.add(f"{verb} {name}, {moved / 1e6:.3g} MB", started)
@@ -52,7 +53,8 @@ class DeviceTensors:
 
 class Offloader:
     def __init__(self, keeps: bool = True) -> None:
-        """`keeps`: what is in the tensors comes back with them. Copies are made once: pinned memory is dear."""
+        """`keeps`: what is in the tensors comes back with them. Else they come back as zeros: fresh memory can be NaN,
+        which spoils masked sums too. Copies are made once: pinned memory is dear."""
         self.keeps = keeps
         self._copies: dict[int, tuple[Any, Any]] = {}  # by storage, which has a new view each time where it is a shard
         self._away: list[tuple[Any, int, Any]] = []  # tensor, bytes, its copy
@@ -91,7 +93,9 @@ class Offloader:
         for tensor, size, copy in self._away:
             storage = tensor.untyped_storage()
             storage.resize_(size)
-            if copy is not None:
+            if copy is None:
+                bytes_of(storage).zero_()
+            else:
                 bytes_of(storage).copy_(copy, non_blocking=True)
         if any(tensor.is_cuda for tensor, _, _ in self._away):
             torch.cuda.synchronize()

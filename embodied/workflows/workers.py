@@ -83,12 +83,23 @@ class Workers:
         return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
     def _build(self, start_folder: Path | None) -> None:
-        """Build policies and learners side by side."""
+        """Build policies and learners side by side; where they share GPUs one after the other, since a policy's engine
+        gives back the memory that it was built in."""
         builds = [self.policies.build(self.spec)]
         if "learner" in self.groups:
+            if self._share_gpus:
+                builds[0].wait()
             builds.append(self._build_learners(start_folder))
         for build in builds:
             build.wait()
+
+    @property
+    def _share_gpus(self) -> bool:
+        used = [
+            {device for host in self.cluster.hosts if role in host.roles for device in host.devices if "gpu:" in device}
+            for role in ("policy", "learner")
+        ]
+        return not used[0].isdisjoint(used[1])
 
     def _build_learners(self, start_folder: Path | None) -> Handle:
         learning = self.learners.process().wait()

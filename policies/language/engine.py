@@ -122,6 +122,25 @@ class Engine:
         """Memory that it keeps between rounds, not what is in it: a device may take it back."""
         return []
 
+    # An engine that has weights of its own
+
+    @property
+    def needs_load(self) -> bool:
+        """True if it has no weights: then `load` comes before the next round."""
+        return False
+
+    def num_bytes(self) -> int:
+        """Bytes of the device that it takes beside the policy and `cache_tensors`."""
+        return 0
+
+    def offload(self) -> int:
+        """Free these bytes, and return how many; the weights are lost. Nothing may be running."""
+        return 0
+
+    def onload(self) -> int:
+        """Take the bytes that `load` needs, and return how many."""
+        return 0
+
     def metrics(self) -> dict[str, float]:
         """The numbers that it counted since the last call, for the metrics."""
         totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)

@@ -3,6 +3,16 @@
 Sampling is vLLM's, seeded by conversation and place; unlike with our own engine, an answer may depend on what runs
 beside it. Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), so that they are those the
 learner computes; sampling that leaves tokens out (top_p, top_k, min_p) is never asked for.
+
+While learners hold the device, vLLM sleeps at level 2: it keeps neither weights nor keys and values. It wakes up in two
+steps, so that weights are loaded before there is a cache beside them:
+
+    engine.offload()                 # sleep
+    engine.onload()                  # memory for the weights
+    engine.load(weights, version)    # the weights, then memory for keys and values
+    engine.begin(version, ...)       # refused for any other version
+
+On a CPU vLLM's sleep frees nothing, so the same memory is emptied here.
 """
 
 from __future__ import annotations
@@ -27,10 +37,12 @@ from embodied.policies.language.engine import Answer, Engine, Request, cache_byt
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm_worker import replace_weights
 from embodied.policies.vla.lora import merged
+from embodied.runtime.device_memory import Offloader, num_bytes
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
 SETTINGS = {  # of the environment; vLLM reads them while it is imported
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the cores
@@ -68,7 +80,15 @@ class VLLMEngine(Engine):
         self.added = 0
         self.engine, self.sampling = start(config, policy)
         self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
-        self.version: int | None = None  # of the weights; None: there are none yet
+        self.version: int | None = None  # of the weights; None: there are none
+        (tensors,) = self.engine.collective_rpc(memory_of)
+        cache = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors[CACHE]}
+        self.part_bytes = {WEIGHTS: num_bytes(policy.model.parameters()), CACHE: sum(cache.values())}
+        self.emptied = {part: Offloader(keeps=False) for part in self.part_bytes}  # used on a CPU
+        self.asleep: list[str] = []  # parts that are not on the device now
+        self.is_new = True
+        if policy.device.type != "cpu":
+            self.offload()  # until the first weights come: learners are built on the same GPU
 
     @property
     def running(self) -> int:
@@ -77,6 +97,7 @@ class VLLMEngine(Engine):
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
         assert version == self.version, f"vLLM has weights {self.version}, and is to write with {version}"
+        assert not self.asleep, f"vLLM is to write while its {' and '.join(self.asleep)} are asleep"
         self.round = (seed, f"act/{stream}", rule)
 
     def add(self, request: Request) -> None:
@@ -126,6 +147,10 @@ class VLLMEngine(Engine):
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
         assert not self.running, "new weights come while answers are being written"
+        if self.is_new:
+            self._wake(WEIGHTS)
+        assert WEIGHTS not in self.asleep, "new weights come while vLLM has no memory for them"
+        self.version, self.is_new = None, False
         scale = self.config.lora_scale if self.config.lora_rank else None
         whole = weights.items() if scale is None else merged(weights.items(), scale)
         pairs = [*as_published(self.policy.model, whole).items()]
@@ -135,6 +160,41 @@ class VLLMEngine(Engine):
             raise AssertionError("vLLM did not forget its prefixes")
         self.engine.set_weight_version(str(version))
         self.version = version
+        self._wake(CACHE)
+
+    # Memory
+
+    @property
+    def needs_load(self) -> bool:
+        return self.version is None
+
+    def num_bytes(self) -> int:
+        return sum(self.part_bytes.values())
+
+    def offload(self) -> int:
+        if self.asleep:
+            return 0
+        assert not self.running, "vLLM is sent to sleep while it writes answers"
+        self.version = None
+        self.engine.sleep(level=2)
+        if self.policy.device.type == "cpu":
+            self.engine.collective_rpc(forget_packed_weights)
+            (tensors,) = self.engine.collective_rpc(memory_of)
+            for part, emptied in self.emptied.items():
+                emptied.offload(tensors[part])
+        self.asleep = [*self.part_bytes]
+        return self.num_bytes()
+
+    def onload(self) -> int:
+        return self._wake(WEIGHTS)
+
+    def _wake(self, part: str) -> int:
+        if part not in self.asleep:
+            return 0
+        self.engine.wake_up(tags=[part])
+        self.emptied[part].onload()
+        self.asleep.remove(part)
+        return self.part_bytes[part]
 
     def close(self) -> None:
         self.engine.engine_core.shutdown()
@@ -164,9 +224,31 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
             max_num_seqs=config.max_running,
             distributed_executor_backend="uni",
             logprobs_mode="raw_logprobs",
-            **({"kv_cache_memory_bytes": bytes_} if policy.device.type == "cuda" else {}),
+            **(on_gpu(bytes_, num_bytes(policy.model.parameters())) if policy.device.type == "cuda" else {}),
         )
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
         SamplingParams, n=1, logprobs=0, ignore_eos=True, detokenize=False, output_kind=delta
     )
+
+
+def on_gpu(cache: int, weights: int) -> dict[str, Any]:
+    """Options by which vLLM takes this much of a GPU for its cache, and sleeps. It starts only where the share of the
+    GPU that it is given is free, 92% unless it is told, and a learner may be there already."""
+    whole = torch.cuda.get_device_properties().total_memory
+    share = min(1.0, (cache + weights) / whole)
+    return {"kv_cache_memory_bytes": cache, "enable_sleep_mode": True, "gpu_memory_utilization": share}
+
+
+def memory_of(worker: Any) -> dict[str, list[Tensor]]:
+    """The tensors of vLLM's worker that sleep frees on a GPU."""
+    runner = worker.model_runner
+    caches = [each if isinstance(each, (list, tuple)) else [each] for each in runner.kv_caches]  # lists of Mamba layers
+    return {WEIGHTS: [*runner.get_model().parameters()], CACHE: [tensor for each in caches for tensor in each]}
+
+
+def forget_packed_weights(worker: Any) -> None:
+    """Free the weights that vLLM has packed for its CPU kernels; the next load packs them again."""
+    for layer in worker.model_runner.get_model().modules():
+        if hasattr(layer, "cpu_linear"):
+            layer.cpu_linear = None

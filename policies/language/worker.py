@@ -27,7 +27,7 @@ from embodied.core.types import EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
 from embodied.policies.worker import PolicyWorker
-from embodied.runtime import Channel
+from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import DeviceTensors
 from embodied.runtime.weights import Publication
 
@@ -55,9 +55,32 @@ class LanguageWorker(PolicyWorker):
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
         version = super().load_weights(publication, route, channel, whole)
         if version is not None:
-            with self.alive(self.engine.patience_s):
-                self.engine.load(self.policy.model_weights(), version)
+            self._load_engine(version)
         return version
+
+    def _load_engine(self, version: int) -> None:
+        with self.alive(self.engine.patience_s):
+            self.engine.load(self.policy.model_weights(), version)
+
+    def needs(self, shared: bool = False) -> Needs:
+        """As of other policies, and the engine's own weights and cache."""
+        needs = super().needs(shared)
+        return replace(needs, num_bytes=needs.num_bytes + self.engine.num_bytes())
+
+    def onload(self) -> None:
+        super().onload()
+        self.belongings.measured("onload", "engine", self.engine.onload)
+
+    def offload(self) -> None:
+        self.belongings.measured("offload", "engine", self.engine.offload)
+        super().offload()
+
+    def begin(self, version: int, stream: str, rule: SamplingRule) -> None:
+        """Begin a round. An engine that lost its weights when it left its device, and was given no newer ones, loads
+        those of the policy."""
+        if self.engine.needs_load:
+            self._load_engine(version)
+        self.engine.begin(version, self.seed, stream, rule)
 
     def serve(
         self,
@@ -77,7 +100,7 @@ class LanguageWorker(PolicyWorker):
         before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
         show = stream == "eval"
         with self.weights.acting(version), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-            self.engine.begin(version, self.seed, stream, rule)
+            self.begin(version, stream, rule)
             if vacancies:
                 room = self.engine.room
                 vacancies.put(Vacancy(name, room))

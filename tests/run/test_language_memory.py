@@ -1,6 +1,7 @@
 """What a language model takes of memory, counted from its config.json alone, and what is refused because of it."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_seven_billion_weights_are_planned_for_machines_that_are_not_here(shape_
     assert policy == pytest.approx(15.2 + 32 * 2048 * 28 * 2 * 4 * 128 * 2 / 1e9, abs=0.1)
     with pytest.raises(ConfigError) as refused:
         planned(folder, "1xGPU")
-    assert "gpu:0: CUDA 0.5 + weights of both 30.5 + learner 1" in str(refused.value)
+    assert "gpu:0: CUDA 0.5 + weights of both 30.5 + in turns (rollout: policy 60.1; update: l" in str(refused.value)
     assert "of 80 GB" in str(refused.value)
     assert "that is more than there is; try policy.lora_rank=32 policy.dtype=bfloat16" in str(refused.value)
 
@@ -72,11 +73,23 @@ def test_what_is_advised_for_32_billion_weights_works(shape_of):
     assert "policy 70.4" in told and "of 80 GB" in told
 
 
-def test_vllm_stays_on_its_gpu_with_weights_of_its_own(shape_of):
+TURNS = {  # the sum where it is larger: of the rollout
+    "hybrid": r"CUDA 0.5 \+ weights of both 3.09 \+ in turns \(rollout: vLLM 63.1; update: learner ([\d.]+)\) = 66.7",
+    "collocated": r"2 x CUDA 0.5 \+ in turns \(rollout: policy 3.09 \+ vLLM 63.1; update: learner ([\d.]+)\) = 67.2",
+}
+
+
+@pytest.mark.parametrize("placement", TURNS)
+def test_vllm_leaves_the_gpu_to_the_learner_where_both_do_not_fit(shape_of, placement):
+    given = ["policy.engine=vllm", "policy.dtype=bfloat16", f"placement={placement}"]
     folder = shape_of("Qwen2.5-1.5B")
-    given = ("policy.engine=vllm", "policy.cache_gb=16", "policy.dtype=bfloat16")
-    (told, *_) = planned(folder, "1xGPU", *given).memory
-    assert "weights of both 3.09" in told and "vLLM 19.1" in told and " policy " not in told
+    (fits, *_) = planned(folder, "1xGPU", *given, "policy.cache_gb=16").memory
+    assert "vLLM 19.1" in fits and "in turns" not in fits
+    told, host = planned(folder, "1xGPU", *given, "policy.cache_gb=60").memory
+    learner = float(re.fullmatch(f"gpu:0: {TURNS[placement]} of 80 GB", told).group(1))
+    # Meanwhile the learner's averages and float32 copy lie in the host's memory, vLLM's weights and cache nowhere.
+    aside = float(host.partition("set aside from GPUs ")[2].split(" ")[0])
+    assert 12 * 1.54 < aside < learner
 
 
 def config(*more):

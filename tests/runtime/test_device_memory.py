@@ -57,6 +57,15 @@ def test_every_part_is_moved_and_told_on_its_own():
     assert told == [*(f"offload {part}" for part in parts), *(f"onload {part}" for part in parts)]
 
 
+def test_what_is_emptied_comes_back_as_zeros_whatever_the_memory_held_before():
+    cache, offloader = torch.ones(1000), Offloader(keeps=False)
+    offloader.offload([cache])
+    freed = torch.full((1000,), torch.nan)  # its memory is the next to be given out
+    del freed
+    offloader.onload()
+    assert not cache.any()
+
+
 def test_every_turn_uses_the_copy_of_the_first():
     weights, offloader, copies = torch.arange(8.0), Offloader(), set()
     for _ in range(3):

@@ -6,14 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from language_models import engine_of, gpt2, qwen3
 from tiny_language import publish
 
 from embodied import train
 from embodied.core.errors import ConfigError
 from embodied.policies.language.policy import CPU_HEADS
+from embodied.policies.language.vllm_engine import on_gpu
 
 installed = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not installed, reason="vLLM is not installed (make vllm)")
@@ -75,6 +78,20 @@ def test_what_is_aborted_comes_back_with_what_was_written(said):
 
 
 @needs_vllm
+def test_asleep_it_has_neither_weights_nor_cache_and_answers_alike_once_new_weights_are_in(said):
+    slept = said["slept"]
+    weights, cache, packed = slept["awake"]
+    assert weights > 1e4 and cache >= 2**30 and packed >= 9
+    assert slept["freed"] == slept["num_bytes"] >= cache + weights
+    assert slept["asleep"] == [0, 0, 0]
+    assert slept["for_weights"] == [weights, 0, 0] and slept["taken"] == slept["num_bytes"] - cache
+    assert slept["loaded"] == slept["awake"]
+    asleep, no_room, unloaded = slept["refused"]
+    assert "has weights None" in asleep and "no memory for them" in no_room and "has weights None" in unloaded
+    assert slept["again"] == said["first"]
+
+
+@needs_vllm
 def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_others_go_on(said):
     if "broken" in said:
         assert said["broken"]["0"][2] == "a log-prob is not finite"
@@ -86,6 +103,13 @@ def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_others_go_on(
 def test_a_recipe_for_vllm_without_it_names_the_command_that_installs_it():
     with pytest.raises(ConfigError, match="Run: make vllm"):
         engine_of(qwen3(), engine="vllm")
+
+
+def test_on_a_gpu_it_asks_for_no_more_than_its_weights_and_cache_and_can_sleep(monkeypatch):
+    """It would ask for 92% of the GPU, and not start where a learner has more than the rest."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=80e9))
+    options = on_gpu(cache=48 * 10**9, weights=4 * 10**9)
+    assert options == {"kv_cache_memory_bytes": 48 * 10**9, "enable_sleep_mode": True, "gpu_memory_utilization": 0.65}
 
 
 @needs_vllm

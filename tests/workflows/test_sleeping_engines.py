@@ -1,0 +1,92 @@
+"""An engine with weights of its own gives the device back for every update, and answers as if it had stayed.
+
+The engine is a stand-in for vLLM that raises where it is used asleep or before its weights are there; in `test_vllm.py`
+vLLM itself does the same steps.
+"""
+
+import numpy as np
+import pytest
+from sleeping_vllm import CACHE_BYTES, SleepyLoop, SleepyLoopOnGPU, SleepyVLLM
+from stepped import strike
+from talking_runs import Talk, far, told
+
+from embodied.learners.worker import LearnerWorker
+from embodied.workflows.workers import Workers
+
+ITERATIONS = 20
+HYBRID = {"sim": "fake:0", "policy,learner": "fake:1"}
+COLLOCATED = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:1"}
+sleep = SleepyVLLM.sleep
+STRIKES = [(moment, "policy-0") for moment in ("rollout", "update", "publish", "load")] + [("update", "sim-0")]
+
+
+class Sleepy(Talk):
+    def __init__(self, folder, *arguments, kind=SleepyLoop, **more):
+        usual = (f"run.iterations={ITERATIONS}", "faults.max_restarts=100")
+        super().__init__(folder, *usual, *arguments, kind=kind, **more)
+
+    def iterate(self, number):
+        if number == ITERATIONS // 2:
+            self.weights()  # saving takes the device from the engine, and brings it no new weights
+        return self.loop.iterate(number, ITERATIONS)
+
+    @property
+    def moves(self):
+        return [(move.verb, move.worker) for move in self.loop.device_sharing.moves]
+
+    @property
+    def claims(self):
+        return {name: claim.num_bytes for name, claim in self.loop.device_sharing.coordinator.claims.items()}
+
+
+@pytest.fixture(scope="module")
+def stays(tmp_path_factory):
+    """What a run comes to whose engine never leaves, and the bytes that its workers need."""
+    with Sleepy(tmp_path_factory.mktemp("stays"), placement=COLLOCATED) as run:
+        rows = told(run.some(ITERATIONS))
+        assert not run.moves
+        return rows, run.weights(), run.claims
+
+
+def limit(claims):
+    """For the learner, or for the engine, never for both."""
+    assert claims["policy-0"] > CACHE_BYTES
+    return f"cluster.memory_gb={(max(claims['learner-0'], claims['policy-0']) + 1000) / 1e9}"
+
+
+@pytest.mark.parametrize("kind", [SleepyLoop, SleepyLoopOnGPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("placement", [COLLOCATED, HYBRID], ids=["collocated", "hybrid"])
+def test_an_engine_leaves_for_every_update_and_answers_as_if_it_had_stayed(stays, placement, kind, tmp_path):
+    rows, weights, claims = stays
+    with Sleepy(tmp_path, limit(claims), placement=placement, kind=kind) as run:
+        assert told(run.some(ITERATIONS)) == rows
+        assert far(run.weights(), weights) < 1e-6
+        # For every update, for the first publishing, and for saving twice
+        assert run.moves.count(("offload", "policy-0")) == ITERATIONS + 3
+        assert run.moves.count(("onload", "policy-0")) == ITERATIONS + 2
+
+
+def test_on_a_gpu_learners_are_built_where_an_engine_was_that_sleeps(monkeypatch, tmp_path):
+    made, build, asleep = [], LearnerWorker.build, []
+    monkeypatch.setattr(SleepyVLLM, "sleep", lambda engine, level: made.append(engine) or sleep(engine, level))
+    monkeypatch.setattr(LearnerWorker, "build", lambda *args: asleep.append(made[0].asleep.copy()) or build(*args))
+    monkeypatch.setattr(Workers, "_share_gpus", True)
+    with Sleepy(tmp_path, placement=COLLOCATED, kind=SleepyLoopOnGPU) as run:
+        assert asleep == [{"weights", "kv_cache"}]
+        run.iterate(0)
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_change_nothing_of_what_a_sleeping_engine_answers(stays, tmp_path):
+    rows, weights, claims = stays
+    draw, struck, told_rows = np.random.default_rng(44), 0, []
+    with Sleepy(tmp_path, limit(claims), placement=COLLOCATED, backend="local") as run:
+        for number in range(ITERATIONS):
+            if draw.random() < 0.4:
+                struck += 1
+                strike(run, *STRIKES[draw.integers(len(STRIKES))])
+            told_rows += told([run.iterate(number)])
+        assert told_rows == rows
+        assert struck == len(run.lines) > 5
+        assert far(run.weights(), weights) < 1e-6
+        assert run.moves.count(("offload", "policy-0")) >= ITERATIONS
