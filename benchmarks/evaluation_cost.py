@@ -133,8 +133,7 @@ def main() -> None:
     torch.set_num_threads(1)
     from embodied.envs import make_env
     from embodied.envs.vector_env import VectorEnv
-    from embodied.workflows.evaluator import Evaluator
-    from embodied.workflows.workers import eval_rows
+    from embodied.workflows.evaluator import Evaluator, eval_rows
 
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:

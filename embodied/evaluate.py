@@ -200,7 +200,7 @@ def unlike_reference(played: RunConfig, source: PolicySource) -> str:
 
 def as_played(plan: PlacementPlan, config: RunConfig) -> PlacementPlan:
     """The plan with the env rows that play the episodes."""
-    from embodied.workflows.workers import eval_rows
+    from embodied.workflows.evaluator import eval_rows
 
     sims = plan.count("sim")
     rows = eval_rows(config.eval.episodes, config.eval.num_envs or config.env.num_envs, sims)

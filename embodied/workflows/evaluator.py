@@ -11,34 +11,34 @@ that are recorded.
 from __future__ import annotations
 
 import shutil
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embodied.core.conversations import EvaluationShare, SamplingRule
 from embodied.core.errors import ChannelClosed, EvaluationStopped
-from embodied.core.types import EnvSpec, EpisodeResult, EpisodeSpec, Note, Recording, Route
+from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Note, Recording, Route
 from embodied.datasets.episode_buffer import EpisodeRecorder
 from embodied.envs import env_class, speaks
+from embodied.envs.evaluation_protocols import EvaluationProtocol, choose_protocol
 from embodied.reporting.partial_evaluation import BUFFERS
 from embodied.reporting.transcripts import record_transcripts
 from embodied.reporting.video_recorder import VideoRecorder
 from embodied.runtime import Channel, Handle
 from embodied.workflows.contract import ROLLOUT
-from embodied.workflows.rollout_manager import RolloutManager
-from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
     from embodied.config.sections import EvalSection
     from embodied.reporting.partial_evaluation import PartialEvaluation
+    from embodied.workflows.rollout_manager import RolloutManager
+    from embodied.workflows.workers import Workers
 
 MAX_ATTEMPTS = 2  # at an episode that is open whenever its worker dies
-LOOK_S = 0.2  # how often it is asked whether to stop
 
 Heard = Callable[[Iterable[EpisodeResult]], object]
 
@@ -51,13 +51,48 @@ def ignore(episodes: Iterable[EpisodeResult]) -> None:
     """Results are not kept on the way."""
 
 
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The episodes and envs of a run's evaluations, whatever its weights are."""
+
+    protocol: EvaluationProtocol
+    env: Any  # config of the envs under this protocol
+    episodes: list[EpisodeSpec]
+    most: int | None  # episodes that differ from one another; None: without end
+    rows: int  # env rows of each sim worker
+
+
+def evaluation_plan(
+    config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], num_sims: int
+) -> EvaluationPlan:
+    """The episodes of an evaluation that are of these tasks, of all that the evaluation has."""
+    kind, options = env_class(config.env), config.eval
+    protocol = choose_protocol(kind, config.env, options.protocol)
+    # Where all are prompts, the same once more would say nothing new.
+    most = protocol.stored_states * len(all_tasks) * options.samples if speaks(kind) else None
+    fixed = EpisodeList(options.seed, "eval", all_tasks, protocol.stored_states, options.samples)
+    count = min(options.episodes, most or options.episodes)
+    episodes = [spec for spec in fixed.first(count) if spec.task in tasks]
+    rows = eval_rows(len(episodes), options.num_envs or config.env.num_envs, num_sims)
+    return EvaluationPlan(protocol, protocol.apply(config.env), episodes, most, rows)
+
+
+def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
+    """Env rows of each sim worker that play evaluation episodes: no more than it takes to get through them in as many
+    turns, 50 instead of 64 for 200 episodes."""
+    share = -(-num_episodes // num_sims)
+    most = max(1, min(-(-num_envs // num_sims), share))
+    turns = max(1, -(-share // most))
+    return max(1, -(-share // turns))
+
+
 class Evaluator:
     """Plays fixed episodes with the current weights."""
 
     def __init__(self, workers: Workers) -> None:
         self.workers = workers
-        self.config, self.protocol, self.env = workers.config, workers.protocol, workers.eval_env
-        self.episodes, self.most = workers.eval_episodes, workers.most_episodes
+        self.config, plan = workers.config, workers.evaluation
+        self.protocol, self.env, self.episodes, self.most = plan.protocol, plan.env, plan.episodes, plan.most
 
     @property
     def version(self) -> int:
@@ -194,8 +229,9 @@ def play_fixed(
             raise EvaluationStopped(f"{sum(map(len, left.values()))} of {len(episodes)} episodes were not played")
         alone = frozenset(attempts)
         share = partial(begin_share, begin, left, alone)
-        with listening(rollouts, notes, heard, stop) as noted:
-            calls, routes = rollouts.play(left, share, 1, sampling, "eval", asked=not by_expert)
+        listener = NoteListener(rollouts, notes, heard, stop)
+        calls, routes = rollouts.play(left, share, 1, sampling, "eval", asked=not by_expert, background=listener)
+        noted = listener.all_notes()
         for sim, call in calls.items():
             mine = [note for note in noted if note.source == routes[sim].sources[0]]
             results |= {result.index: result for note in mine for result in note.finished}
@@ -214,43 +250,38 @@ def play_fixed(
     return [results[spec.index] for spec in episodes]
 
 
-@contextmanager
-def listening(rollouts: RolloutManager, notes: Channel, heard: Heard, stop: Callable[[], bool]) -> Iterator[list[Note]]:
+class NoteListener:
     """Collects the notes of the sims while they play, hands on what is finished, and stops them when asked to."""
-    noted: list[Note] = []
-    over = threading.Event()
-    problems: list[Exception] = []
 
-    def take() -> None:
-        new = [notes.get() for _ in range(notes.qsize())]
-        noted.extend(new)
-        for note in new:
-            rollouts.warn(note.warning)
-        heard(result for note in new for result in note.finished)
+    def __init__(self, rollouts: RolloutManager, notes: Channel, heard: Heard, stop: Callable[[], bool]) -> None:
+        self.rollouts, self.notes, self.heard, self.stop = rollouts, notes, heard, stop
+        self.noted: list[Note] = []
+        self.stopping = False
+        self.problem: Exception | None = None
 
-    def listen() -> None:
-        stopping = False
+    def due(self) -> bool:
+        """True if there are notes, or the sims are to be stopped."""
+        return self.notes.qsize() > 0 or (not self.stopping and self.stop())
+
+    def go_on(self) -> None:
+        """Hand on what is finished."""
+        new = [self.notes.get() for _ in range(self.notes.qsize())]
+        self.noted += new
         try:
-            while not over.wait(LOOK_S):
-                take()
-                if not stopping and stop():
-                    stopping = True
-                    rollouts.sims.stop_playing()
+            self.heard(result for note in new for result in note.finished)
         except Exception as err:  # a full disk: what cannot be kept is not played on
-            problems.append(err)
-            rollouts.sims.stop_playing()
+            self.problem = self.problem or err
+        if not self.stopping and (self.problem or self.stop()):
+            self.stopping = True
+            self.rollouts.sims.stop_playing()
 
-    listener = threading.Thread(target=listen, name="listener", daemon=True)
-    listener.start()
-    try:
-        yield noted
-    finally:
-        over.set()
-        listener.join()
+    def all_notes(self) -> list[Note]:
+        """Those of a round that is over."""
         with suppress(ChannelClosed):  # by a worker that failed
-            take()
-    if problems:
-        raise problems[0]
+            self.go_on()
+        if self.problem:
+            raise self.problem
+        return self.noted
 
 
 def begin_share(begin, left: dict[int, list[EpisodeSpec]], alone: frozenset[int], sim: int, route: Route) -> Handle:

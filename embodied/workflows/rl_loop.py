@@ -68,7 +68,8 @@ def policy_worker(config: RunConfig) -> str:
 def sim_arguments(workers: Workers) -> tuple:
     config = workers.config
     whole_episodes = not workers.stages or config.algo.whole_episodes
-    return config.env, workers.stages, workers.journal, workers.eval_env, workers.eval_rows, whole_episodes
+    evaluation = workers.evaluation
+    return config.env, workers.stages, workers.journal, evaluation.env, evaluation.rows, whole_episodes
 
 
 def policy_arguments(workers: Workers) -> tuple:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.core.types import EnvSpec, EpisodeList, EpisodeSpec
-from embodied.envs import env_class, speaks
-from embodied.envs.evaluation_protocols import choose_protocol
+from embodied.core.types import EnvSpec
+from embodied.envs import env_class
 from embodied.run import devices
 from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, WorkerGroup, share_devices
 from embodied.runtime.shared_leases import begin_beside_other_runs
 from embodied.runtime.weight_sync import Weights, WeightSync
 from embodied.runtime.weights import new_name
 from embodied.workflows.contract import ROLLOUT, UPDATE, Role, check_roles
+from embodied.workflows.evaluator import evaluation_plan
 from embodied.workflows.rollout_manager import RolloutManager
 
 if TYPE_CHECKING:
@@ -50,18 +50,12 @@ class Workers:
         self.roles, self.config, self.cluster = roles, config, cluster
         self.stages, self.notify = config.pipeline.stages if plays else 0, notify
         self.timers = Timers()
-        kind = env_class(config.env)
-        self.tasks = tasks = kind.tasks(config.env)
-        self.protocol = choose_protocol(kind, config.env, config.eval.protocol)
-        self.eval_env = self.protocol.apply(config.env)
-        self.most_episodes = most_episodes(config, eval_tasks or tasks, self.protocol.stored_states)
-        self.eval_episodes = fixed_episodes(
-            config, tasks, eval_tasks or tasks, self.protocol.stored_states, self.most_episodes
-        )
+        self.tasks = env_class(config.env).tasks(config.env)
         num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
-        self.eval_rows = eval_rows(len(self.eval_episodes), config.eval.num_envs or config.env.num_envs, num_sims)
+        self.evaluation = evaluation_plan(config, self.tasks, eval_tasks or self.tasks, num_sims)
         self.journal = cluster.channel("journal", capacity=None)  # sims note there which episodes they begin
         self.notes = cluster.channel("evaluation notes", capacity=None)
+        cluster.watch(self.notes)
         self.groups = {
             role.name: cluster.launch(role.worker_for(config), role.name, *role.arguments(self)) for role in roles
         }
@@ -161,26 +155,3 @@ class Workers:
 def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:
     """The arrays whose names start so, by the rest of their names."""
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
-
-
-def most_episodes(config: RunConfig, tasks: tuple[str, ...], stored_states: Any) -> int | None:
-    """The number of episodes to evaluate where all are prompts: the same once more would say nothing new."""
-    return stored_states * len(tasks) * config.eval.samples if speaks(env_class(config.env)) else None
-
-
-def fixed_episodes(
-    config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], stored_states: Any, most: int | None
-) -> list[EpisodeSpec]:
-    """The evaluation's episodes that are of these tasks, at most so many of all."""
-    fixed = EpisodeList(config.eval.seed, "eval", all_tasks, stored_states, config.eval.samples)
-    count = min(config.eval.episodes, most or config.eval.episodes)
-    return [spec for spec in fixed.first(count) if spec.task in tasks]
-
-
-def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
-    """Env rows of each sim worker that play evaluation episodes: no more than it takes to get through them in as many
-    turns, 50 instead of 64 for 200 episodes."""
-    share = -(-num_episodes // num_sims)
-    most = max(1, min(-(-num_envs // num_sims), share))
-    turns = max(1, -(-share // most))
-    return max(1, -(-share // turns))
