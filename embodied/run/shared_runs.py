@@ -44,6 +44,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 SHARE = "share.json"
 CONTEXT_BYTES = 0.6e9  # of a GPU, for each process that has used it; assumed
 SERVE_S = 0.2
+DATE = "[0-9]" * 8  # in a folder's name, as a pattern
 GRACE_S = 10.0  # beyond faults.hang_s, after which a run ends its own hung workers
 
 
@@ -84,7 +85,7 @@ def own_devices(devices: Sequence[str], weights: Sequence[float]) -> list[tuple[
         return [(devices[i * count // len(weights)],) for i in range(len(weights))]
     sizes = [max(1, int(count * weight / total)) for weight in weights]
     while sum(sizes) > count:
-        sizes[max(range(len(sizes)), key=lambda i: sizes[i] / weights[i])] -= 1
+        sizes[max((i for i in range(len(sizes)) if sizes[i] > 1), key=lambda i: sizes[i] / weights[i])] -= 1
     while sum(sizes) < count:
         sizes[min(range(len(sizes)), key=lambda i: (sizes[i] + 1) / weights[i])] += 1
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -316,7 +317,7 @@ class SharedProcesses:
             words = [f"resume={path}"]
         log = self.shared.folder / "logs" / f"{run.name}.log"
         log.parent.mkdir(exist_ok=True)
-        before = set(config.run.dir.glob(f"{name}-[0-9]*"))
+        before = set(config.run.dir.glob(f"{name}-{DATE}-*"))
         with log.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), []]), *TRAIN, *words],
@@ -379,7 +380,7 @@ class SharedProcesses:
         if one.folder is not None:
             return
         ended = one.process.poll() is not None
-        for folder in sorted({*one.parent.glob(f"{self.shared.folder.name}-{one.run.name}-[0-9]*")} - one.before):
+        for folder in sorted({*one.parent.glob(f"{self.shared.folder.name}-{one.run.name}-{DATE}-*")} - one.before):
             if ended or what_it_says(folder).get("processes", {}).get(DRIVER) == one.process.pid:
                 one.folder = folder
                 there = os.path.relpath(folder.resolve(), self.shared.folder.resolve())

@@ -1,11 +1,11 @@
 """Several runs on the same devices: each device is held once, borrowers give way, and nobody starves."""
 
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from share_record import check_record
 
 from embodied.runtime.device_leases import Claim, Coordinator, LeaseError
 from embodied.runtime.run_turns import GENERATE, INITIALISE, TRAIN, RunTurns
@@ -135,21 +135,6 @@ def test_no_device_is_held_twice_and_nobody_starves_whoever_comes_and_goes(descr
     play(coordinator, runs, each=check)
     assert not coordinator.holders and not coordinator.waiting
     check_record(lines, {run.name for run in runs})
-
-
-def check_record(lines, names):
-    """What share.jsonl says fits together: devices change hands through free, and in the order of time."""
-    holders = {}
-    for line in lines:
-        if "device" in line:
-            before = holders.get(line["device"])
-            assert (before is None) != (line["run"] is None), "free, then held, then free"
-            holders[line["device"]] = line["run"]
-    assert all(a["at"] <= b["at"] for a, b in pairwise(lines))
-    assert (
-        {line["run"] for line in lines if "joins" in line} == {line["run"] for line in lines if "ends" in line} == names
-    )
-    assert not any(holders.values())
 
 
 def two_runs(**options):

@@ -1,0 +1,194 @@
+"""Several runs with one command, on devices that they share: each learns what it learns alone, whatever happens to the
+others, to the command, or to Ctrl-C."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+from share_record import check_record
+from talking_runs import TALK, far
+
+from embodied.core.errors import ConfigError
+from embodied.run.shared_runs import SharedRuns, own_devices, read_shared_runs, too_much
+from embodied.share import read_order
+
+ROBOT = [
+    "recipe=pointmass_ppo",
+    "env.num_envs=8",
+    "env.dtype=float64",
+    "policy.dtype=float64",
+    "policy.hidden=[16,16]",
+    "algo.rollout_decisions=16",
+    "algo.minibatch_size=32",
+    "run.env_steps=null",
+    "run.iterations=4",
+    "eval.episodes=4",
+    "eval.videos=0",
+]
+TALKER = [word for word in TALK if not word.startswith("run.iterations")] + ["run.iterations=4"]
+ENV = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
+}
+LONG_S = 300
+
+
+def start(folder, module, *words):
+    with (folder / "said.txt").open("ab") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", f"embodied.{module}", *words],
+            cwd=folder,
+            env=ENV,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def run(folder, module, *words, code=0):
+    process = start(folder, module, *words)
+    assert process.wait(LONG_S) == code, (folder / "said.txt").read_text()
+    return (folder / "said.txt").read_text()
+
+
+def until(found, folder, process):
+    """Wait until something is so, while a command goes on."""
+    end = time.monotonic() + LONG_S
+    while not found():
+        assert time.monotonic() < end and process.poll() in (None, -signal.SIGKILL), (folder / "said.txt").read_text()
+        time.sleep(0.05)
+
+
+def rows(folder, name):
+    """The number of iterations of a run in this folder so far."""
+    return sum(len(path.read_text().splitlines()) for path in folder.glob(f"runs/{name}-20*/metrics.jsonl"))
+
+
+def weights(folder, name):
+    (path,) = folder.glob(f"runs/{name}-20*/checkpoints/v000004/policy/model.safetensors")
+    return load_file(path)
+
+
+def changed(words, *changes):
+    names = {change.partition("=")[0] for change in changes}
+    return [*(word for word in words if word.partition("=")[0] not in names), *changes]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The weights that two robots' runs and a language run end with by themselves."""
+    folder = tmp_path_factory.mktemp("alone")
+    for name, words in (("robot", ROBOT), ("second", [*ROBOT, "seed=1"]), ("talker", TALKER)):
+        run(folder, "train", *words, f"run.name={name}")
+    return {name: weights(folder, name) for name in ("robot", "second", "talker")}
+
+
+@pytest.mark.slow
+def test_runs_that_begin_end_and_join_at_different_times_learn_what_they_learn_alone(alone, tmp_path):
+    """The first robot's run ends early, the language run goes on with its core, and the second one joins late."""
+    process = start(tmp_path, "share", "folder=s", *ROBOT, *TALKER)
+    until(lambda: (tmp_path / "s" / "share.jsonl").exists() and rows(tmp_path, "s-sums_grpo"), tmp_path, process)
+    assert os.stat(read_shared_runs(tmp_path / "s").socket).st_mode & 0o777 == 0o600
+    run(tmp_path, "share", "join=s", *ROBOT, "seed=1")
+    assert process.wait(LONG_S) == 0, (tmp_path / "said.txt").read_text()
+    for name, its in (("pointmass_ppo", "robot"), ("pointmass_ppo-2", "second"), ("sums_grpo", "talker")):
+        assert far(weights(tmp_path, f"s-{name}"), alone[its]) < 1e-9
+    first, *lines = [json.loads(line) for line in (tmp_path / "s" / "share.jsonl").read_text().splitlines()]
+    assert first["format"] == "embodied-share/1"
+    check_record(lines, {"pointmass_ppo", "pointmass_ppo-2", "sums_grpo"})
+    assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["finished"] * 3
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_all_runs_and_resume_goes_on_with_them(alone, tmp_path):
+    process = start(tmp_path, "share", "folder=s", *ROBOT, *TALKER)
+    until(lambda: rows(tmp_path, "s-sums_grpo"), tmp_path, process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(LONG_S) == 130
+    assert "go on       python -m embodied.share resume=s" in (tmp_path / "said.txt").read_text()
+    run(tmp_path, "share", "resume=s")
+    assert far(weights(tmp_path, "s-sums_grpo"), alone["talker"]) < 1e-9
+    assert far(weights(tmp_path, "s-pointmass_ppo"), alone["robot"]) < 1e-9
+
+
+def pid_of(folder, name):
+    """The process id of a run's driver."""
+    for path in folder.glob(f"runs/{name}-20*/run.json"):
+        return json.loads(path.read_text()).get("processes", {}).get("driver")
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_run_that_is_killed_frees_its_devices_at_once_and_others_go_on(alone, tmp_path):
+    process = start(tmp_path, "share", "folder=s", *changed(ROBOT, "run.iterations=100000"), *TALKER)
+    until(lambda: rows(tmp_path, "s-pointmass_ppo"), tmp_path, process)
+    os.kill(pid_of(tmp_path, "s-pointmass_ppo"), signal.SIGKILL)
+    assert process.wait(LONG_S) == 1
+    assert far(weights(tmp_path, "s-sums_grpo"), alone["talker"]) < 1e-9
+    assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["failed", "finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_runs_whose_command_is_killed_end_their_step_save_and_stop(tmp_path):
+    long = "run.iterations=100000"
+    process = start(tmp_path, "share", "folder=s", *changed(ROBOT, long), *changed(TALKER, long))
+    until(lambda: rows(tmp_path, "s-pointmass_ppo") and rows(tmp_path, "s-sums_grpo"), tmp_path, process)
+    process.kill()
+    process.wait()
+    for name in ("s-pointmass_ppo", "s-sums_grpo"):
+        (path,) = tmp_path.glob(f"runs/{name}-20*/run.json")
+        until(lambda: json.loads(path.read_text())["state"] == "stopped", tmp_path, process)  # noqa: B023
+        assert (path.parent / "checkpoints" / "latest").is_file()
+    assert "resume=" in (tmp_path / "s" / "logs" / "sums_grpo.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no recipe: name the runs"),
+        (["pointmass_ppo", "rule=fair"], "rule=fair: should be lend or remaining"),
+        (["pointmass_ppo", "weights=1,2"], "weights=1,2: should be a positive number for each of the 1 runs"),
+        (["resume=somewhere", "pointmass_ppo"], "leave pointmass_ppo out"),
+        (["join=somewhere"], "adds one run"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_is_refused(words, said):
+    with pytest.raises(ConfigError) as caught:
+        read_order(words)
+    assert said in str(caught.value)
+
+
+def test_keys_before_the_first_recipe_hold_for_all_runs_that_do_not_set_them():
+    order = read_order(["run.iterations=3", "seed=7", "pointmass_ppo", "seed=1", "mine.yaml"])
+    assert order.runs == [
+        ["recipe=pointmass_ppo", "seed=1", "run.iterations=3"],
+        ["recipe=mine.yaml", "run.iterations=3", "seed=7"],
+    ]
+
+
+def test_devices_are_dealt_by_weight_and_runs_beyond_them_share():
+    cores = ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    assert [len(own) for own in own_devices(cores, [1, 1])] == [2, 2]
+    assert [len(own) for own in own_devices(cores, [1, 2])] == [1, 3]
+    assert [len(own) for own in own_devices(cores, [1, 100, 1])] == [1, 2, 1]
+    assert own_devices(cores[:2], [1, 1, 1]) == [("cpu:0",), ("cpu:0",), ("cpu:1",)]
+    assert {device for own in own_devices(cores, [1, 2]) for device in own} == {*cores}
+
+
+def test_memory_that_all_runs_need_together_is_summed_before_they_start():
+    assert too_much("gpu:0", {"a": 30e9, "b asleep": 1e9}, 40e9) == ""
+    assert too_much("gpu:0", {"a": 30e9, "b asleep": 12e9}, 40e9) == "gpu:0: a 30.0 + b asleep 12.0 = 42.0 of 40.0 GB"
+
+
+def test_the_folder_reads_back_as_it_was_written(tmp_path):
+    shared = SharedRuns(tmp_path, ("cpu:0",), "lend")
+    shared.write()
+    assert read_shared_runs(tmp_path) == shared
