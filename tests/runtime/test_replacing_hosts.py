@@ -5,6 +5,9 @@ import os
 import re
 import signal
 import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -240,12 +243,14 @@ def test_a_constructor_that_fails_in_the_second_life_ends_the_run(processes, tmp
 
 
 @pytest.mark.chaos
-def test_restarts_leave_nothing_open(cluster):
+def test_restarts_leave_nothing_open(cluster, processes):
+    """Ray's processes open a connection of their own when they first need it, at any time: a socket that was left open
+    shows as one more for each restart."""
     a, b, _ = launch(cluster, max_restarts=100)
     channel = cluster.channel("to b", home=b)
 
     def descriptors():
-        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in ("self", pids(cluster, "two"), pids(cluster, "three"))]
+        return [open_in(pid) for pid in ("self", pids(cluster, "two"), pids(cluster, "three"))]
 
     for attempt in range(6):
         a.put(channel, attempt).wait()
@@ -254,7 +259,18 @@ def test_restarts_leave_nothing_open(cluster):
         b.add(0).wait()
         if attempt == 1:
             before = descriptors()
-    assert descriptors() == before
+    for was, now in zip(before, descriptors(), strict=True):
+        assert now["file"] == was["file"]
+        assert now["socket"] - was["socket"] <= (3 if processes == "ray" else 0)  # after four restarts more
+
+
+def open_in(pid):
+    """The numbers of a process's open files, shared memory among them, and of its sockets with what watches them."""
+    found = Counter(file=0, socket=0)
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # the folder itself, which was open while it was read
+            found["socket" if os.readlink(descriptor).startswith(("socket:", "anon_inode:")) else "file"] += 1
+    return found
 
 
 def test_inline_replaces_nothing(tmp_path):
