@@ -1,6 +1,6 @@
 """Does a change leave learning as it was, bit for bit? python -m benchmarks.golden [--write]
 
-Trains a few iterations of shipped recipes with their default placement and compares losses, returns and the weights
+Trains a few iterations of shipped recipes on two learners and compares losses, returns and the weights
 with those that an earlier commit left in results/golden.json. Times are left out, and so are numbers that
 commit did not log. For this kind of machine only: another number of cores, another processor or other packages give
 other last digits.
@@ -18,9 +18,10 @@ from pathlib import Path
 from benchmarks.common import RESULTS, code_commit, machine, packages, train_command
 
 FILE = RESULTS / "golden.json"
+TWO_LEARNERS = """placement={"sim,policy": "cpu:0-1*2", learner: "cpu:0-1*2"}"""  # elsewhere this is the default
 RECIPES = {
-    "pointmass_ppo": (),
-    "pointmass_grpo": (),
+    "pointmass_ppo": (TWO_LEARNERS,),
+    "pointmass_grpo": (TWO_LEARNERS,),
     "pointmass_ppo_openvla_tiny": (),
     "pointmass_ppo_pi0_tiny": (),
     "pointmass_grpo_openvla_oft_tiny": (),

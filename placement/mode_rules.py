@@ -9,7 +9,9 @@ Devices are taken from all machines in turn, so that every mode uses all of them
 all on one kind    collocated     {sim + policy} and {learner} on every device; rollout and update take turns
                    disaggregated  sims, policies and learners on devices of their own
                    hybrid         sims on devices of their own; {policy + learner} on the rest
-                   auto           collocated: on cores the simulator is the work, and idle cores are the loss
+                   auto           collocated: on cores the simulator is the work, and idle cores are the loss; but one
+                                  learner where gradient steps are small (`small_steps`): several would wait for each
+                                  other longer than they compute, above all beside other programs
 sims on cores      as many sim workers as there are cores to feed them, in processes of their own: one that shared its
 beside GPUs        policy's would play all rows of a GPU on one core
                    collocated     {policy} and {learner} on every GPU, taking turns
@@ -67,10 +69,12 @@ def choose(
     draws: bool = False,
     roles: Sequence[PlacedRole] = EMBODIED,
     overlap: str = "",
+    small_steps: bool = False,
 ) -> tuple[dict[str, Any], str]:
     """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
     that a sim worker beside GPUs plays, `most_sims` how many of these there are; where it `draws`, on
-    the GPUs of its machine. `overlap`: the key by which learners work while the others do."""
+    the GPUs of its machine. `overlap`: the key by which learners work while the others do. `small_steps`: a core
+    computes a gradient step so fast that dividing it saves nothing."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
     asked = DeviceRequest(f"placement={mode}")
     if overlap:
@@ -84,6 +88,7 @@ def choose(
         left, devices = [role for role in roles if role not in apart], gpus if networks == "gpu" else cores
         groups = [*((role.name, held) for role in apart), *by_declaration(mode, left, devices, num_envs, stages)]
         return as_map(groups, machines, draws), "collocated: roles take turns" * (mode == "auto")
+    by_rule = mode == "auto"
     mode, reason = resolved(mode, networks, gpu_sims, overlap)
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
@@ -100,6 +105,9 @@ def choose(
     acting = next((held for names, held in groups if "policy" in names.split(",")), [])
     groups = [joined(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
     groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
+    if by_rule and mode == "collocated" and networks == "cpu" and small_steps:
+        groups = [(names, held[:1] if names == "learner" else held) for names, held in groups]
+        reason = "collocated: sims take turns with one learner, since gradient steps are small"
     if len(machines.nodes) > 1:
         groups = learner_at_home(groups, machines.nodes[0].name)
     return as_map(groups, machines, draws), reason

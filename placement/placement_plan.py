@@ -115,6 +115,7 @@ def make_plan(
     more: bool = False,
     overlap: str = "",
     shared: bool = False,
+    small_steps: bool = False,
 ) -> PlacementPlan:
     """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
     nothing else. The rest is what a mode depends on: see `mode_rules.choose`; `roles`: those that need a place, by
@@ -127,7 +128,8 @@ def make_plan(
     if isinstance(placement, str):
         mode = placement
         placement, reason = mode_rules.choose(
-            placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, overlap
+            *(placement, machines, num_envs, stages, networks, gpu_sims, rows, most_sims, draws, roles, overlap),
+            small_steps=small_steps,
         )
         plan = PlacementPlan(mode, explicit_hosts(placement, machines, roles), num_envs, reason)
         check_shares(plan, stages, shared)

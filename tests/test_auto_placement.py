@@ -19,7 +19,7 @@ from embodied.profiling.stored_profiles import (
     profile_for,
     profile_path,
 )
-from embodied.run import launch
+from embodied.run import devices, launch
 
 ENVS = ("recipe=pointmass_ppo", "env.num_envs=8", "algo.rollout_decisions=8", "algo.minibatch_size=32")
 
@@ -53,7 +53,25 @@ def auto(config, machines=TWO):
 def test_without_a_profile_auto_follows_its_rule(tmp_path):
     assert profile_for(recipe(tmp_path), TWO) == (None, "")
     _, plan = launch.planned(recipe(tmp_path))
-    assert plan.reason.startswith("collocated: sims and learners take turns")
+    assert plan.reason.startswith("collocated: sims take turns with one learner")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "learners"),
+    [
+        ("pointmass_ppo", (), 1),
+        ("gym_ppo", (), 1),
+        ("maniskill_ppo", (), 2),
+        ("libero_ppo", (), 2),
+        ("pointmass_ppo", ("policy.hidden=[512,512]",), 2),
+        ("pointmass_ppo", ("algo.minibatch_size=null", "algo.rollout_decisions=512"), 2),
+        ("pointmass_ppo", ("placement=collocated",), 2),
+        ("pointmass_ppo", ("policy.name=mine:Net",), 2),  # of which nothing is known
+    ],
+)
+def test_the_rule_divides_gradient_steps_among_learners_only_where_they_are_large(name, more, learners):
+    config = load([f"recipe={name}", "cluster.machines=2xCPU", *more]).config
+    assert launch.placed(config, devices.machines(config), learn=True)[1].count("learner") == learners
 
 
 def test_sims_that_divide_are_collocated(tmp_path):

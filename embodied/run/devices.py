@@ -15,9 +15,11 @@ from embodied.envs import env_class, speaks
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
 from embodied.placement.topology import read_topology
 from embodied.policies.common_config import PolicyOptions
+from embodied.run.memory_check import decisions_of
 from embodied.runtime import HostPlan, nodes_of
 from embodied.system.discovery import discover, on_ray_node
 
+SMALL_STEP = 16_000_000  # items times weights: about 4 ms of a core, of which a second one saves 1 ms at most
 SMALL_WEIGHTS = 1_000_000  # of an MLP: up to so many, one core computes it as fast as a GPU is asked to
 
 
@@ -70,6 +72,13 @@ def check_simulator(config: RunConfig, machines: Topology) -> None:
 def is_small(policy: PolicyOptions) -> bool:
     """True if a core is enough for it."""
     return policy.few_weights <= SMALL_WEIGHTS
+
+
+def has_small_steps(config: RunConfig) -> bool:
+    """True if a core computes a gradient step so fast that dividing it saves nothing."""
+    weights = max(config.policy.few_weights, config.policy.least_weights)  # 0: nothing is known of them
+    items = config.algo.minibatch_size or decisions_of(config)
+    return 0 < items * weights < SMALL_STEP and not config.learner.shard
 
 
 def draws_on_gpus(env: Any) -> bool:

@@ -265,7 +265,8 @@ def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_p
 
 @pytest.mark.as_users_do
 def test_a_learner_that_is_stopped_ends_the_run_after_hang_s(tmp_path):
-    with Run.shipped(tmp_path, "pointmass_ppo", "local", "faults.hang_s=8") as run:
+    large_steps = "policy.hidden=[256,256,256]"  # are divided between two learners
+    with Run.shipped(tmp_path, "pointmass_ppo", "local", "faults.hang_s=8", large_steps) as run:
         run.iterate(0)
         started = time.monotonic()
         os.kill(run.pid("learner-1"), signal.SIGSTOP)
