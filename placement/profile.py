@@ -35,7 +35,7 @@ class Cost:
     bytes: Curve = NOTHING  # of device memory while it works, by items per worker
     fixed_s: float = 0.0  # once per pass, whatever the size
     last_s: Curve = NOTHING  # in a cycle: of the request after the last decision (a value), by items
-    exchange_s: Curve = NOTHING  # per call, by number of workers: of what they exchange (gradients)
+    exchange_s: Curve = NOTHING  # per call, by number of workers: to exchange gradients, or until the slowest sim ends
     alone: float = 1.0  # how long work takes where no other device of the class does any, next to where all do
     ahead_s: float = 0.0  # per item that frozen parts compute ahead of the calls
     onload_s: float = 0.0  # to take its memory, once per turn
@@ -206,8 +206,9 @@ def make_table(
     seconds = cost.seconds.at(size / stages)
     if groups > 1:
         seconds = -(-groups // workers) * seconds
+    seconds = seconds + cost.exchange_s.at(workers) / stages
     if not component.splits:
-        seconds = component.calls * (seconds + cost.exchange_s.at(workers)) + cost.fixed_s
+        seconds = component.calls * seconds + cost.fixed_s
     used = cost.bytes.at(size) - cost.split_bytes * (1 - 1 / workers) + cost.item_bytes * held_items / workers
     allowed = (count > 0) & (used <= on.memory_bytes)
     if component.even or component.splits:

@@ -32,7 +32,7 @@ SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "
 
 def rounds(*seconds, steps=100):
     busy = {"sim": 0.5, "policy": 0.1, "learner": 0.2}
-    return [Round(s, s / 2, s / 4, s / 8, 0.0, s / 2 + 0.001, steps, busy) for s in seconds]
+    return [Round(s, s / 2, s / 4, s / 8, 0.0, 0.0, s / 2 + 0.001, steps, busy) for s in seconds]
 
 
 def result(**measured):
@@ -225,11 +225,11 @@ def test_what_a_real_run_takes_besides_goes_where_it_belongs():
     pricer = Pricer(dataflow, profile, [DeviceClass("cpu", "cpu", 2, 1e12)])
     layout = Layout(((Zone(("sim", "policy"), "cpu", 2),), (Zone(("learner",), "cpu", 2),)))
     update_s = 8 * 0.15 + 0.03  # of it 8 times 0.05 s between learners, and 0.03 s once
-    seen = timed_run.RunTimings(
-        8 * 0.25, update_s, sync_s=0.4, publish_s=0.02, rest_s=0.01, edges=dataflow.edges, busy_s={}
-    )
+    shared = {"sync_s": 0.4, "publish_s": 0.02, "barrier_s": 0.16, "rest_s": 0.01, "busy_s": {}}
+    seen = timed_run.RunTimings(8 * 0.27, update_s, edges=dataflow.edges, **shared)
     taken = timed_run.with_turns(profile, pricer, layout, seen)
-    assert taken.costs["sim"]["cpu"].seconds.at(1) == pytest.approx(0.15)
+    sim = taken.costs["sim"]["cpu"]
+    assert (sim.seconds.at(1), sim.exchange_s.at(2), sim.exchange_s.at(1)) == pytest.approx((0.15, 0.02, 0))
     learner = taken.costs["learner"]["cpu"]
     assert (learner.exchange_s.at(2), learner.fixed_s) == pytest.approx((0.05, 0.03))
     again = Pricer(taken.dataflow, taken, [DeviceClass("cpu", "cpu", 2, 1e12)])
@@ -380,7 +380,7 @@ def test_handing_over_is_measured_however_little_time_there_is(tmp_path, monkeyp
 
     def real_run(config, plan, logs, clock, program):
         rollout_s, publish_s = next(took)
-        return timed_run.RunTimings(rollout_s, 0.0, 0.0, publish_s, 0.0, dataflow_of(config).edges, {})
+        return timed_run.RunTimings(rollout_s, 0.0, 0.0, publish_s, 0.0, 0.0, dataflow_of(config).edges, {})
 
     monkeypatch.setattr(timed_run, "real_run", real_run)
     config = in_turns(load([*SMALL]).config)

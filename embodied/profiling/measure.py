@@ -303,6 +303,9 @@ def describe(profile: Profile) -> list[str]:
     counts = profile.made["devices"]
     learner = next(iter(profile.costs["learner"].items()))
     rest = {
+        "waiting for the slowest sim, per decision": max(
+            cost.exchange_s.at(counts[kind]) for kind, cost in profile.costs["sim"].items()
+        ),
         "an exchange between learners": learner[1].exchange_s.at(counts[learner[0]]),
         "handing over to another process": profile.link.latency_s,
         "new weights": profile.sync.copy_s.at(1),

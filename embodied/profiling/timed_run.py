@@ -1,8 +1,8 @@
 """Short real runs: iterations of the real recipe under one plan, only timed, with nothing written and nothing kept.
 
 A benchmark compares them with what was predicted. A profile takes from them what only a real run shows of a recipe's
-costs, as what it takes beyond its parts: handing over between processes, learners waiting for each other, new weights,
-the driver, and roles that have no probe.
+costs, as what it takes beyond its parts: handing over between processes, sims and learners waiting for each other, new
+weights, the driver, and roles that have no probe.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Round:
     update_s: float
     publish_s: float
     sync_s: float  # of the update, in which a learner waits for the others or exchanges with them; their mean
+    barrier_s: float  # of the rollout, in which a sim that has ended waits for the slowest; their mean
     first_backward_s: float | None  # since the iteration began; None where the first rank learned nothing
     env_steps: int
     busy: dict[str, float]
@@ -97,8 +98,10 @@ class TimedRun:
         phases = seconds_between(before["driver"], after["driver"], *PHASES)
         learners = self.loop.learners.workers
         synced = sum(sum(seconds_between(before[w], after[w], "sync")) for w in learners) / len(learners)
+        collected = [sum(seconds_between(before[w], after[w], "collect")) for w in self.loop.workers.sims.workers]
+        barrier_s = max(collected) - sum(collected) / len(collected)
         first = numbers.get("time/first_backward_s")
-        return Round(seconds, *phases, synced, first, int(numbers["env_steps"]), busy)
+        return Round(seconds, *phases, synced, barrier_s, first, int(numbers["env_steps"]), busy)
 
     def traced(self, path: Path) -> Path:
         """One more iteration, whose every piece of work is written to `path`."""
@@ -189,6 +192,7 @@ class RunTimings:
     update_s: float
     sync_s: float  # of it, between learners
     publish_s: float
+    barrier_s: float  # until the slowest sim has ended
     rest_s: float
     edges: tuple[Edge, ...]  # between roles, as the last iteration's items went through the channels
     busy_s: dict[str, float]  # of a worker of each role
@@ -247,7 +251,9 @@ def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
     """Seconds of handing over between a sim's process and a policy's, as a rollout shows it."""
     expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
     expected += beside_sims_s(profile, pricer, layout)
-    return max(seen.rollout_s - expected, 0.0) / (profile.dataflow["sim"].calls + 1) / 2  # there and back
+    return (
+        max(seen.rollout_s - seen.barrier_s - expected, 0.0) / (profile.dataflow["sim"].calls + 1) / 2
+    )  # there and back
 
 
 def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
@@ -270,6 +276,13 @@ def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
 def with_sim(profile: Profile, seconds: float) -> Profile:
     """The same with sims that take so much longer for each decision."""
     return with_costs(profile, "sim", lambda cost: replace(cost, seconds=cost.seconds.plus(seconds)))
+
+
+def with_barrier(profile: Profile, sims: int, seconds: float) -> Profile:
+    """The same where so many sims wait so long per decision for the slowest of them; one alone waits for nobody."""
+    if sims == 1:
+        return profile
+    return with_costs(profile, "sim", lambda cost: replace(cost, exchange_s=Curve((1.0, float(sims)), (0.0, seconds))))
 
 
 def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> Profile:
@@ -306,7 +319,10 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
     exchange = min(seen.sync_s, besides)
     if at["sim"][0] is at["policy"][0]:
         rollout = float(pricer.node_seconds(("sim", "policy"), at, 1)) + beside_sims_s(profile, pricer, layout)
-        profile = with_sim(profile, max(seen.rollout_s - rollout, 0.0) / dataflow["sim"].calls)
+        more = max(seen.rollout_s - rollout, 0.0)
+        barrier = min(seen.barrier_s, more)
+        profile = with_sim(profile, (more - barrier) / dataflow["sim"].calls)
+        profile = with_barrier(profile, int(pricer.count("sim", at, 1)), barrier / dataflow["sim"].calls)
     else:
         profile = replace(profile, link=Link(latency_s=latency_of(profile, pricer, layout, seen)))
 
@@ -362,6 +378,7 @@ def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, p
         edges = traced_edges(timed_run.flows())
     rounds = rounds[1:]
     rest = [r.seconds - r.rollout_s - r.update_s - r.publish_s for r in rounds]
-    phases = (median(getattr(r, f"{name}_s") for r in rounds) for name in ("rollout", "update", "sync", "publish"))
+    names = ("rollout", "update", "sync", "publish", "barrier")
+    phases = (median(getattr(r, f"{name}_s") for r in rounds) for name in names)
     busy_s = {role: median(r.busy[role] * r.seconds for r in rounds) for role in rounds[0].busy}
     return RunTimings(*phases, max(median(rest), 0.0), edges, busy_s)
