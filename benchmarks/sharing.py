@@ -1,7 +1,7 @@
 """What several runs gain by sharing devices, and by which rule, where all delays are known.
 
     python -m benchmarks.sharing           # simulated time: the rules of the real coordinator, seconds
-    python -m benchmarks.sharing --real    # also by processes that ask the real coordinator, in a fifth of the time
+    python -m benchmarks.sharing --real    # also by processes that ask the real coordinator, twice as fast
     python -m benchmarks.sharing --case 1
 
 Five pairs and quartets of runs on 4 or 8 devices. Conversations last as drawn from a log-normal distribution, 8 at a
@@ -12,7 +12,7 @@ time on a device; robots wait for simulators between rollout and update; an upda
     remaining  RLix's rule: generation follows remaining work
     lend       a device belongs to a run, and is lent while the run has no work for it
 
-Writes benchmarks/results/sharing.json.
+Adds to benchmarks/results/sharing.json.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -35,7 +36,7 @@ from embodied.run.shared_replay import RULES, SWITCH_S, RunWork, TimedConversati
 from embodied.runtime.shared_leases import SOCKET
 
 SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and how long one lasts on average
-SCALE = 0.2  # real seconds for each second of a run
+SCALE = 0.5  # real seconds for each second of a run
 BEGIN_S = 5.0  # until all processes are there
 LOOK_S = 0.01  # between two looks at the clock, in real time
 
@@ -115,11 +116,14 @@ def played(case: Case) -> dict[str, dict[str, float]]:
     every = [f"fake:{i}" for i in range(case.devices)]
     together = {name: (run, seed, case.own()[name]) for seed, (name, run) in enumerate(case.runs.items())}
     found = {rule: play(together, every, rule) for rule in ("remaining", "lend")}
-    alone = {name: play({name: about}, about[2], "lend") for name, about in together.items()}
-    whole = {name: play({name: (run, seed, every)}, every, "lend") for name, (run, seed, _) in together.items()}
-    found["split"] = {name: ends[name] for name, ends in alone.items()}
-    serial = accumulate(ends[name] for name, ends in whole.items())
-    return {"serial": dict(zip(whole, serial)), **found}
+    on_all = {name: (run, seed, every) for name, (run, seed, _) in together.items()}
+    with ThreadPoolExecutor(2 * len(together)) as pool:
+
+        def alone(runs: dict[str, tuple[FakeRun, int, list[str]]]) -> Iterator[float]:
+            return pool.map(lambda name: play({name: runs[name]}, runs[name][2], "lend")[name], runs)
+
+        split, whole = alone(together), alone(on_all)
+        return {"serial": dict(zip(on_all, accumulate(whole))), "split": dict(zip(together, split)), **found}
 
 
 def play(runs: dict[str, tuple[FakeRun, int, list[str]]], devices: list[str], rule: str) -> dict[str, float]:
@@ -199,16 +203,40 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def errors(predicted: dict[str, dict[str, float]], measured: dict[str, dict[str, float]]) -> dict[str, float]:
+    """By rule, the largest error of a predicted end."""
+    return {
+        rule: max((predicted[rule][run] / end - 1 for run, end in ends.items()), key=abs)
+        for rule, ends in measured.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, nargs="+", choices=range(1, len(CASES) + 1), help="some of the cases")
+    parser.add_argument("--real", action="store_true", help="also in real time, half an hour")
     asked = parser.parse_args()
-    cases = [CASES[number - 1] for number in asked.case or range(1, len(CASES) + 1)]
-    rows = [row(case, simulated(case)) for case in cases]
-    print(table(rows))
-    if not asked.case:
-        found = {"commit": code_commit(), "machine": machine(), "simulated": rows}
-        write_json(RESULTS / "sharing.json", found)
+    path = RESULTS / "sharing.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"simulated": {}, "real": {}}
+    now = {"simulated": [], "real": []}
+    for case in [CASES[number - 1] for number in asked.case or range(1, len(CASES) + 1)]:
+        about = {"commit": code_commit(), "machine": machine()}
+        predicted = simulated(case)
+        found["simulated"][case.what] = row(case, predicted) | about
+        now["simulated"].append(found["simulated"][case.what])
+        if asked.real:
+            measured = played(case)
+            off = errors(predicted, measured)
+            found["real"][case.what] = row(case, measured) | {"error": off, "scale": SCALE} | about
+            now["real"].append(found["real"][case.what])
+            print(
+                f"{case.what}: predicted ends are off by {', '.join(f'{r} {e:+.1%}' for r, e in off.items())}",
+                flush=True,
+            )
+        write_json(path, found)
+    for name, rows in now.items():
+        if rows:
+            print(f"\n{name}\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,10 @@ from embodied.reporting.svg import COLORS, Bars, Rows, percent, row_charts, shor
 WHEN = "%Y-%m-%d %H:%M UTC"
 HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps/s")
 SHOW_S, REPORT_S = 1.0, 60.0  # between two tables: on a terminal, off it
-GANTT_NOTE = "A row is a device, a colour a run. The rows below show when a run asked for devices and had none."
+GANTT_NOTE = (
+    "A row is a device, a colour a run. The rows below show when a run asked for devices and had none. "
+    "Predictions are of iterations: they begin when the first run has built its workers, and end before evaluations."
+)
 
 
 # In the terminal
@@ -109,7 +112,8 @@ def share_page(folder: Path) -> str:
     predicted = read_share(folder / PREDICTED) if (folder / PREDICTED).is_file() else None
     names = ", ".join(record.runs)
     ended = [run for run in record.runs.values() if run.how not in ("", "finished")]
-    charts = {"measured": record} | ({"predicted": predicted} if predicted else {})
+    charts = {"measured": (record, 0.0)}
+    charts |= {"predicted": (predicted, record.begun_s())} if predicted else {}
     parts = [
         tag("header", tag("h1", f"{names} on {len(record.devices)} devices"), tag("p", words_of(record))),
         *[problem(f"{run.name} {run.how} after {short(run.ended_s or 0)} s") for run in ended],
@@ -126,13 +130,15 @@ def words_of(record: ShareRecord) -> str:
 
 
 def tiles(record: ShareRecord, predicted: ShareRecord | None) -> Html:
-    makespan, expected = record.makespan_s(), predicted.makespan_s() if predicted else 0.0
-    beside = f"predicted {short(expected)} s ({expected / makespan - 1:+.1%})" if expected and makespan else ""
+    makespan, trained = record.makespan_s(), record.trained_s()
+    expected = predicted.trained_s() if predicted else 0.0
+    beside = f"predicted {short(expected)} s ({expected / trained - 1:+.1%})" if expected and trained else ""
     longest = max(record.runs, key=record.waited_s, default="")
     switches = sum(hold.run != before.run for hold, before in changes(record))
     return tile_list(
         [
-            ("makespan", f"{short(makespan)} s", beside),
+            ("makespan", f"{short(makespan)} s", "with starts and evaluations"),
+            ("iterations of all", f"{short(trained)} s", beside),
             ("utilisation", percent(record.utilisation()), "of the devices' time in the hands of a run"),
             ("longest wait", f"{short(record.waited_s(longest) if longest else 0)} s", longest),
             ("changes of hands", str(switches), "from one run to another"),
@@ -150,7 +156,7 @@ def changes(record: ShareRecord) -> list[tuple]:
 
 def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Html:
     head: list[object] = ["run", "owns", "end", "waited", "share of the devices", "target", "updates", "borrowed"]
-    head += ["predicted end", "error"] if predicted else []
+    head += ["iterations", "predicted", "error"] if predicted else []
     used, targets = record.device_seconds(), record.targets()
     whole = len(record.devices) * record.makespan_s() or 1.0
     rows = []
@@ -163,25 +169,26 @@ def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Html:
         row += [percent(used[name] / whole), percent(targets[name])]
         row += [percent(updates / used[name] if used[name] else 0), percent(lent / used[name] if used[name] else 0)]
         if predicted:
-            other = predicted.runs.get(name)
-            expected = other.ended_s if other else None
-            row += [f"{short(expected)} s", f"{expected / end - 1:+.1%}"] if expected and end else ["-", "-"]
+            trained, expected = record.trained_s(name), predicted.trained_s(name) if name in predicted.runs else 0.0
+            error = f"{expected / trained - 1:+.1%}" if expected and trained else "-"
+            row += [f"{short(trained)} s", f"{short(expected)} s" if expected else "-", error]
         rows.append(row)
     return table(head, rows)
 
 
-def gantt(records: Mapping[str, ShareRecord]) -> Html:
-    """A chart for each record, on one time axis: a row per device, and one per run for when it waited."""
-    longest = max(record.makespan_s() for record in records.values()) or 1.0
-    names = [*dict.fromkeys(name for record in records.values() for name in record.runs)]
+def gantt(records: Mapping[str, tuple[ShareRecord, float]]) -> Html:
+    """A chart for each record, on one time axis where it begins then: a row per device, and one per run for when it
+    waited."""
+    longest = max(begins + record.makespan_s() for record, begins in records.values()) or 1.0
+    names = [*dict.fromkeys(name for record, _ in records.values() for name in record.runs)]
     parts = ("", f" {UPDATE}") if 2 * len(names) <= COLORS else ("",)  # more colours would not be told apart
     colors = {f"{name}{part}": len(parts) * i + j for i, name in enumerate(names) for j, part in enumerate(parts)}
     charts = []
-    for title, record in records.items():
+    for title, (record, begins) in records.items():
         bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         for hold in record.holds_until(record.now_s):
             part = f" {UPDATE}" if hold.phase == UPDATE and len(parts) > 1 else ""
-            bars[hold.device, f"{hold.run}{part}"].append((hold.start_s, hold.end_s))
+            bars[hold.device, f"{hold.run}{part}"].append((begins + hold.start_s, begins + hold.end_s))
         rows: list[tuple[str, Sequence[Bars]]] = [
             (
                 device,
@@ -191,7 +198,8 @@ def gantt(records: Mapping[str, ShareRecord]) -> Html:
         ]
         for name, run in record.runs.items():
             if run.waits:
-                rows.append((f"{name} waits", [Bars(run.waits, f"{name} waits", colors[name])]))
+                waits = [(begins + start, begins + end) for start, end in run.waits]
+                rows.append((f"{name} waits", [Bars(waits, f"{name} waits", colors[name])]))
         end = record.makespan_s()
-        charts.append(Rows(f"{title}; {short(end)} s", rows, longest, end))
+        charts.append(Rows(f"{title}; {short(end)} s", rows, longest, begins + end))
     return row_charts("which run had which device", charts, colors, "seconds")

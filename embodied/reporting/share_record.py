@@ -18,7 +18,7 @@ from typing import Any
 from embodied.core.files import reading
 from embodied.runtime.run_turns import FORMAT, RECORD
 
-UPDATE = "update"
+UPDATE, BUILDING = "update", "initialise"  # phases of every run
 PREDICTED = "predicted.jsonl"  # beside the record: the same, as predicted before anything began
 
 
@@ -46,6 +46,7 @@ class SharingRun:
     own: tuple[str, ...]
     joined_s: float
     ended_s: float | None = None
+    trained_s: float | None = None  # its last iteration ended
     how: str = ""  # it ended
     progress: float | None = None  # of its batch
     asks: set[str] = field(default_factory=set)  # phases that wait for devices
@@ -85,6 +86,7 @@ class ShareRecord:
             run.asks.discard(line["waits_no_more"])
         elif "progress" in line:
             run.progress = line["progress"]
+            run.trained_s = now if run.progress is None else run.trained_s
         elif "ends" in line:
             run.ended_s, run.how, run.asks = now, line["ends"], set()
         self._note_waiting(run, now)
@@ -128,6 +130,16 @@ class ShareRecord:
     def makespan_s(self) -> float:
         """Until the last run ended, or now."""
         return max((run.ended_s if run.ended_s is not None else self.now_s for run in self.runs.values()), default=0.0)
+
+    def begun_s(self) -> float:
+        """When the first run had built its workers."""
+        return min((hold.start_s for hold in self.holds_until(self.now_s) if hold.phase != BUILDING), default=0.0)
+
+    def trained_s(self, run: str | None = None) -> float:
+        """Seconds from then on until the last iteration of a run, or of all, ended."""
+        runs = [self.runs[run]] if run else self.runs.values()
+        ends = [one.trained_s for one in runs if one.trained_s is not None]
+        return max(0.0, max(ends, default=0.0) - self.begun_s())
 
     def device_seconds(self) -> dict[str, float]:
         """By run."""

@@ -397,6 +397,10 @@ class SharedProcesses:
         why = f": {last_words(one)}" if how != "finished" else ""  # type: ignore[arg-type]
         self.say(f"{one.run.name} {how}{why}; {one.folder or one.log}")
 
+    @property
+    def folders(self) -> dict[str, Path]:
+        return {run.name: path for run in self.shared.runs if (path := self.shared.path(run))}
+
     def show(self) -> None:
         """Print who has what now and then."""
-        self.table.show(self.server.now, {one.run.name: one.folder for one in self.going if one.folder})
+        self.table.show(self.server.now, self.folders)
