@@ -22,6 +22,7 @@ from benchmarks.learning.seeds import rate
 TASKS = {"grpo_pickcube": "PickCube-v1", "grpo_libero": "libero_object/2"}
 VLAS = {"vla_oft": "OpenVLA-OFT", "vla_pi0": "Pi0"}
 CARROTS = {"vla_carrot_pi0": "Pi0"}
+ROBUST = {"state": "state policy"}  # on LIBERO-Pro
 PARTS = 6  # of a run, whose means are its training curve
 
 
@@ -66,13 +67,10 @@ def experts() -> str:
 
 
 def robustness() -> str:
-    """Success of a policy on a task of a suite and on the same task of its perturbations."""
-    found = json.loads((RESULTS / "libero_robustness.json").read_text())["per_task"]
-    rows = [
-        [task, f"{about['success_once']['count']} of {about['episodes']}", rate(about["success_once"])]
-        for task, about in found.items()
-    ]
-    return markdown(["task", "solved", "success_once"], rows)
+    """Success of policies on a task of a suite and on the same task of its perturbations."""
+    found = [json.loads((RESULTS / f"libero_robustness/{name}.json").read_text())["per_task"] for name in ROBUST]
+    rows = [[task, *(rate(tasks[task]["success_once"], 0) for tasks in found)] for task in found[0]]
+    return markdown(["task", *ROBUST.values()], rows)
 
 
 def solved() -> str:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from embodied.core.errors import ConfigError, MissingAsset
-from embodied.core.types import EpisodeList, EpisodeSpec
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeList, EpisodeSpec
 from embodied.envs import env_class, make_env
 from embodied.envs.config import ENV_CONFIGS, LiberoConfig
 from embodied.envs.env_checker import check_vector_env
@@ -105,6 +105,22 @@ def test_a_perturbed_suite_says_what_its_task_file_says_where_words_or_the_task_
     assert told[0] == told[1] == "pick up the black bowl between the plate and the ramekin and place it on the plate"
     assert told[2] == "lift the black bowl between the plate and ramekin and set it on the plate"
     assert told[3].startswith("Pick the akita black bowl not between")
+
+
+@needs_libero
+def test_a_policy_that_reads_acts_otherwise_where_libero_pro_changes_the_words():
+    from embodied.config.recipe import load
+    from embodied.policies import make_policy
+
+    config = load(["recipe=libero_sft_pi0_tiny"], entry="sft").config
+    spec = EnvSpec(ActionSpec(7), state_dim=8, images=dict.fromkeys(config.env.cameras, (64, 64, 3)), instruction=True)
+    policy = make_policy(config.policy, spec, seed=0)
+    words = [files_of(f"libero_object{suffix}/2").instruction for suffix in ("", "_swap", "_object", "_lan", "_task")]
+    images = {camera: np.zeros((5, *size), np.uint8) for camera, size in spec.images.items()}
+    obs = {"images": images, "state": np.zeros((5, 8), np.float32), "instruction": words}
+    actions = policy.act(obs, np.full((5, policy.noise_spec().width), 0.4, np.float32)).actions
+    distances = np.abs(actions - actions[0]).max(axis=(1, 2))
+    assert distances[:3].max() < 1e-5 < 1e-3 < distances[3:].min()
 
 
 @pytest.mark.parametrize("installed", ["3.3.2", "3.17.0"])
