@@ -46,6 +46,14 @@ class SamplingOverride:
 
 
 @dataclass(frozen=True)
+class WrittenTokens:
+    """The beginning of an answer."""
+
+    tokens: np.ndarray  # int32 [A]
+    logprobs: np.ndarray  # float32 [A]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """A conversation that a policy worker is to continue: all that was said before, and what the env says now."""
 
@@ -56,6 +64,7 @@ class Prompt:
     max_tokens: int | None = None  # of the answer; None: the policy's own limit
     override: SamplingOverride | None = None  # None: that of the round
     has_more_turns: bool = False  # whether the env may reply to the answer, and ask for another one
+    written: WrittenTokens | None = None  # of the answer, by a worker that had to stop
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,7 @@ class Vacancy:
     engine: str  # as it is called while it serves
     room: int  # conversations that it can have at a time
     answered: tuple[tuple[str, int], ...] = ()  # source and number of the prompts that it has answered
+    unfinished: tuple[tuple[tuple[str, int], WrittenTokens], ...] = ()  # the answers that it had begun when it stopped
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ answer is not known before it is written.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from itertools import count, groupby
 from math import inf
 from time import monotonic
@@ -193,6 +194,9 @@ class SharedPrompts:
             if isinstance(item, Vacancy):
                 self.room[item.engine] = item.room
                 self.answered += sum(map(self.queue.answered, item.answered))
+                for key, written in item.unfinished:
+                    if had := self.queue.taken.get(item.engine, {}).get(key):
+                        self.queue.taken[item.engine][key] = replace(had, request=replace(had.request, written=written))
             else:
                 self.queue.put(
                     *(

@@ -22,6 +22,7 @@ from embodied.core.conversations import (
     SamplingOverride,
     SamplingRule,
     Vacancy,
+    WrittenTokens,
 )
 from embodied.core.types import EnvSpec
 from embodied.policies import make_policy
@@ -115,7 +116,10 @@ class LanguageWorker(PolicyWorker):
                     answered = [(source, one.number) for source, each in finished.items() for one in each]
                     vacancies.put(Vacancy(name, room, tuple(answered)))
                 self.tick()
-            self.engine.abort()
+            stopped = self.engine.abort()
+            if vacancies and stopped:
+                self.tokens += sum(len(answer.tokens) for answer in stopped)
+                vacancies.put(Vacancy(name, room, unfinished=tuple(map(unfinished, stopped))))
         return self.tokens - before
 
     def go_on(
@@ -148,7 +152,9 @@ class LanguageWorker(PolicyWorker):
             source, prompt = waiting.popleft()
             said = self.policy.tokenizer.encode(prompt.said, first=not len(prompt.tokens)) if prompt.said else []
             asked = OpenPrompt(source, prompt, tuple(said))
-            tokens = [*prompt.tokens.tolist(), *said]
+            written = prompt.written.tokens.tolist() if prompt.written else []
+            tokens = [*prompt.tokens.tolist(), *said, *written]
+            self.resumed += len(written)
             room = self.policy.max_length - len(tokens)
             if room < 1:
                 why = (
@@ -157,7 +163,7 @@ class LanguageWorker(PolicyWorker):
                 )
                 refused.append((source, self._no_room(asked, version, why)))
                 continue
-            most = min(prompt.max_tokens or self.config.max_tokens, room)
+            most = min((prompt.max_tokens or self.config.max_tokens) - len(written), room)
             sampling = self._sampling(prompt.override)
             self.engine.add(Request(asked, tokens, most, prompt.episode, sampling, prompt.has_more_turns))
         return refused
@@ -195,8 +201,9 @@ class LanguageWorker(PolicyWorker):
     def _completion(
         self, asked: OpenPrompt, answer: Answer, version: int, dropped: str = "", show: bool = False
     ) -> Completion:
+        self.tokens += len(answer.tokens)
+        answer = continued(asked.prompt.written, answer)
         ids, tokenizer = answer.tokens.tolist(), self.policy.tokenizer
-        self.tokens += len(ids)
         written = ids[:-1] if ids and ids[-1] in tokenizer.stops else ids
         return Completion(
             number=asked.prompt.number,
@@ -213,16 +220,31 @@ class LanguageWorker(PolicyWorker):
         """The engine's numbers since the last call, for the log."""
         rate = self.tokens / self.busy_s if self.busy_s else 0.0
         found = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
+        found["resumed"] = self.resumed  # tokens of answers that another engine had begun
         found["no_room"] = self.no_room  # conversations that the env's message ended: policy.max_length was reached
         self._reset_numbers()
         return {f"engine/{name}": float(value) for name, value in (found | self.engine.metrics()).items()}
 
     def _reset_numbers(self) -> None:
-        self.tokens, self.busy_s, self.steps, self.running, self.no_room = 0, 0.0, 0, 0, 0
+        self.tokens, self.busy_s, self.steps, self.running, self.no_room, self.resumed = 0, 0.0, 0, 0, 0, 0
 
     def close(self) -> None:
         if hasattr(self, "engine"):
             self.engine.close()
+
+
+def continued(written: WrittenTokens | None, answer: Answer) -> Answer:
+    """The whole answer, with what an engine before had written of it."""
+    if written is None:
+        return answer
+    tokens, logprobs = (written.tokens, answer.tokens), (written.logprobs, answer.logprobs)
+    return replace(answer, tokens=np.concatenate(tokens), logprobs=np.concatenate(logprobs))
+
+
+def unfinished(answer: Answer) -> tuple[tuple[str, int], WrittenTokens]:
+    """The prompt of an answer that was stopped, by source and number, and all that is written of it."""
+    whole = continued(answer.key.prompt.written, answer)
+    return (answer.key.source, answer.key.prompt.number), WrittenTokens(whole.tokens, whole.logprobs)
 
 
 NOTHING = Answer(None, np.zeros(0, np.int32), np.zeros(0, np.float32), truncated=True)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -20,6 +21,7 @@ from embodied.learners import worker as learner_worker
 from embodied.policies.language.worker import LanguageWorker
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.transcripts import SAMPLES, read_samples
+from embodied.runtime.device_leases import Coordinator
 from embodied.workflows import answering
 from embodied.workflows.rl_loop import EmbodiedLoop
 
@@ -103,6 +105,47 @@ def test_engines_on_a_learners_device_change_when_and_not_what(tmp_path):
             assert [row["train/staleness"] for _, row in rows] == [0, 1, 1, 1]
             found.append((told(rows), run.weights()))
     assert found[0][0] == found[1][0] and far(found[0][1], found[1][1]) < 1e-10
+
+
+def test_an_answer_that_an_engine_had_begun_goes_on_elsewhere_from_the_tokens_that_are_written(monkeypatch, tmp_path):
+    """The second engine has to leave as often as it has begun an answer, four times at most."""
+    wanted, left = threading.Event(), []
+    take, leaving, release = LanguageWorker._take, Coordinator.leaving, Coordinator.release
+
+    def until_asked_to_leave(worker, requests, *about):
+        if worker.rank == 1 and worker.engine.running and len(left) < 4:
+            wanted.set()
+            sharing.changes += 1
+            sharing.wake()
+            while not requests.qsize():
+                time.sleep(0.001)
+        return take(worker, requests, *about)
+
+    def has_to_leave(coordinator):
+        held = coordinator.preemptible & coordinator.holding
+        return leaving(coordinator) | (held if wanted.is_set() else set())
+
+    def gives_back(coordinator, gang):
+        if gang in coordinator.preemptible and wanted.is_set():
+            wanted.clear()
+            left.append(gang)
+        return release(coordinator, gang)
+
+    placement = {"sim": "fake:0", "policy": "fake:1-2", "learner": "fake:2"}
+    asked = ("pipeline.schedule=async", "policy.max_running=2")
+    with Talk(tmp_path / "alone", *asked, placement=placement) as run:
+        alone = told(run.some(2))
+    with Talk(tmp_path / "left", *asked, placement=placement) as run:
+        sharing = run.loop.device_sharing
+        monkeypatch.setattr(LanguageWorker, "_take", until_asked_to_leave)
+        monkeypatch.setattr(Coordinator, "leaving", has_to_leave)
+        monkeypatch.setattr(Coordinator, "release", gives_back)
+        rows = run.some(2)
+    assert told(rows) == alone and len(left) == 4
+    assert sum(row["engine/resumed"] for _, row in rows) > 0
+    assert sum(row["engine/tokens"] for _, row in rows) == sum(
+        tokens for episodes in alone for _, tokens, _ in episodes
+    )
 
 
 # Faults
