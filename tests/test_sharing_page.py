@@ -1,0 +1,43 @@
+"""The commands of docs/sharing.md, on runs of a few seconds."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from embodied import share
+from embodied.run.shared_runs import read_shared_runs
+
+PAGE = (Path(__file__).parents[1] / "docs" / "sharing.md").read_text()
+COMMANDS = [shlex.split(line)[3:] for line in re.findall(r"^python -m embodied\.share .*", PAGE, re.M)]
+DRY, (WHOLE,), (RESUMED,), (JOINING,) = (
+    [words for words in COMMANDS if "--dry-run" in words],
+    [words for words in COMMANDS if not {*words} & {"--dry-run"} and "=" not in words[0]],
+    [words for words in COMMANDS if words[0].startswith("resume=")],
+    [words for words in COMMANDS if words[0].startswith("join=")],
+)
+SHORT = ["run.iterations=2", "eval.episodes=2", "eval.videos=0", "run.start_from=null", "run.env_steps=null"]
+
+
+@pytest.mark.parametrize("words", DRY, ids=" ".join)
+def test_a_dry_run_says_who_owns_what_and_starts_nothing(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert share.main(words) == 0
+    assert "pointmass_ppo-2 owns" in capsys.readouterr().out and not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_the_documented_runs_finish_side_by_side_and_are_not_begun_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert share.main([*SHORT, *WHOLE]) == 0, capsys.readouterr()
+    (folder,) = (path.parent for path in Path("runs").glob("share-*/share.json"))
+    shared = read_shared_runs(folder)
+    assert [(run.name, run.ended) for run in shared.runs] == [(name, "finished") for name in WHOLE]
+    before = (folder / "share.json").read_bytes()
+    assert share.main([word.replace("runs/share-DATE", str(folder)) for word in RESUMED]) == 0
+    assert "2 of 2 runs finished" in capsys.readouterr().out
+    assert [run.folder for run in read_shared_runs(folder).runs] == [run.folder for run in shared.runs], before
+    late = [word.replace("runs/share-DATE", str(folder)) for word in JOINING]
+    assert share.main(late) == 1 and "no command goes on with these runs" in capsys.readouterr().err
