@@ -302,7 +302,7 @@ def placed(
         more=not learn,  # a map may place roles that only learning needs
         overlap=overlap_key(config) if learn else "",
         shared=devices.divides_requests(config),
-        small_steps=devices.has_small_steps(config),
+        small_steps=learn and devices.has_small_steps(config),
     )
     return config, replace(plan, reason="; ".join(filter(None, [plan.reason, uncounted])))
 
