@@ -107,6 +107,15 @@ def test_runs_that_begin_end_and_join_at_different_times_learn_what_they_learn_a
 
 
 @pytest.mark.slow
+def test_one_run_some_of_whose_engines_are_on_its_learners_device_is_what_it_is_without_the_command(tmp_path):
+    placement = json.dumps({"sim": "fake:0", "policy": "fake:1-2", "learner": "fake:2"})
+    words = changed(TALKER, "pipeline.schedule=async", "policy.max_running=2", f"placement={placement}")
+    run(tmp_path, "train", *words, "run.name=alone")
+    run(tmp_path, "share", "folder=s", "devices=fake:0-2", *words)
+    assert far(weights(tmp_path, "s-sums_grpo"), weights(tmp_path, "alone")) < 1e-9
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_all_runs_and_resume_goes_on_with_them(alone, tmp_path):
     process = start(tmp_path, "share", "folder=s", *ROBOT, *TALKER)
     until(lambda: rows(tmp_path, "s-sums_grpo"), tmp_path, process)

@@ -1,0 +1,164 @@
+"""The socket over which several runs share devices: who may speak there, and what runs do when their parent is gone."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from embodied.run.lease_server import LeaseServer
+from embodied.runtime import shared_leases
+from embodied.runtime.device_leases import Claim, Coordinator, LeaseError
+from embodied.runtime.run_turns import GENERATE, TRAIN
+from embodied.runtime.shared_leases import SharedLeases
+
+DEADLINE_S = 60
+
+
+class Parent:
+    """A server in a thread of its own, with a clock that moves when it is told to."""
+
+    def __init__(self):
+        self.lines, self.ahead_s, self.over = [], 0.0, threading.Event()
+        self.server = LeaseServer(["fake:0", "fake:1"], "lend", self.lines.append, str, self.clock)
+        self.lock = threading.Lock()
+        self.thread = threading.Thread(target=self.serve)
+        self.thread.start()
+
+    def clock(self):
+        return self.ahead_s
+
+    def serve(self):
+        while not self.over.is_set():
+            with self.lock:
+                self.server.serve(0.005)
+            time.sleep(0.001)  # for whoever waits for the lock
+        self.server.close()
+
+    def connect(self, run, own):
+        """A run that speaks from this process."""
+        with self.lock:
+            self.server.expect(run, os.getpid(), 1.0, own)
+        leases = SharedLeases(str(self.server.path))
+        leases.begin()
+        return leases
+
+    def close(self):
+        self.over.set()
+        self.thread.join()
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """What the client would have done to this process."""
+    told = []
+    monkeypatch.setattr(shared_leases.os, "kill", lambda pid, sign: told.append((pid, sign)))
+    return told
+
+
+@pytest.fixture
+def parent(stopped):
+    parent = Parent()
+    yield parent
+    parent.close()
+
+
+def until(found):
+    end = time.monotonic() + DEADLINE_S
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def gangs(own, borrowed):
+    on = {"rollout": own, "update": own, "borrower": borrowed}
+    claims = {name: [Claim(f"{name}-0", (device,))] for name, device in on.items()}
+    return Coordinator({own: 0, borrowed: 0}, claims, [f"{name}-0" for name in on], preemptible=["borrower"])
+
+
+TIERS = {"rollout": GENERATE, "update": TRAIN, "borrower": GENERATE}
+
+
+def joined(parent, run, own, borrowed, follow=lambda actions: None):
+    return parent.connect(run, [own]).join(gangs(own, borrowed), TIERS, follow)
+
+
+def test_an_idle_device_is_lent_taken_back_and_its_holder_ended_if_it_keeps_it(parent):
+    owner, borrower = joined(parent, "owner", "fake:0", "fake:1"), joined(parent, "borrower", "fake:1", "fake:0")
+    owner.acquire("rollout")
+    borrower.acquire("rollout")
+    borrower.acquire("borrower")
+    assert owner.granted("rollout") and borrower.granted("rollout") and not borrower.granted("borrower")
+    owner.release("rollout")
+    assert not borrower.granted("borrower")  # nobody knows how long it will be idle
+    parent.ahead_s = 30.0
+    until(lambda: borrower.granted("borrower"))
+    owner.acquire("update")
+    until(lambda: borrower.leaving() == {"borrower"})
+    assert not owner.granted("update") and parent.server.overdue(5.0) == set()
+    assert owner.in_the_way("update") == {"borrower/borrower"}
+    parent.ahead_s = 36.0
+    until(lambda: parent.server.overdue(5.0) == {"borrower"})
+    borrower.release("borrower")
+    until(lambda: owner.granted("update"))
+    assert parent.server.overdue(5.0) == set()
+
+
+def test_a_connection_that_ends_frees_what_its_run_held(parent):
+    owner, other = joined(parent, "a", "fake:0", "fake:1"), joined(parent, "b", "fake:0", "fake:1")
+    owner.acquire("update")
+    other.acquire("update")
+    assert owner.granted("update") and not other.granted("update")
+    owner._socket.shutdown(socket.SHUT_RDWR)
+    until(lambda: other.granted("update"))
+
+
+def test_a_run_whose_parent_is_gone_keeps_what_it_holds_gets_the_rest_and_asks_itself_to_stop(parent, stopped):
+    run, other = joined(parent, "a", "fake:0", "fake:1"), joined(parent, "b", "fake:0", "fake:1")
+    other.acquire("update")
+    run.acquire("update")
+    assert not run.granted("update")
+    parent.close()
+    until(lambda: run.alone and other.alone and len(stopped) == 2)
+    assert run.granted("update") and stopped == [(os.getpid(), signal.SIGTERM)] * 2
+    run.release("update")
+    run.acquire("rollout")
+    assert run.granted("rollout") and not run.granted("update") and run.in_the_way("rollout") == {"rollout"}
+
+
+def test_a_mistake_of_a_run_is_its_own(parent):
+    one, other = joined(parent, "a", "fake:0", "fake:1"), joined(parent, "b", "fake:1", "fake:0")
+    with pytest.raises(LeaseError, match="update gives back devices that it does not hold"):
+        one.release("update")
+    other.acquire("update")
+    assert other.granted("update") and not one.alone
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[]", b'{"do": "acquire"}', b'{"do": "acquire", "n": 1, "gang": "a/update"}', b'{"do": "close", "n": 1}'],
+)
+def test_whoever_is_no_run_can_only_ask_to_add_one(parent, line):
+    run = joined(parent, "a", "fake:0", "fake:1")
+    with parent.lock:
+        parent.server.expected.clear()  # this process is a run no longer
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(DEADLINE_S)
+        stranger.connect(str(parent.server.path))
+        stranger.sendall(line + b"\n")
+        assert stranger.recv(100) == b""
+    run.acquire("update")
+    assert run.granted("update")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(DEADLINE_S)
+        stranger.connect(str(parent.server.path))
+        stranger.sendall(json.dumps({"do": "add", "n": 1, "words": ["x"]}).encode() + b"\n")
+        assert json.loads(stranger.recv(1000)) == {"said": "['x']"}
+
+
+def test_only_this_user_can_open_the_socket(parent):
+    assert os.stat(parent.server.path).st_mode & 0o777 == 0o600
+    assert os.stat(parent.server.path.parent).st_mode & 0o777 == 0o700
