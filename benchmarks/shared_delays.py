@@ -14,6 +14,7 @@ from typing import Any
 
 from embodied.run.shared_replay import TimedConversations
 from embodied.runtime import Cluster, DeviceSharing, HostPlan, Timers, Worker, share_devices
+from embodied.runtime.shared_leases import begin_beside_other_runs
 
 LOOK_S = 0.01
 
@@ -65,6 +66,7 @@ def main() -> None:
     devices, own = told["devices"], told["own"]
     hosts = [HostPlan("sim-0", ("sim",)), HostPlan("learner-0", ("learner",), devices=tuple(own))]
     hosts += [HostPlan(f"policy-{i}", ("policy",), devices=(device,)) for i, device in enumerate(devices)]
+    begin_beside_other_runs()
     with Cluster("inline", hosts, timeout_s=600) as cluster:
         launch = partial(cluster.launch, Nobody)
         sims, learners, policies = launch("sim"), launch("learner"), launch("policy")

@@ -54,7 +54,6 @@ from embodied.run.shared_runs import (
     prepare,
     read_shared_runs,
 )
-from embodied.runtime.run_turns import RECORD
 
 USAGE = (__doc__ or "").format(recipes=recipe_words())
 OWN = ("weights", "devices", "rule", "folder", "resume", "join")
@@ -192,8 +191,8 @@ def write_prediction(shared: SharedRuns) -> None:
 
 def run_all(shared: SharedRuns) -> int:
     """Start all runs that are not over, serve them until they are, and say how each ended."""
-    with (shared.folder / RECORD).open("a") as record, Interruption() as interruption:
-        processes = SharedProcesses(shared, record)
+    with Interruption() as interruption:
+        processes = SharedProcesses(shared)
         try:
             for run in [run for run in shared.runs if run.ended not in OVER]:
                 processes.begin(shared.change(run.name, ended=""))

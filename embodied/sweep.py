@@ -10,7 +10,8 @@ usage: python -m embodied.sweep recipe=NAME KEY=A,B,C [KEY=A,B ...] [seeds=0-2] 
             belong to a value: 'policy.hidden=[64,64],[256,256]'
   seeds     0-2 or 0,2,5: every setting with each of these seeds [0]
   at_once   how many runs go on at once, each on cores and GPUs of its own [as many as the machine holds side by
-            side by the plan of the first; one where a run fills it]
+            side by the plan of the first; one where a run fills it]; shared: each owns some devices and lends them
+            while it has no work for them, as runs of embodied.share do
   group     the folder that names the runs [the newest of the same command in run.dir, else a new one]
   program   a workflow of your own, my_module:MyLoop
   --dry-run say which runs there are, which are over, how many go on at once, and stop

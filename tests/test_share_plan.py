@@ -1,14 +1,19 @@
 """What `embodied.share --plan` predicts from profiles, against hand-computed times."""
 
-import pytest
+import json
 
-from embodied import share
+import pytest
+from share_record import check_record
+
+from embodied import share, train
 from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.profile import Cost, Profile, write_profile
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_counts, profile_path
 from embodied.reporting.share_record import record_of
 from embodied.run.devices import machines
+from embodied.run.seeds_and_sweeps import run_several
 from embodied.run.share_plan import predict
 
 TWO = "devices=cpu:0-1"
@@ -61,3 +66,24 @@ def test_ends_and_makespan_are_predicted_for_every_rule(tmp_path, capsys):
 def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):
     assert share.main([*ROBOT, f"run.dir={tmp_path}", "--plan"]) == 2
     assert "python -m embodied.profiling recipe=pointmass_ppo measures it" in capsys.readouterr().err
+
+
+def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):
+    short = [*ROBOT, "run.iterations=2", f"run.dir={tmp_path}", "eval.episodes=2", "eval.videos=0"]
+    short = [word for word in short if word != "run.iterations=3"]
+    assert train.main([*short, "seeds=0-2", "at_once=shared"]) == 0
+    said = capsys.readouterr().out
+    assert "2 at once, each on devices that they lend to each other" in said and "3 of 3 runs finished" in said
+    (record,) = tmp_path.glob("*-seeds-*/sharing/share.jsonl")
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    check_record(lines[1:], {"seed 0", "seed 1", "seed 2"})
+    assert sum(line.get("phase") == "update" for line in lines) >= 3 * 2
+    assert "seed 0, seed 1, seed 2 on " in (record.parent / "report.html").read_text()
+
+
+@pytest.mark.parametrize("words", [["program=my_loop:Loop"], ["placement={'sim,policy': 'cpu:0', learner: 'cpu:0'}"]])
+def test_seeds_share_devices_where_their_placement_can_be_chosen(tmp_path, words, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_loop.py").write_text("from embodied import EmbodiedLoop\n\n\nclass Loop(EmbodiedLoop):\n    pass\n")
+    with pytest.raises(ConfigError, match=r"at_once=shared is for .* leave"):
+        run_several([*ROBOT, f"run.dir={tmp_path}", "seeds=0-1", "at_once=shared", *words])

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import pairwise
@@ -34,15 +34,15 @@ GANTT_NOTE = (
 class LiveTable:
     """Shows the table again and again; on a terminal in the same place."""
 
-    def __init__(self, record: ShareRecord, stream: Any = None) -> None:
-        self.record, self.stream = record, stream or sys.stdout
-        self.live, self.lines, self.shown_at = self.stream.isatty(), 0, -REPORT_S
+    def __init__(self, record: ShareRecord, stream: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.record, self.stream, self.clock = record, stream or sys.stdout, clock
+        self.live, self.lines, self.shown_at = self.stream.isatty(), 0, clock()
 
     def show(self, now_s: float, folders: Mapping[str, Path] = MappingProxyType({})) -> None:
         """`now_s`: seconds since the share began. `folders`: of the runs."""
-        if time.monotonic() - self.shown_at < (SHOW_S if self.live else REPORT_S):
+        if self.clock() - self.shown_at < (SHOW_S if self.live else REPORT_S):
             return
-        self.shown_at = time.monotonic()
+        self.shown_at = self.clock()
         lines = table_lines(self.record, now_s, folders)
         self._write(lines)
         self.lines = len(lines)
@@ -50,7 +50,7 @@ class LiveTable:
     def say(self, text: str) -> None:
         """Print a line that stays, above the table."""
         self._write([text])
-        self.lines, self.shown_at = 0, -REPORT_S if self.live else self.shown_at
+        self.lines, self.shown_at = 0, self.clock() - SHOW_S if self.live else self.shown_at
 
     def _write(self, lines: Sequence[str]) -> None:
         """Print lines in the place of the table."""

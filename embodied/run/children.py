@@ -28,6 +28,7 @@ from embodied.reporting.seed_sets_page import in_order, in_words, sets_of
 from embodied.run import launch
 from embodied.run.checkpoints import read_json
 from embodied.run.ending import Interruption
+from embodied.run.lease_server import SharedPlaces
 from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
 
@@ -71,6 +72,7 @@ class Children:
     # Cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all.
     places: Sequence[tuple[list[int], str]] = (([], ""),)
     train: Sequence[str] = TRAIN  # Python's arguments
+    sharing: SharedPlaces | None = None  # of runs that share their devices
     going: list[ActiveRun] = field(default_factory=list)
     live: bool = field(default_factory=lambda: bool(sys.stdout and sys.stdout.isatty()))
     reported: str = ""
@@ -87,7 +89,7 @@ class Children:
                     asked_to_stop = True
                     self.signal(signal.SIGTERM)
                 self.look()
-                time.sleep(POLL_S)
+                self.pass_time(POLL_S)
         except BaseException as err:
             self.signal(signal.SIGINT if isinstance(err, KeyboardInterrupt) else signal.SIGTERM)
             raise
@@ -101,6 +103,8 @@ class Children:
         resumes = path is not None and state_of(path) != MISSING
         own = [word for word in self.shared if word.startswith("program=")]
         words = [*own, f"resume={path}"] if resumes else self.words(member)
+        words += self.sharing.words(place) if self.sharing else []
+        shared_environment = self.sharing.environment if self.sharing else {}
         cores, cards = self.places[place]
         log = self.log_of(member)
         before = set() if resumes else self.folders(member)
@@ -110,9 +114,11 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": cards} if cards else {})},
+                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": cards} if cards else {}), **shared_environment},
                 process_group=0,  # Ctrl-C reaches this command, which stops the runs
             )
+        if self.sharing:
+            self.sharing.begin(str(member), process.pid, place)
         self.going.append(ActiveRun(member, process, place, log, before, path if resumes else None))
         self.say(f"{member} {f'goes on: {path}' if resumes else 'begins'}")
 
@@ -143,7 +149,11 @@ class Children:
             self.find_folder(one)
             if ended:
                 self.over(one)
-        if self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
+        if self.sharing:
+            self.sharing.leases.table.show(
+                self.sharing.leases.now, {str(m): path for m in self.group.members if (path := self.group.path(m))}
+            )
+        elif self.going and (self.live or time.monotonic() - self.reported_at > REPORT_S):
             self.reported_at = time.monotonic()
             text = " | ".join(f"{one.member}: {last_line(one)}" for one in self.going)
             if text != self.reported:
@@ -169,6 +179,9 @@ class Children:
     def over(self, one: ActiveRun) -> None:
         """Write down how a run ended, and the page of all so far."""
         self.going.remove(one)
+        if self.sharing:
+            how = "stopped" if one.process.returncode in STOPPED else self.group.state(one.member)
+            self.sharing.leases.end(str(one.member), how)
         code, state = one.process.returncode, self.group.state(one.member)
         problem = "" if state == FINISHED else last_words(one)
         self.group = self.group.with_member(replace(one.member, problem=problem))
@@ -186,7 +199,10 @@ class Children:
 
     def say(self, text: str) -> None:
         text = printable(text)
-        launch.say(f"\r\033[K{text}" if self.live else text)
+        if self.sharing:
+            self.sharing.leases.table.say(text)
+        else:
+            launch.say(f"\r\033[K{text}" if self.live else text)
         with (self.group.folder / "logs" / "group.log").open("ab") as file:
             file.write(encode(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n"))
 
@@ -198,13 +214,21 @@ class Children:
     def close(self) -> None:
         """Wait for what was asked to stop; kill what does not."""
         until = time.monotonic() + CLOSE_S
+        while time.monotonic() < until and any(one.process.poll() is None for one in self.going):
+            self.pass_time(POLL_S)
         for one in self.going:
-            try:
-                one.process.wait(max(until - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
+            one.process.kill()
+            one.process.wait()
             self.find_folder(one)
+        if self.sharing:
+            self.sharing.leases.close()
+
+    def pass_time(self, seconds: float) -> None:
+        """Wait so long, at the service of runs that share devices."""
+        if self.sharing:
+            self.sharing.leases.serve(seconds)
+        else:
+            time.sleep(seconds)
 
     def end(self, todo: Sequence[Member], interruption: Interruption) -> int:
         """Say what there is now, which failed, and how to go on; -> the exit code."""
@@ -221,6 +245,9 @@ class Children:
         for line in in_words(sets):
             launch.say(f"  result      {line}")
         launch.say(f"  report      {self.group.folder / REPORT}")
+        if self.sharing:
+            report_or_say_why(self.sharing.leases.folder)
+            launch.say(f"  devices     {self.sharing.leases.folder / REPORT}")
         over = {self.group.path(member) for member in todo if states[member.key] in OVER}
         best_first = (run.folder for one in in_order(sets) for run in one.runs)
         if one := next((folder for folder in best_first if folder in over), None):

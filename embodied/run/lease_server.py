@@ -15,15 +15,18 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from embodied.reporting.share_page import LiveTable
+from embodied.reporting.share_record import ShareRecord
 from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
-from embodied.runtime.run_turns import INITIALISE, RunTurns
-from embodied.runtime.shared_leases import BEGINNING
+from embodied.runtime.run_turns import FORMAT, INITIALISE, RECORD, RunTurns
+from embodied.runtime.shared_leases import BEGINNING, SOCKET
 
 MOST_BYTES = 4 << 20  # of a message
 STRANGER = ""
@@ -280,3 +283,47 @@ class LeaseServer:
             },
             "resident": own(coordinator.resident),
         }
+
+
+class RecordedLeases(LeaseServer):
+    """Writes share.jsonl into a folder, to which it adds where there is one, and shows who has what."""
+
+    def __init__(self, folder: Path, devices: Iterable[str], rule: str, add: Callable[[list[str]], str]) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.record = ShareRecord()
+        self.table = LiveTable(self.record)
+        self._file = (folder / RECORD).open("a")
+        super().__init__(devices, rule, self._note, add)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._note({"format": FORMAT, "rule": rule, "devices": list(self.devices), "started": started})
+
+    def _note(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self.record.add(line)
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+@dataclass
+class SharedPlaces:
+    """Places for as many runs at the same time, each with devices of its own, which it lends."""
+
+    leases: RecordedLeases
+    owns: Sequence[Sequence[str]]
+    placements: Sequence[Mapping[str, Any] | None]
+
+    def words(self, place: int) -> list[str]:
+        """The arguments of a run there."""
+        placement = self.placements[place]
+        return [] if placement is None else [f"placement={json.dumps(placement)}"]
+
+    def begin(self, run: str, pid: int, place: int) -> None:
+        self.leases.expect(run, pid, 1.0, self.owns[place])
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {SOCKET: str(self.leases.path)}

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # The sims' record, its way through shared memory, side by side in a learner, and as that learner's items.
 COPIES = 4
 EXACT = 4  # bytes of a float32
+PROCESS_BYTES = 0.5e9  # of a process of a run, with torch and a simulator; assumed
 CUDA_BYTES = 0.5e9  # what CUDA itself takes for every process on a GPU; assumed
 LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
 ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")

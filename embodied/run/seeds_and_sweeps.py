@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from embodied.config.cli import FLAGS, parse
 from embodied.config.recipe import Loaded, load
@@ -28,14 +28,15 @@ from embodied.run.devices import machines
 from embodied.run.ending import Interruption
 from embodied.run.first_run import first_run
 from embodied.run.launch import program_of
-from embodied.run.memory_check import needs
+from embodied.run.lease_server import RecordedLeases, SharedPlaces
+from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.run_group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
+from embodied.run.shared_runs import devices_of, own_devices, placement_for
 from embodied.workflows.rl_loop import EmbodiedLoop
 
-OWN = ("seeds", "at_once", "group")
+OWN, SHARED = ("seeds", "at_once", "group"), "shared"
 NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that say where a run is, not what it does
 MOST = 1000  # runs of a command
-PROCESS_BYTES = 0.5e9  # of a run's process, with torch and a simulator; assumed
 
 
 def asked(argv: Iterable[str]) -> bool:
@@ -52,7 +53,7 @@ class Order:
     asked: dict[str, Any]  # the same words' values
     grid: dict[str, tuple[Any, ...]]  # swept key -> values
     seeds: tuple[int, ...]
-    at_once: int | None
+    at_once: int | Literal["shared"] | None
     group: Path | None
 
     @property
@@ -76,8 +77,8 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
     typed = {key: text for key, _, text in (word.partition("=") for word in argv if word.partition("=")[0] in OWN)}
     seeds = read_seeds(typed["seeds"], problems) if "seeds" in typed else (0,) if sweep else ()
     at_once = own.get("at_once")
-    if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
-        problems.append(f"at_once={at_once!r}: should be a whole number of runs, at_once=2 for example")
+    if at_once not in (None, SHARED) and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
+        problems.append(f"at_once={at_once!r}: should be a whole number of runs, at_once=2 for example, or shared")
     if not sweep and "seeds" not in typed:
         problems.append(f"{' and '.join(f'{key}=' for key in own)} needs seeds=, for example seeds=0-4")
     grid, words = {}, []
@@ -227,10 +228,12 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
     most, why = runs_at_once(plan, there, memory_of(loaded, plan, there))
     if start := shared_start(order, recipes):
         most, why = 1, f"their start, a run of {start}, is made by the first of them"
-        if (order.at_once or 1) > 1:
+        if order.at_once not in (None, 1):
             raise ConfigError(f"at_once={order.at_once}: {why}; leave at_once out, or train the start before")
     if order.at_once is None:
         return most, why
+    if order.at_once == SHARED:
+        return places_that_share(plan, there, memory_of(loaded, plan, there))
     asked, node = order.at_once, there.nodes[0]
     if asked > 1 and len(there.nodes) > 1:
         raise ConfigError(f"at_once={asked}: {why}; leave at_once out")
@@ -247,6 +250,23 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
             f"try at_once={max(1, node.cores // len(cores))}, or placement=auto"
         )
     return asked, f"as at_once says; {why}"
+
+
+def places_that_share(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
+    """The number of runs at once that share all devices: each owns one at least, and all fit into memory."""
+    if len(there.nodes) > 1 or plan.mode == "explicit":
+        raise ConfigError("at_once=shared is for one machine, without a placement by hand; leave it out")
+    devices, fit = devices_of(there), max(1, int(there.nodes[0].memory_bytes // memory))
+    return min(len(devices), fit), f"they share {number(len(devices), 'device')}; a run takes {memory / 1e9:.1f} GB"
+
+
+def places_for_sharing(folder: Path, first: Loaded, count: int) -> SharedPlaces:
+    there = machines(first.config)
+    devices = devices_of(there)
+    owns = own_devices(devices, [1.0] * count)
+    placements = [placement_for(first.config, there, devices, own, place, count) for place, own in enumerate(owns)]
+    leases = RecordedLeases(folder, devices, "lend", lambda words: "error: they are seeds or settings of one command")
+    return SharedPlaces(leases, owns, placements)
 
 
 def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
@@ -279,6 +299,8 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     order = read_order(argv, sweep)
     program, words = program_of(list(order.words), EmbodiedLoop)
     alone = replace(order, words=tuple(words))
+    if program is not EmbodiedLoop and order.at_once == SHARED:
+        raise ConfigError("at_once=shared is for the roles of embodied.train; leave program= or at_once= out")
     recipes = load_all(alone)
     first = next(iter(recipes.values()))
     if "--cfg" in order.flags:
@@ -300,7 +322,9 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     todo = [member for member in group.members if member.key in {one.key for one in wanted.members}]
     states = {member.key: group.state(member) for member in todo}
     at_once = max(1, min(at_once, sum(state not in OVER for state in states.values())))
-    how = "one after another" if at_once == 1 else f"{at_once} at once, each on cores of its own"
+    sharing = at_once > 1 and order.at_once == SHARED
+    on = "devices that they lend to each other" if sharing else "cores of its own"
+    how = "one after another" if at_once == 1 else f"{at_once} at once, each on {on}"
     for line in describe(group, new, todo, states, f"{how} ({why})"):
         launch.say(line)
     if dry:
@@ -309,8 +333,10 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
     group.folder.mkdir(parents=True, exist_ok=True)
     with held(group), Interruption() as interruption:
         group.write()
-        places = shares(machines(first.config), at_once)
+        places = [([], "")] * at_once if sharing else shares(machines(first.config), at_once)
         children = Children(group, order.words, first.config.run.dir, places)
+        if sharing:
+            children.sharing = places_for_sharing(group.folder / "sharing", first, at_once)
         children.run([member for member in todo if states[member.key] not in (*OVER, GOING_ON)], interruption)
         code = children.end(todo, interruption)
     return code, group.folder

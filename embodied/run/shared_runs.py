@@ -19,24 +19,20 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
 from embodied.placement import PlacementPlan, Topology
-from embodied.reporting.share_page import LiveTable
-from embodied.reporting.share_record import ShareRecord
 from embodied.run import launch
 from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_words, what_it_says
 from embodied.run.devices import divides_requests, machines
-from embodied.run.lease_server import LeaseServer
-from embodied.run.memory_check import needs
+from embodied.run.lease_server import RecordedLeases
+from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import MISSING, OVER, state_of
-from embodied.run.seeds_and_sweeps import PROCESS_BYTES
 from embodied.runtime.run_turns import FORMAT
 from embodied.runtime.shared_leases import SOCKET
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -287,23 +283,14 @@ def free_name(wanted: str, taken: set[str]) -> str:
 class SharedProcesses:
     """The processes of runs that share devices: started, served, and stopped with this command."""
 
-    def __init__(self, shared: SharedRuns, record: TextIO) -> None:
-        self.shared, self._file = shared, record
-        self.record = ShareRecord()
-        self.table = LiveTable(self.record)
-        self.say = self.table.say
-        self.server = LeaseServer(shared.devices, shared.rule, self._note, self.add)
+    def __init__(self, shared: SharedRuns) -> None:
+        self.shared = shared
+        self.server = RecordedLeases(shared.folder, shared.devices, shared.rule, self.add)
+        self.say = self.server.table.say
         self.going: list[_Process] = []
         self.stopping = False
         shared.socket = str(self.server.path)
         shared.write()
-        started = f"{datetime.now():%Y-%m-%dT%H:%M:%S}"
-        self._note({"format": FORMAT, "rule": shared.rule, "devices": list(shared.devices), "started": started})
-
-    def _note(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        self.record.add(line)
 
     def begin(self, run: SharedRun) -> None:
         """Start or resume its run."""
@@ -403,4 +390,4 @@ class SharedProcesses:
 
     def show(self) -> None:
         """Print who has what now and then."""
-        self.table.show(self.server.now, self.folders)
+        self.server.table.show(self.server.now, self.folders)

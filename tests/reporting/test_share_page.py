@@ -67,8 +67,9 @@ def test_the_table_in_the_terminal_shows_who_holds_what_and_how_far_everybody_is
         "a    cpu:0 update   29%    50%     2 s           3          1,234",
         "b    cpu:1 rollout  64%    50%     0 s    42%    -          -",
     ]
-    stream = io.StringIO()
-    table = LiveTable(record, stream)
+    stream, clock = io.StringIO(), iter([0, 7, 60, 60, 61])
+    table = LiveTable(record, stream, lambda: next(clock))
+    table.show(7.0)  # too soon
     table.show(7.0)
     table.say("b has ended")
     table.show(7.1)  # too soon after the first one
@@ -78,7 +79,8 @@ def test_the_table_in_the_terminal_shows_who_holds_what_and_how_far_everybody_is
 def test_on_a_terminal_the_table_stays_in_place_and_what_is_said_stays_above_it():
     stream = io.StringIO()
     stream.isatty = lambda: True
-    table = LiveTable(record_of(LINES), stream)
+    clock = iter(range(100))
+    table = LiveTable(record_of(LINES), stream, lambda: next(clock))
     table.show(7.0)
     table.say("b has ended")
     table.show(7.0)

@@ -129,6 +129,11 @@ def test_train_leaves_the_commas_of_values_alone():
         (["seeds=0-1", "seed=3"], False, "write seeds=0-4"),
         (["seeds=0-1", "resume=auto"], False, "leave resume= out"),
         (["seeds=0-1", "at_once=0"], False, "at_once=0: should be a whole number"),
+        (
+            ["seeds=0-1", "at_once=half"],
+            False,
+            "at_once='half': should be a whole number of runs, at_once=2 for example, or s",
+        ),
         ([], True, "nothing is swept"),
         (["run.dir=a,b"], True, "run.dir cannot be swept"),
         (["seed=1,2"], True, "write seeds=0-4"),
