@@ -90,6 +90,11 @@ class Policy(nn.Module):
         whole groups where they fit. `tokens` and `mask` [n] are theirs, `lengths` and `groups` [R]."""
         raise NotImplementedError
 
+    def pass_cost(self) -> tuple[float, float]:
+        """What learning costs per item, and per L^2 of a sequence of L items, in any unit: learner ranks get units that
+        cost alike. A robot's decisions all cost the same."""
+        return 1.0, 0.0
+
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
         """Computes what `forward` needs of observations and no training changes, [B, ...] each: an update of several
         epochs computes it once, and hands it over among the inputs."""

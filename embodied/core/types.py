@@ -202,6 +202,8 @@ class EpisodeResult:
     error: str = ""
     truncated: bool | None = None  # whether an answer was cut off; None for envs that do not speak
     tokens: int = 0  # that a policy which speaks chose
+    prompt_tokens: int = 0  # of the first prompt
+    all_tokens: int = 0  # of the whole conversation
 
 
 @dataclass(frozen=True)

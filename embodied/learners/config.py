@@ -26,6 +26,12 @@ class LearnerConfig(Strict):
         description="Tokens of conversations that a language model's learner passes through the network at once, whole "
         "groups together; gradients add up to those of the whole minibatch.",
     )
+    most_items: int | None = Field(
+        None,
+        gt=0,
+        description="Decisions, or tokens of conversations, that a learner may have of a batch of whole episodes; the "
+        "batch is dealt so that no learner has more. null: no limit.",
+    )
     share_prompts: bool = Field(
         True,
         description="A prompt that conversations of a group have in common goes through the network once for all.",

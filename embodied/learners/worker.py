@@ -196,6 +196,11 @@ class LearnerWorker(Worker):
             rows = np.concatenate(self.collective.gather(rows.reshape(len(rows), *shape)))
             self.policy.merge_observation_moments(rows[np.argsort(ids)])
 
+    @served_while_busy
+    def pass_cost(self) -> tuple[float, float]:
+        """`Policy.pass_cost`, by which units are dealt to ranks."""
+        return self.policy.pass_cost()
+
     # Memory
 
     def needs(self, shared: bool = False) -> Needs:

@@ -2,13 +2,13 @@
 
 A group is learned from when all of it was sent: to one learner rank, or a part of it to each. What a sim had sent of a
 group before it died counts for nothing then. With schedule=periodic groups are sent as soon as it is certain that the
-batch will hold them, each to the rank that has had the fewest env steps, or tokens, so far, and learned from while
-others are played. Otherwise they are sent when the batch is complete, to each rank a block of them.
+batch will hold them, each to the rank that has least to do so far, and learned from while others are played. Otherwise
+they are sent when the batch is complete, dealt by what they cost (`placement/balance.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from embodied.algorithms.groups import Group
 from embodied.core.arrays import gather
-from embodied.core.types import Unit, env_blocks
+from embodied.core.types import Unit
 from embodied.runtime import Channel, Handle, WorkerGroup
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class GroupTransfer:
     """A group on its way from sims to learner ranks."""
 
     group: Group
-    shares: dict[int, range]  # by rank, the places of its episodes in the group; an empty one: padding
+    shares: dict[int, list[int]]  # by rank, the places of its episodes in the group; none: padding
     calls: dict[int, dict[str, Handle]]  # by rank and source
 
     @property
@@ -56,11 +56,11 @@ class Experience:
         self.kept_by: dict[int, tuple[str, int]] = {}  # episode -> the worker that plays or keeps it, and its life
         self.sent = 0  # parts of groups, in all
         self.under_way: list[GroupTransfer] = []
-        self.had: list[int] = []  # by rank, env steps or tokens of this batch
+        self.loads = np.zeros(0)  # by rank, the cost of what it was sent of this batch as it came
 
     def begin(self, channels: list[Channel]) -> None:
         """A batch begins, whose groups go through these channels to the learner ranks."""
-        self.channels, self.had = channels, [0] * len(channels)
+        self.channels, self.loads = channels, np.zeros(len(channels))
 
     def keep_at(self, episodes: Mapping[str, Collection[int]]) -> None:
         """These episodes are played or kept by these workers."""
@@ -99,35 +99,30 @@ class Experience:
         keepers = self.keepers[-1]
         self.keep_at(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(arrays)), strict=True)))
 
-    def send(self, group: Group, batch: int, steps: int) -> None:
-        """Begin to send a group of so many env steps or tokens, as soon as it is certain."""
-        size = len(group.episodes)
-        if self.shard:
-            shares = dict(enumerate(env_blocks(size, len(self.channels))))
-        else:
-            rank = int(np.argmin(self.had))
-            self.had[rank] += steps
-            shares = {rank: range(size)}
+    def send(self, group: Group, batch: int, cost: Callable[[Sequence[int]], float]) -> None:
+        """Begin to send a group as soon as it is certain; `cost` is that of episodes that one rank has."""
+        places = range(len(group.episodes))
+        parts = [[place] for place in places] if self.shard else [[*places]]
+        costs = [cost([group.episodes[place] for place in part]) for part in parts]
+        shares: dict[int, list[int]] = {rank: [] for rank in range(len(self.channels))} if self.shard else {}
+        for number in sorted(range(len(parts)), key=lambda number: -costs[number]):
+            rank = int(np.argmin(self.loads))
+            self.loads[rank] += costs[number]
+            shares[rank] = sorted(shares.get(rank, []) + parts[number])
         self._send(group, shares, batch, keep=False)
 
-    def send_all(self, groups: Sequence[Group], batch: int, whole: bool) -> None:
-        """Begin to send all groups of a batch, to each rank a block of the episodes; of whole groups, if asked for. A
-        rank without any is sent one that counts nothing."""
-        size = len(groups[0].episodes)
-        together = size if whole else 1
-        blocks = env_blocks(len(groups) * size // together, len(self.channels))
-        for number, group in enumerate(groups):
-            first = number * size
-            shares = {}
-            for rank, block in enumerate(blocks):
-                begin, end = (min(max(edge * together - first, 0), size) for edge in (block.start, block.stop))
-                if begin < end or not (block or number):
-                    shares[rank] = range(begin, end)
+    def send_all(self, groups: Sequence[Group], batch: int, rank_of: Mapping[int, int]) -> None:
+        """Begin to send all groups of a batch, each episode to its rank. A rank without any is sent one that counts
+        nothing."""
+        shares: dict[int, list[int]] = {rank: [] for rank in {*range(len(self.channels))} - {*rank_of.values()}}
+        for group in groups:
+            shares |= gather((rank_of[episode], place) for place, episode in enumerate(group.episodes))
             self._send(group, shares, batch, keep=True)
+            shares = {}
 
     def pad(self, group: Group, ranks: Collection[int], batch: int) -> None:
         """Begin to send an episode that counts nothing to these ranks."""
-        self._send(group, {rank: range(0) for rank in ranks}, batch, keep=True)
+        self._send(group, {rank: [] for rank in ranks}, batch, keep=True)
 
     def arrived(self) -> list[GroupTransfer]:
         """Groups whose transfer is over, well or not; they are under way no longer."""
@@ -140,10 +135,10 @@ class Experience:
         self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
         return self.arrived()
 
-    def _send(self, group: Group, shares: dict[int, range], batch: int, keep: bool) -> None:
+    def _send(self, group: Group, shares: dict[int, list[int]], batch: int, keep: bool) -> None:
         calls = {}
         for rank, share in sorted(shares.items(), key=lambda item: len(item[1])):  # copies for padding come first
-            episodes = [group.episodes[place] for place in share or range(1)]
+            episodes = [group.episodes[place] for place in share or [0]]
             calls[rank] = self.hand_in(episodes, self.channels[rank], batch, keep=keep or not share)
         self.under_way.append(GroupTransfer(group, shares, calls))
 
@@ -153,7 +148,7 @@ def units_of(sent: GroupTransfer, advantages: np.ndarray | None = None) -> dict[
     episodes, scores = np.array(sent.group.episodes), np.array(sent.group.scores)
     found = {}
     for rank, share in sent.shares.items():
-        at = list(share or range(1))
+        at = share or [0]
         compared = None if advantages is None else advantages[at]
         found[rank] = Unit(tuple(sent.calls[rank]), episodes[at], compared, scores[at], is_padding=not share)
     return found

@@ -35,6 +35,7 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.runtime import Handle
 from embodied.workflows.contract import WARNING
+from embodied.workflows.dealing import Dealer
 from embodied.workflows.experience import Experience, GroupTransfer, units_of
 from embodied.workflows.relay import Relays
 
@@ -60,6 +61,7 @@ class GroupedEpisodes:
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
     groups: list[Group] = field(default_factory=list)  # that learners have
     units: list[list[Unit]] = field(default_factory=list)  # that learner ranks have
+    balance_ratio: float = 1.0  # of what these cost
     reported: dict[str, float] = field(default_factory=dict)  # by roles that groups pass through, and by engines
 
     @property
@@ -94,6 +96,7 @@ class GroupCollector:
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
         self.batches = 0  # that were collected
+        self.first = 0  # iteration that learns from the first of them
         self.learning: Handle | None = None  # with schedule=periodic, of learners that take groups as they come
         self.playing: GroupedEpisodes | None = None  # the batch that is collected
         self.began = 0.0
@@ -109,6 +112,7 @@ class GroupCollector:
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
         self.trajectories = workers.trajectory_channels()
         self.relays = Relays(workers)
+        self.dealer = Dealer(config, self.learners, self.text)
         self.experience = Experience(self.rollouts, config.learner.shard, self.relays.groups)
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
@@ -137,6 +141,8 @@ class GroupCollector:
     # A batch
 
     def collect(self, version: int) -> GroupedEpisodes:
+        if not self.batches:
+            self.first = self.rollouts.weight_sync.learned
         self.batches += 1
         batch = self.playing = GroupedEpisodes(self.batches, version, units=[[] for _ in self.trajectories])
         self.pool.counts.clear()
@@ -155,7 +161,9 @@ class GroupCollector:
         # Learners get them now, unless they took them as they came; what is carried over stays with the sims.
         if not self.early:
             self._send_all(taken, batch)
+        batch.balance_ratio = self.dealer.balance_ratio(batch.units, self._iteration(batch))
         self.experience.keep(self.pool.held)
+        self.dealer.keep(self.pool.held)
         if self.text:
             batch.reported |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
@@ -193,6 +201,10 @@ class GroupCollector:
                 known = None if compared is None else compared[np.searchsorted(batch.episodes, unit.ids)]
                 channel.put(replace(unit, advantages=known), key=batch.number)
 
+    def _iteration(self, batch: GroupedEpisodes) -> int:
+        """The iteration that learns from a batch."""
+        return self.first + batch.number - 1
+
     def advantages(self, scores: np.ndarray) -> np.ndarray | None:
         """Advantages of the scores [G, S] of groups, one episode after the other; None with PPO, whose learners judge
         by values."""
@@ -215,6 +227,7 @@ class GroupCollector:
             "time/act_s": sum(part.wait_s for part in batch.stats) / sims,
             "faults/lost_episodes": len(batch.lost),
             **({"faults/unusable_answers": len(batch.problems)} if self.text else {}),
+            "train/balance_ratio": batch.balance_ratio,
             "groups/used": len(batch.groups),
             "groups/kept": counts["kept"],
             "groups/dropped_equal": counts["equal"],
@@ -246,13 +259,14 @@ class GroupCollector:
         pool = {f"groups.{name}": array for name, array in self.pool.state().items()}
         if self.prompts is not None:
             pool |= {f"pools.{name}": array for name, array in self.prompts.state().items()}
-        return {**pool, "groups.empty": np.array(self.empty)}
+        return {**pool, "groups.empty": np.array(self.empty), "groups.lengths": self.dealer.state()}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Go on from `save`. Nothing is abandoned, since no episode was open."""
         groups = {name[7:]: array for name, array in state.items() if name.startswith("groups.")}
         self.pool.restore(groups)
         self.empty = int(groups["empty"]) % self.algo.max_empty
+        self.dealer.restore(groups.get("lengths", np.zeros((0, 3), np.int64)), self.pool.held)
         if self.prompts is not None:
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:
@@ -304,6 +318,7 @@ class GroupCollector:
         if self.prompts is not None:
             self.prompts.add({index: bool(result.success_once) for index, result in new.items()})
         longest = self.config.policy.max_tokens if self.algo.overlong else 0
+        self.dealer.add(new.values())
         scores = {index: score_of(result, self.algo, longest) for index, result in new.items()}
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
 
@@ -333,8 +348,7 @@ class GroupCollector:
         self._learn(self.experience.arrived(), batch)
         for group in self.pool.certain():
             self.pool.hand_on(group)
-            results = [batch.ended[episode] for episode in group.episodes]
-            self.experience.send(group, batch.number, sum(result.tokens or result.length for result in results))
+            self.experience.send(group, batch.number, self.dealer.cost)
 
     def _send_what_is_certain(self) -> None:
         """At the end of a round, until the learners have all that is certain now."""
@@ -350,7 +364,7 @@ class GroupCollector:
         for group in lost:
             self._leave_out(group, batch)
         if left := [group for group in groups if group not in lost]:
-            self.experience.send_all(left, batch.number, whole=self.text)
+            self.experience.send_all(left, batch.number, self.dealer.deal(left, self._iteration(batch)))
             self._learn(self.experience.wait(), batch)
         while batch.groups and (idle := [rank for rank, units in enumerate(batch.units) if not units]):
             there = [group for group in batch.groups if not self.experience.gone(group.episodes[:1])]

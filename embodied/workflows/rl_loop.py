@@ -39,6 +39,7 @@ from embodied.core.types import (
     env_blocks,
 )
 from embodied.envs import env_class
+from embodied.placement.balance import balance_ratio
 from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
@@ -404,6 +405,7 @@ class HorizonCollector:
             return float(np.mean([what(part) for part in batch.stats.values()]))
 
         missing = self.config.env.num_envs - len(batch.env_ids)
+        ranks = [rank for rank, block in enumerate(self.blocks) for env in batch.env_ids if env in block]
         return {
             "env_steps": sum(part.env_steps for part in batch.stats.values()),
             "time/rollout_s": batch.seconds,
@@ -411,6 +413,7 @@ class HorizonCollector:
             "time/reset_s": mean(lambda part: part.reset_s),
             "time/act_s": mean(lambda part: part.wait_s),
             "faults/lost_decisions": missing * self.horizon,
+            "train/balance_ratio": balance_ratio([1.0] * len(ranks), ranks, len(self.blocks)),
             **batch.relayed,
         }
 

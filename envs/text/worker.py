@@ -306,6 +306,8 @@ class Conversation:
             error=self.problem,
             truncated=self.truncated if counted else None,
             tokens=int(sum(chosen.sum() for chosen in self.sampled)),
+            prompt_tokens=int((~self.sampled[0]).sum()) if self.sampled else 0,
+            all_tokens=sum(map(len, self.sampled)),
         )
 
     def sample(self) -> dict[str, Any]:

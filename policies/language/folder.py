@@ -116,6 +116,15 @@ def blocks_of(model: Any) -> list[nn.Module]:
     return list(max(_lists(_body(model)), key=len))
 
 
+def pass_cost(model: Any) -> tuple[float, float]:
+    """Products per token, those of all weights but the embedding, which the head may share; and per L^2 of L tokens,
+    where attention's two products of its width are each done for half of the pairs."""
+    shape, head = model.config.get_text_config(), model.get_input_embeddings().weight.numel()
+    weights = head + sum(p.numel() for block in blocks_of(model) for p in block.parameters())
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return float(weights), float(shape.num_hidden_layers * shape.num_attention_heads * width)
+
+
 def behind_blocks(model: Any) -> list[nn.Module]:
     """The modules that the hidden states go through behind the blocks: the final norm."""
     parts = list(_body(model).children())

@@ -51,8 +51,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM
 
 
 class ValueHead(nn.Linear):
-    """The value of the rest of a conversation [U], from hidden states [U, D]: in float32 at least, whatever the model
-    computes in, and not as a product of matrices, which autocast would round."""
+    """Values [U] of hidden states [U, D], in float32 at least: no matrix product, which autocast would round."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1) + self.bias
@@ -238,6 +237,9 @@ class LanguagePolicy(PublishedPolicy):
     def token_bytes(self) -> int:
         """Keys and values of one token, in all layers."""
         return token_bytes(self.model)
+
+    def pass_cost(self) -> tuple[float, float]:
+        return files.pass_cost(self.model)
 
     # Weights
 

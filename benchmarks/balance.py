@@ -1,0 +1,255 @@
+"""What it saves that learner ranks get units by what they cost, and not in equal numbers.
+
+    python -m benchmarks.balance            the worked example, draws of lengths, predicted update times
+    python -m benchmarks.balance --measure  and updates of two learner processes, seconds of one thread's CPU time each
+
+A ratio is the maximum over the mean load of the ranks: how many times longer an update takes than with equal loads.
+`neighbours` are equal numbers of units as they come, `buckets` equal numbers of units of similar lengths, `packing`
+equal numbers of tokens, `dealt` is `deal` of `placement/balance.py` and `cut` its `deal_groups`, which learners get and
+which cuts groups of answers where that helps; `divided` lets ranks compute long sequences together
+(`placement/sequence_degrees.py`). An update waits for its slowest rank, so what is measured is the maximum over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import process_time
+
+import numpy as np
+
+from benchmarks.common import RESULTS, ROOT, code_commit, machine, markdown, packages, write_json
+from embodied.placement.balance import PassCost, balance_ratio, blocks, deal, deal_groups
+from embodied.placement.sequence_degrees import ExchangeCosts, SequenceLoad, divide_sequences
+
+K = 1024
+EXAMPLE = [32 * K, 16 * K, 16 * K, *[8 * K] * 8]  # on 4 ranks, where attention is all that costs
+SHAPES = {"8B": PassCost(8e9, 32 * 4096), "0.6M": PassCost(0.6e6, 3 * 128)}  # weights, layers * width
+DRAWS = {  # groups, answers each, tokens of the prompt, median and deviation of an answer's logarithm, most tokens
+    "maths": (16, 8, 128, 1500, 0.8, 16 * K),
+    "long tail": (64, 8, 128, 2000, 1.2, 32 * K),
+    "agents": (8, 8, 1024, 6000, 1.0, 64 * K),
+    "sums": (64, 8, 16, 4, 0.2, 32),
+}
+MEASURED = {"1x8192 8x1024": [8192, *[1024] * 8], "1x4096 4x1024": [4096, *[1024] * 4]}
+TAIL = [max(16, min(int(length), 2048)) for length in np.random.default_rng(1).lognormal(np.log(256), 1.0, 24)]
+
+
+def neighbours(costs: Sequence[float], lengths: Sequence[int], ranks: int) -> list[int]:
+    return blocks(len(costs), ranks)
+
+
+def buckets(costs: Sequence[float], lengths: Sequence[int], ranks: int) -> list[int]:
+    found = np.empty(len(costs), np.int64)
+    found[np.argsort(lengths, kind="stable")] = blocks(len(costs), ranks)
+    return found.tolist()
+
+
+def packing(costs: Sequence[float], lengths: Sequence[int], ranks: int) -> list[int]:
+    return deal([float(length) for length in lengths], ranks)
+
+
+def dealt(costs: Sequence[float], lengths: Sequence[int], ranks: int) -> list[int]:
+    return deal(costs, ranks)
+
+
+WAYS = (neighbours, buckets, packing, dealt)
+NAMES = [*(way.__name__ for way in WAYS), "cut"]
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--measure", action="store_true")
+    arguments.add_argument("--widths", type=int, nargs="+", default=[64, 128])
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--draws", type=int, default=200)
+    arguments.add_argument("--tflops", type=float, default=400.0, help="that a rank does, for predicted seconds")
+    given = arguments.parse_args()
+    found = {"example": example(), "draws": draws(given.draws, given.tflops)}
+    print(
+        "32K, two of 16K, eight of 8K on 4 ranks:", *(f"{way} {ratio:.2f}" for way, ratio in found["example"].items())
+    )
+    print(markdown(["lengths", "ranks", *NAMES, "step, neighbours", "step, cut"], table(found)))
+    if given.measure:
+        found["measured"] = measured(given.widths, given.rounds)
+        head = ["lengths", "width", "packing", "dealt", "neighbours", "halves", "packing / dealt", "neighbours / dealt"]
+        print(markdown(head, rows_of(found["measured"])))
+    about = {"commit": code_commit(), "packages": packages(), **machine()}
+    write_json(RESULTS / "balance.json", {**found, **vars(given), **about})
+
+
+def example() -> dict[str, float]:
+    """Ratios of the worked example."""
+    costs = [PassCost(0.0, 1.0).of([length]) for length in EXAMPLE]
+    found = {way.__name__: balance_ratio(costs, way(costs, EXAMPLE, 4), 4) for way in WAYS}
+    sequences = [SequenceLoad(*each) for each in zip(EXAMPLE, costs, strict=True)]
+    return found | {"divided": divide_sequences(sequences, 4, ExchangeCosts(), (1, 2, 4)).imbalance}
+
+
+def draws(count: int, tflops: float) -> list[dict]:
+    """Ratios of random batches, and seconds that are predicted for an update of the 8B shape: three passes' worth of
+    products, two operations each."""
+    found, shape = [], SHAPES["8B"]
+    for name, (groups, size, prompt, middle, deviation, most) in DRAWS.items():
+        for ranks in (2, 8):
+            peaks: dict[str, list[float]] = {name: [] for name in NAMES}
+            equal = []
+            for number in range(count):
+                draw = np.random.default_rng(number)
+                # Of a hard prompt all answers are longer: half of the deviation is the group's.
+                spread = deviation / 2**0.5 * (draw.normal(size=(groups, 1)) + draw.normal(size=(groups, size)))
+                answers = np.minimum(middle * np.exp(spread), most - prompt).astype(int) + prompt
+                costs = [shape.of(group.tolist(), prompt) for group in answers]
+                equal.append(sum(costs) / ranks)
+                for way in WAYS:
+                    place = way(costs, answers.sum(axis=1).tolist(), ranks)
+                    peaks[way.__name__].append(float(np.bincount(place, costs, minlength=ranks).max()))
+                peaks["cut"].append(peak_of_cut(answers, shape, prompt, ranks))
+            ratios = {way: np.array(each) / equal for way, each in peaks.items()}
+            mean = {way: float(each.mean()) for way, each in ratios.items()}
+            high = {way: float(np.quantile(each, 0.9)) for way, each in ratios.items()}
+            times = {way: 6 * float(np.mean(each)) / (tflops * 1e12) for way, each in peaks.items()}
+            found.append({"lengths": name, "ranks": ranks, "ratio": mean, "p90": high, "seconds": times})
+    return found
+
+
+def peak_of_cut(answers: np.ndarray, shape: PassCost, prompt: int, ranks: int) -> float:
+    """The load of the busiest rank where groups [G, S] may be cut."""
+    members = [[(group, member) for member in range(answers.shape[1])] for group in range(len(answers))]
+    rank_of = deal_groups(members, lambda part: shape.of([int(answers[one]) for one in part], prompt), ranks)
+    loads = np.zeros(ranks)
+    for group in members:
+        for rank in {rank_of[one] for one in group}:
+            loads[rank] += shape.of([int(answers[one]) for one in group if rank_of[one] == rank], prompt)
+    return float(loads.max())
+
+
+def table(found: dict) -> list[list[str]]:
+    return [
+        [
+            one["lengths"],
+            str(one["ranks"]),
+            *(f"{one['ratio'][name]:.2f} ({one['p90'][name]:.2f})" for name in NAMES),
+            *(f"{one['seconds'][name]:.3g} s" for name in ("neighbours", "cut")),
+        ]
+        for one in found["draws"]
+    ]
+
+
+# Two learner processes
+
+
+def measured(widths: Sequence[int], rounds: int) -> list[dict]:
+    """Seconds of updates, and of halves: all work divided by two."""
+    found = []
+    for width in widths:
+        for name, lengths in {**MEASURED, "long tail": TAIL}.items():
+            cost = PassCost(float(3 * (4 * width**2 + 9 * width**2)), float(3 * width))
+            costs = [cost.of([length]) for length in lengths]
+            ways = {way.__name__: way(costs, lengths, 2) for way in (neighbours, packing, dealt)}
+            found.append({"lengths": name, "width": width, **update_seconds(width, lengths, ways, rounds)})
+            print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def update_seconds(width: int, lengths: list[int], ways: dict[str, list[int]], rounds: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        asked = json.dumps({"width": width, "lengths": lengths, "ways": ways, "rounds": rounds, "folder": folder})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        program = [sys.executable, "-c", "from benchmarks import balance; balance.rank_of_two()", asked]
+        ranks = [
+            subprocess.Popen([*program, str(rank)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        outputs = [rank.communicate(timeout=3600)[0] for rank in ranks]
+        assert not any(rank.returncode for rank in ranks)
+    times = [json.loads(output.splitlines()[-1]) for output in outputs]
+    slowest = {way: median(map(max, zip(*(each[way] for each in times), strict=True))) for way in ways}
+    halves = median(sum(pair) / 2 for way in ways for pair in zip(*(each[way] for each in times), strict=True))
+    return slowest | {"halves": halves}
+
+
+def rank_of_two() -> None:
+    """One of two learner ranks: prints its seconds in each round of each way."""
+    import torch
+
+    from embodied.algorithms.config import GRPOConfig
+    from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, Unit
+    from embodied.learners.config import LearnerConfig
+    from embodied.learners.model import Model, PolicyOptimizer
+    from embodied.learners.train_batch import build_batch
+    from embodied.learners.update import GradientSteps
+    from embodied.policies import make_policy
+    from embodied.policies.config import LanguageConfig
+    from embodied.policies.language import policy as language
+    from embodied.runtime.collective import Gloo
+    from embodied.runtime.rendezvous import RendezvousFile
+
+    asked, rank = json.loads(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    language.DIM, language.MLP, language.POSITIONS = asked["width"], 3 * asked["width"], 16 * K
+    policy = make_policy(LanguageConfig(name="language"), EnvSpec(ActionSpec(1), max_episode_steps=1, text=True), 0)
+    config = GRPOConfig(name="grpo", epochs=1, minibatch_size=None).model_copy(update={"group_size": 1})
+    collective = Gloo(RendezvousFile(str(Path(asked["folder"]) / "meet"), 600.0), rank, 2)
+    model = Model(policy, LearnerConfig(pack_tokens=1024))
+    optimizer = PolicyOptimizer(policy, config, collective)
+    seconds: dict[str, list[float]] = {way: [] for way in asked["ways"]}
+    for number in range(asked["rounds"] + 1):
+        for way, ranks in asked["ways"].items():
+            mine = np.flatnonzero(np.array(ranks) == rank)
+            played = conversations(mine, asked["lengths"], policy.model.config.vocab_size)
+            unit = Unit((), mine, np.ones(len(mine)), np.ones(len(mine)))
+            batch = build_batch(played, unit, 0, config, collective, model)
+            steps = GradientSteps(model, optimizer, config)
+            started = process_time()
+            steps.add(batch, batch.own, batch.divisor(batch.num_units))
+            if number:
+                seconds[way].append(process_time() - started)
+            steps.step(BatchEnd(0, 10), 0, batch.stats_divisor(batch.num_units))
+    print(json.dumps(seconds), flush=True)
+
+
+def conversations(ids: np.ndarray, lengths: list[int], vocabulary: int):
+    """Random conversations of these lengths, each with a prompt of 8 tokens."""
+    from embodied.core.types import Trajectory
+
+    sizes = np.array([lengths[one] for one in ids])
+    count, places = int(sizes.sum()), np.concatenate([np.arange(size) for size in sizes])
+    none = np.zeros((count, 1), bool)
+    return Trajectory(
+        ids=ids,
+        lengths=sizes,
+        obs={},
+        actions=np.random.default_rng(0).integers(3, vocabulary, (count, 1, 1)).astype(np.int32),
+        logprobs=np.full((count, 1, 1), -4.0, np.float32),
+        rewards=np.zeros((count, 1), np.float32),
+        terminated=none,
+        truncated=none,
+        mask=(places >= 8)[:, None],
+        versions=np.zeros(count, np.int64),
+        episodes=np.repeat(ids, sizes),
+    )
+
+
+def rows_of(found: list[dict]) -> list[list[str]]:
+    return [
+        [
+            one["lengths"],
+            str(one["width"]),
+            *(f"{one[way]:.2f} s" for way in ("packing", "dealt", "neighbours", "halves")),
+            f"x{one['packing'] / one['dealt']:.2f}",
+            f"x{one['neighbours'] / one['dealt']:.2f}",
+        ]
+        for one in found
+    ]
+
+
+if __name__ == "__main__":
+    main()

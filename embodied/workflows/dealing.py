@@ -1,0 +1,102 @@
+"""Which learner rank learns from which episodes of a batch: dealt by what they cost, by the rules of
+`placement/balance.py`. The driver knows lengths alone: what was said or seen stays where it was played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.algorithms.groups import Group
+from embodied.core.arrays import gather
+from embodied.core.errors import ConfigError
+from embodied.core.rng import minibatches, permutation
+from embodied.core.types import EpisodeResult, Unit
+from embodied.placement.balance import PassCost, balance_ratio, deal_groups
+from embodied.placement.placement_errors import PlacementError
+from embodied.runtime import WorkerGroup
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
+
+
+class Dealer:
+    """Knows the lengths of episodes, from their end until they are learned from."""
+
+    def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool) -> None:
+        self.config, self.learners, self.text = config, learners, text
+        self.lengths: dict[int, tuple[int, int]] = {}  # by episode, its items and those of its prompt
+
+    def add(self, results: Iterable[EpisodeResult]) -> None:
+        """Note the lengths of episodes that have ended."""
+        for result in results:
+            items = result.all_tokens if self.text else -(-result.length // self.config.policy.chunk)
+            self.lengths[result.index] = items, result.prompt_tokens
+
+    def keep(self, episodes: Collection[int]) -> None:
+        """Forget all other episodes."""
+        self.lengths = {episode: self.lengths[episode] for episode in episodes}
+
+    def cost(self, episodes: Sequence[int]) -> float:
+        """What a learner rank computes that has these episodes of a group."""
+        lengths, prompts = zip(*(self.lengths[episode] for episode in episodes), strict=True)
+        return self.pass_cost.of(lengths, min(prompts) if self.config.learner.share_prompts else 0)
+
+    @cached_property
+    def pass_cost(self) -> PassCost:
+        """What the learners' policy computes."""
+        return PassCost(*self.learners[0].pass_cost().wait()[0])
+
+    def deal(self, groups: Sequence[Group], iteration: int) -> dict[int, int]:
+        """The learner rank of each episode of a batch of these groups."""
+        num_ranks, most = len(self.learners), self.config.learner.most_items or inf
+        if num_ranks == 1:
+            return {episode: 0 for group in groups for episode in group.episodes}
+        together = [group.episodes for group in groups]
+        if not self.text:  # episodes share nothing
+            together = [(episode,) for episodes in together for episode in episodes]
+        try:
+            return deal_groups(together, self.cost, num_ranks, self.steps(len(together), iteration), self.items, most)
+        except PlacementError as err:
+            raise ConfigError(str(err)) from None
+
+    def items(self, episodes: Sequence[int]) -> int:
+        """Tokens or decisions."""
+        return sum(self.lengths[episode][0] for episode in episodes)
+
+    def steps(self, count: int, iteration: int) -> list[list[int]]:
+        """So many groups by gradient steps, where these take whole groups (`RankBatch.order`)."""
+        algo = self.config.algo
+        if not self.text or algo.minibatch_size is None:
+            return []
+        orders = (permutation(self.config.seed, iteration, epoch, count) for epoch in range(algo.epochs))
+        return [
+            step.tolist() for order in orders for step in minibatches(order, algo.minibatch_size // algo.group_size)
+        ]
+
+    def balance_ratio(self, of_ranks: Sequence[Sequence[Unit]], iteration: int) -> float:
+        """Maximum over mean cost of the learner ranks, which have these units."""
+        units = [
+            (unit.ids.tolist(), rank) for rank, mine in enumerate(of_ranks) for unit in mine if not unit.is_padding
+        ]
+        if len(of_ranks) == 1 or not units:
+            return 1.0
+        groups = [ids[0] // self.config.algo.group_size for ids, _ in units]
+        parts = gather((group, place) for place, group in enumerate(groups))
+        numbered = [parts[group] for group in sorted(parts)]
+        steps = [[part for group in step for part in numbered[group]] for step in self.steps(len(parts), iteration)]
+        return balance_ratio([self.cost(ids) for ids, _ in units], [rank for _, rank in units], len(of_ranks), steps)
+
+    def state(self) -> np.ndarray:
+        """Int [n, 3], for a checkpoint: episodes with their lengths."""
+        rows = [(episode, *length) for episode, length in self.lengths.items()]
+        return np.array(rows, np.int64).reshape(-1, 3)
+
+    def restore(self, state: np.ndarray, episodes: Collection[int]) -> None:
+        """Go on from `state`. Checkpoints from before it was kept do not know how long these episodes are."""
+        self.lengths = dict.fromkeys(episodes, (1, 0))
+        self.lengths |= {episode: (items, prompt) for episode, items, prompt in state.tolist()}

@@ -1,0 +1,45 @@
+"""Which rank has which sequences changes no result."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from dealt_ranks import CASES, deals, differences, trained
+
+from embodied.runtime.collective import Alone, Threads
+from embodied.runtime.rendezvous import InProcessRendezvous
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_any_deal_makes_the_update_of_one_rank_that_has_everything(case, num_ranks):
+    start = CASES[case][0]().state_dict()
+    alone, numbers = trained(case, deals(case, 1, 1)[0], 0, Alone())
+    assert max(float((alone[name] - start[name]).abs().max()) for name in start) > 1e-3 < numbers["train/grad_norm"]
+    for ranks in deals(case, num_ranks, 4):
+        room, found = InProcessRendezvous(num_ranks, 60.0), {}
+
+        def work(rank, ranks=ranks, room=room, found=found):
+            found[rank] = differences(case, ranks, rank, Threads(room, rank))
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert len(found) == num_ranks and max(map(max, found.values())) < 1e-10, ranks
+
+
+def test_any_deal_makes_the_same_update_in_processes_that_meet_over_gloo(tmp_path):
+    program = [sys.executable, str(Path(__file__).parent / "dealt_ranks.py"), str(tmp_path / "meet")]
+    started = [subprocess.Popen([*program, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    for process in started:
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0
+        found = json.loads(output.splitlines()[-1])
+        assert len(found) == 3 * len(CASES) and max(map(max, found)) < 1e-10

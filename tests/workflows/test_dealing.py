@@ -1,0 +1,116 @@
+"""What the driver deals to learner ranks: costs of lengths, gradient steps, room, and what a checkpoint keeps."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from embodied.algorithms.groups import Group
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.core.types import ActionSpec, EnvSpec, EpisodeResult, Unit
+from embodied.learners.train_batch import RankBatch
+from embodied.policies import make_policy
+from embodied.train import main
+from embodied.workflows.dealing import Dealer
+
+GROUPS, SIZE = 8, 2
+
+
+def dealer(*options, recipe="sums_grpo", ranks=2, cost=(1.0, 0.0)):
+    config = load([f"recipe={recipe}", f"algo.groups={GROUPS}", f"algo.group_size={SIZE}", "env.num_envs=4", *options])
+    asked = SimpleNamespace(pass_cost=lambda: SimpleNamespace(wait=lambda: [cost]))
+    return Dealer(config.config, [asked] * ranks, text=recipe == "sums_grpo")
+
+
+def ended(lengths, prompt=2):
+    """Results of episodes of these lengths, and their groups."""
+    about = {"task": "a", "init_state_id": -1, "seed": 0, "total_reward": 0.0}
+    results = [
+        EpisodeResult(i, length=n, all_tokens=n, prompt_tokens=prompt, success_once=None, success_at_end=None, **about)
+        for i, n in enumerate(lengths)
+    ]
+    episodes = range(len(lengths))
+    return results, [Group((*episodes[i : i + SIZE],), (0.0,) * SIZE) for i in range(0, len(lengths), SIZE)]
+
+
+def test_conversations_are_dealt_in_groups_whose_prompt_costs_once():
+    found = dealer(cost=(1.0, 0.5))
+    results, groups = ended([20, 20, 20, 20, 3, 4, 3, 3])
+    found.add(results)
+    assert found.cost(groups[2].episodes) == (2 + 1 + 2) + 0.5 * (4 + (9 - 4) + (16 - 4))
+    rank_of = found.deal(groups, 0)
+    assert [rank_of[episode] for episode in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    units = [[Unit((), np.array(g.episodes)) for g in groups if rank_of[g.episodes[0]] == rank] for rank in range(2)]
+    costs = [found.cost(group.episodes) for group in groups]
+    assert found.balance_ratio(units, 0) == pytest.approx((costs[0] + costs[2]) / (sum(costs) / 2))
+    apart = [[Unit((), np.array([0])), Unit((), np.array([2, 3]))], [Unit((), np.array([1]))]]
+    assert found.balance_ratio(apart, 0) == pytest.approx(
+        (found.cost([0]) + costs[1]) * 2 / (2 * found.cost([0]) + costs[1])
+    )
+
+
+def test_episodes_of_robots_are_dealt_one_by_one_by_their_decisions():
+    found = dealer("policy.chunk=4", recipe="pointmass_grpo")
+    results, groups = ended([17, 4, 4, 4])  # 5, 1, 1 and 1 decisions
+    found.add(results)
+    assert found.deal(groups, 0) == {0: 0, 1: 1, 2: 1, 3: 1}
+
+
+def test_minibatches_are_those_that_ranks_take():
+    found = dealer(f"algo.minibatch_size={2 * SIZE}", "algo.epochs=3")
+    batch = object.__new__(RankBatch)
+    vars(batch).update(num_units=GROUPS * SIZE, group_size=SIZE)
+    orders = np.concatenate([batch.order(found.config.seed, 5, epoch)[::SIZE] // SIZE for epoch in range(3)])
+    assert np.array_equal(np.concatenate(found.steps(GROUPS, 5)), orders)
+    assert {len(step) for step in found.steps(GROUPS, 5)} == {2}
+
+
+def test_a_learner_has_no_more_than_it_has_room_for():
+    results, groups = ended([30, 30, 10, 10, 10, 10, 10, 10])
+    tight, found = (dealer(f"learner.most_items={most}") for most in (50, 60))
+    for one in (tight, found):
+        one.add(results)
+    with pytest.raises(ConfigError, match=r"120 tokens .* \(learner.most_items\); try 120"):
+        tight.deal(groups, 0)
+    assert [*found.deal(groups, 0).values()] == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_lengths_come_back_from_a_checkpoint_and_older_ones_have_none():
+    found, again = dealer(), dealer()
+    found.add(ended([3, 4, 30, 4])[0])
+    found.keep([2, 3])
+    again.restore(found.state(), [2, 3])
+    assert again.lengths == found.lengths == {2: (30, 2), 3: (4, 2)}
+    again.restore(np.zeros((0, 3), np.int64), [7])
+    assert again.cost([7]) == 1.0
+
+
+def test_a_language_models_cost_is_that_of_its_weights_and_of_attention_over_all_pairs():
+    """Llama of width 128 with 3 layers: 2 x 128 x L products for L^2 / 2 pairs in each."""
+    config = load(["recipe=sums_grpo"]).config.policy
+    policy = make_policy(config, EnvSpec(ActionSpec(1), max_episode_steps=1, text=True), 0)
+    embedding = policy.model.get_input_embeddings().weight.numel()
+    token, pair = policy.pass_cost()
+    assert token == pytest.approx(sum(p.numel() for p in policy.model.parameters()) - embedding, rel=0.01)
+    shape = policy.model.config
+    assert pair == shape.num_hidden_layers * shape.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("recipe", "schedule"),
+    [("pointmass_ppo", "sync"), *(("pointmass_grpo", schedule) for schedule in ("sync", "periodic", "async"))],
+)
+def test_a_run_logs_how_equal_the_loads_of_its_learners_are(recipe, schedule, tmp_path):
+    options = ["run.iterations=2", "eval.episodes=1", "env.num_envs=4", f"pipeline.schedule={schedule}"]
+    if recipe == "pointmass_ppo":
+        options += ["run.env_steps=null", "algo.rollout_decisions=8", "algo.minibatch_size=16"]
+    else:
+        options += ["algo.groups=3", "algo.group_size=2", "algo.epochs=1", "algo.minibatch_size=null"]
+    place = 'placement={sim: "fake:0", policy: "fake:1", learner: "fake:2-3"}'
+    assert main([f"recipe={recipe}", *options, place, "cluster.backend=inline", f"run.dir={tmp_path}"]) == 0
+    (path,) = tmp_path.glob("*/metrics.jsonl")
+    ratios = [json.loads(line)["train/balance_ratio"] for line in path.read_text().splitlines()]
+    assert len(ratios) == 2 and all(1.0 <= ratio < 1.5 for ratio in ratios)
+    assert recipe == "pointmass_grpo" or ratios == [1.0, 1.0]
