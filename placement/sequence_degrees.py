@@ -17,6 +17,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+PRODUCTS = {"cpu": (300.0, 1e7), "cuda": (900.0, 6e9)}
+"""Products that a device computes while it sends a number to others, and while it waits for an exchange of none. On
+cores as measured (`benchmarks/sequence_exchange.py`); on GPUs from data sheets: H100s with NVLink in bfloat16."""
 BALANCED = 1.05  # maximum over mean load at which no degree is raised any more
 
 
@@ -47,6 +50,14 @@ class ExchangeCosts:
     def lowest_degree(self, tokens: int, degrees: Sequence[int]) -> int:
         """The lowest of these degrees at which a rank has room for its part; the highest where none has."""
         return next((degree for degree in degrees if tokens / degree <= self.most_tokens), degrees[-1])
+
+
+def exchange_costs(width: int, device: str, most_tokens: float) -> ExchangeCosts:
+    """What exchanges cost a network of this width, in tokens: 12 width^2 products in a layer, and twice as many in the
+    backward pass. A layer exchanges 4 width numbers a token in two exchanges, and as many in the backward pass."""
+    number, exchange = PRODUCTS[device]
+    token = 3 * 12 * width**2
+    return ExchangeCosts(4 * exchange / token, 2 * 4 * width * number / token, most_tokens)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ class Policy(nn.Module):
 
     speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
     max_length: int | None = None  # tokens of a whole conversation, at most
+    width: int = 0  # numbers of a token inside the network
+    attention_length: float = math.inf  # tokens of a sequence at which attention costs as much as all else
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
@@ -146,6 +149,12 @@ class Policy(nn.Module):
         """The policy as it is now, for comparisons later on. What is not trained is not copied but shared."""
         frozen = [p for p in self.parameters() if not p.requires_grad]
         return copy.deepcopy(self, {id(p): p for p in frozen}).requires_grad_(False)
+
+    @classmethod
+    def attention_heads(cls, config: Any) -> tuple[int, int]:
+        """The numbers of heads, and of heads of keys and values, of a model whose passes several learners can run
+        together."""
+        raise NotImplementedError
 
     @classmethod
     def for_memory_estimate(cls, config: Any, spec: EnvSpec) -> Policy | None:

@@ -159,7 +159,7 @@ class RunConfig(Strict):
         """Refuse options of answers where no policy speaks and learns from whole groups of conversations."""
         algo, policy = self.algo, self.policy
         if not isinstance(policy, LanguageConfig):
-            if packing := self.changed("learner", "pack_tokens", "share_prompts"):
+            if packing := self.changed("learner", "pack_tokens", "share_prompts", "sequence_degree"):
                 raise ValueError(
                     f"{packing} has no effect with policy.name={policy.name}: only conversations pass "
                     "through the network by their tokens; leave it out"
@@ -236,6 +236,8 @@ class RunConfig(Strict):
             raise ValueError(
                 f"{given}: demonstrations are on disk already, so there is nothing to collect meanwhile; leave it out"
             )
+        if given := self.changed("learner", "sequence_degree"):
+            raise ValueError(f"{given}: demonstrations pass through the network in one learner each; leave it out")
 
     def _whole_episodes_fit(self) -> None:
         if not self.algo.whole_episodes:

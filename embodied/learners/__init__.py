@@ -1,8 +1,9 @@
 """The learner's worker and what it computes with.
 
 `worker` is the role, `rollout_buffer` the pieces that come to it, `train_batch` its batch, `update` an iteration of RL,
-`bc` and `text_imitation` imitation (of `examples`), `model` the policy as it is trained, with Adam, `sharding` weights
-split over several ranks, which agree by `embodied/runtime/collective.py`.
+`divided_passes` passes that several ranks run together, `bc` and `text_imitation` imitation (of `examples`), `model`
+the policy as it is trained, with Adam, `sharding` weights split over several ranks, which agree by
+`embodied/runtime/collective.py`.
 """
 
 __all__ = [

@@ -6,11 +6,14 @@ that concern several sections in `config/recipe.py`, shares of workers in `place
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
 from embodied.core.options import Strict
+
+DEGREES = (1, 2, 4)  # numbers of learners that may compute a pass together
 
 
 class LearnerConfig(Strict):
@@ -52,6 +55,19 @@ class LearnerConfig(Strict):
         False,
         description="Split weights, gradients and optimizer state over the learners (FSDP2) instead of repeating them.",
     )
+    sequence_degree: Literal["auto", 1, 2, 4] = Field(
+        1,
+        description="Learners that compute a language model's pass together, each a part of its tokens; attention "
+        "exchanges them. auto: as many for each pass as lower the busiest learner's load, and more where the pass has "
+        "more than learner.pack_tokens.",
+    )
+
+    def degrees(self, ranks: int, heads: Sequence[int]) -> list[int]:
+        """The numbers of learners, of so many, that may compute a pass together where attention has these numbers of
+        heads."""
+        if self.sequence_degree != "auto":
+            return [self.sequence_degree]
+        return [degree for degree in DEGREES if not any(count % degree for count in (ranks, *heads))]
 
     def check_ranks(self, ranks: int, backend: str) -> None:
         """Raise ValueError when the plan's learners cannot do this."""
@@ -64,4 +80,29 @@ class LearnerConfig(Strict):
             raise ValueError(
                 "learner.shard=true needs learners in processes of their own, but cluster.backend=inline has one; "
                 "try cluster.backend=local"
+            )
+
+    @property
+    def in_step(self) -> bool:
+        """True if all learners must run their passes together: none has all weights, or some divide a pass."""
+        return self.shard or self.sequence_degree != 1
+
+    def check_degree(self, ranks: int, backend: str, heads: Sequence[int]) -> None:
+        """Raise ValueError when the plan's learners cannot divide passes of a model with these numbers of heads, and of
+        heads of keys and values."""
+        given = f"learner.sequence_degree={self.sequence_degree}"
+        if backend == "inline":
+            raise ValueError(
+                f"{given} needs learners in processes of their own, but cluster.backend=inline has one; "
+                "try cluster.backend=local"
+            )
+        if self.compile:
+            raise ValueError(f"{given}: learners cannot exchange inside compiled layers; try learner.compile=false")
+        if self.sequence_degree == "auto":
+            return
+        counts = {"learners of this placement": ranks, "heads": heads[0], "key-value heads": heads[1]}
+        if odd := [f"{count} {what}" for what, count in counts.items() if count % self.sequence_degree]:
+            works = max(degree for degree in DEGREES if not any(count % degree for count in counts.values()))
+            raise ValueError(
+                f"{given} does not divide the {' and the '.join(odd)}; try learner.sequence_degree={works}"
             )

@@ -22,6 +22,7 @@ from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
+from embodied.learners.divided_passes import PassTable
 from embodied.learners.sharding import HALVES, is_sharded, local, part_of
 from embodied.policies.base import Policy, Scores
 from embodied.runtime.collective import Alone, Collective
@@ -52,11 +53,17 @@ class Model:
         self.device = first.device.type
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
         self.collective: Collective = Alone()  # with the ranks that must run it equally often, where it is sharded
+        self.table: PassTable | None = None  # where ranks run passes together
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
         if config.checkpoint_activations:
             recompute(policy)
         if config.compile:
             compile_blocks(policy)
+
+    @property
+    def pack_tokens(self) -> int:
+        """Tokens of conversations that pass through the network at once."""
+        return self.config.pack_tokens * (1 if self.table is None else self.table.degrees[0])
 
     def score(self, inputs: dict) -> Scores:
         self.tick()

@@ -27,6 +27,7 @@ from embodied.algorithms.losses import LossItems, Stats, loss_sum, out_of_bounds
 from embodied.core.arrays import Observation, host, is_tensor, map_obs, text_lists
 from embodied.core.rng import permutation
 from embodied.core.types import Array, Trajectory, Unit
+from embodied.learners.divided_passes import Pass
 from embodied.learners.model import FrozenFeatures, Model
 from embodied.learners.rollout_buffer import own, take
 from embodied.policies.base import Scores
@@ -106,17 +107,19 @@ class RankBatch:
         """The observations of these items, as policies take them."""
         return text_lists(map_obs(lambda part: take(part, items), self.obs))
 
-    def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[tuple[Tensor, bool]]:
-        """Items of these units, part by part, and whether they count: where all ranks must run the network equally
-        often, padding, which does not, makes up for the passes of others. `size` items at a time where the learner's
-        options leave that open."""
+    def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[Pass]:
+        """Items of these units, part by part: where all ranks must run the network equally often, padding, which does
+        not count, makes up for the passes of others. `size` items at a time where the learner's options leave that
+        open. Where ranks divide sequences, some passes help with those of others."""
         if self.groups is None:
             parts = list(units.split(model.config.micro_batch_size or size or len(units))) if len(units) else []
             padding = torch.zeros(1, dtype=torch.int64)
         else:
             parts, padding = self._packs(model, units), torch.nonzero(self.of.cpu() == 0)[:, 0]
+        if model.table is not None:
+            return model.table.passes(parts, self.inputs, padding if model.config.shard else None)
         missing = model.most_passes(len(parts)) - len(parts)
-        return [(part, True) for part in parts] + [(padding, False)] * missing
+        return [Pass(part) for part in parts] + [Pass(padding, counts=False)] * missing
 
     def _packs(self, model: Model, units: Tensor) -> list[Tensor]:
         """Tokens of these conversations, those of a pack together, in the order of conversations."""
@@ -126,7 +129,7 @@ class RankBatch:
         rows = [np.arange(begins[unit - 1] if unit else 0, begins[unit]) for unit in np.sort(units.numpy())]
         inputs = self.inputs(torch.from_numpy(np.concatenate(rows)))
         told = (inputs[name].cpu().numpy().ravel() for name in ("actions", "mask", "lengths", "groups"))
-        packs = model.policy.pack(*told, model.config.pack_tokens)
+        packs = model.policy.pack(*told, model.pack_tokens)
         return [torch.from_numpy(np.concatenate([rows[number] for number in pack])) for pack in packs]
 
     # Learning
@@ -412,8 +415,8 @@ def scores_of(model: Model, batch: RankBatch, size: int, which: Callable[[Scores
     """One of the scores of all items under a policy, without gradient."""
     with torch.no_grad():
         passes = batch.passes(model, torch.arange(len(batch.numbers)), size)
-        found = [(part, which(model.score(batch.inputs(part))), counts) for part, counts in passes]
-    parts, scores, _ = zip(*(each for each in found if each[2]), strict=True)
+        found = [(each, which(model.score(each.inputs(batch)))) for each in passes]
+    parts, scores = zip(*((each.items, found) for each, found in found if each.counts and each.is_own), strict=True)
     return take(torch.cat(scores), torch.argsort(torch.cat(parts)))
 
 

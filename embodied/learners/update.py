@@ -40,8 +40,11 @@ class GradientSteps:
         with those at act time."""
         model = self.model
         passes = batch.passes(model, batch.teaching(units))
-        for number, (part, counts) in enumerate(passes, 1):
-            scores = model.score(batch.inputs(part))
+        for number, each in enumerate(passes, 1):
+            scores, part, counts = model.score(each.inputs(batch)), each.items, each.counts
+            if not each.is_own:  # its owner's gradient comes back
+                model.backward(0.0 * scores.logprobs.sum(), last=number == len(passes))
+                continue
             check_scores(scores, take(batch.logprobs, part))
             loss, stats = batch.loss_sum(scores, part, float(counts), self.config)
             parts = [stats[name] for name in loss_terms(self.config)]

@@ -22,6 +22,7 @@ from embodied.algorithms.config import AlgoConfig
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError
 from embodied.core.types import EnvSpec, Trajectory, Unit, join_units
 from embodied.learners.config import LearnerConfig
+from embodied.learners.divided_passes import PassTable
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
@@ -33,6 +34,7 @@ from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.collective import Alone, Collective, done_together, join
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
+from embodied.runtime.rank_groups import RankGroup, form_groups
 from embodied.runtime.rendezvous import RendezvousAddress, listen
 from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import Publication, WeightStore
@@ -82,9 +84,12 @@ class LearnerWorker(Worker):
             form_shards(self.rendezvous, self.rank, self.world_size, self.model.device)
             for model in filter(None, (self.model, self.reference)):
                 shard(model.policy)
+        groups = self._groups()
         self.collective = join(self.rendezvous, self, self.model.device)
         for model in filter(None, (self.model, self.reference)):
             model.collective = self.collective
+            if groups:
+                model.table = PassTable(groups, self.config, self.collective, self.rank, model.policy)
         self.optimizer = PolicyOptimizer(self.policy, self.algo, self.collective, self.dtypes)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
@@ -94,6 +99,13 @@ class LearnerWorker(Worker):
         snapshot = self.rank == 0 and (snapshot or live is None)
         changing = () if in_turns else self.moving
         self.store = WeightStore(specs, snapshot, live, store, changing)
+
+    def _groups(self) -> dict[int, RankGroup]:
+        """This rank's groups of ranks that run passes together, by their number of ranks."""
+        if self.config.sequence_degree == 1 or self.world_size == 1:
+            return {}
+        degrees = self.config.degrees(self.world_size, self.policy.attention_heads(self.policy_config))
+        return form_groups(self.rendezvous, self, [d for d in degrees if d > 1], self.model.device)
 
     def _copied_policy(self) -> Model:
         """The policy as the run begins. Weights that are not trained are the policy's own, unless they are sharded."""

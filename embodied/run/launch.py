@@ -208,7 +208,10 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
                 """out, or give them devices of their own: placement='{"sim,policy": "cpu:0", learner: "cpu:1"}'"""
             )
     try:
-        config.learner.check_ranks(plan.count("learner"), config.cluster.backend)
+        ranks = plan.count("learner"), config.cluster.backend
+        config.learner.check_ranks(*ranks)
+        if config.learner.sequence_degree != 1:
+            config.learner.check_degree(*ranks, policy_class(config.policy.name).attention_heads(config.policy))
     except ValueError as err:
         raise ConfigError(str(err)) from None
 

@@ -113,7 +113,7 @@ class GroupCollector:
         self.trajectories = workers.trajectory_channels()
         self.relays = Relays(workers)
         self.dealer = Dealer(config, self.learners, self.text)
-        self.experience = Experience(self.rollouts, config.learner.shard, self.relays.groups)
+        self.experience = Experience(self.rollouts, config.learner.in_step, self.relays.groups)
         workers.cluster.watch(workers.journal)
         if self.algo.filter_metric == "success" and not workers.spec.has_success:
             raise ConfigError(

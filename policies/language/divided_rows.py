@@ -57,7 +57,7 @@ class DividedPass:
 
     group: RankGroup
     owner: int
-    kernel: str = ""  # that computes attention, by transformers' name
+    kernel: str  # that computes attention, by transformers' name
 
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[B, heads, W/N, D] of this rank's places -> [B, heads/N, W, D] of its heads, in one exchange."""

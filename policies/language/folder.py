@@ -46,6 +46,7 @@ from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
 from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, tensor_of
 
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
 GENERATION = "generation_config.json"
 COMPANIONS = (GENERATION, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
 BUILDING = threading.Lock()  # transformers replaces functions of torch meanwhile, for all threads of the process
@@ -66,6 +67,28 @@ def read_config(folder: Path) -> PreTrainedConfig:
     for key in OURS:
         found.__dict__.pop(key, None)
     return found
+
+
+def check_for_vllm(folder: Path) -> None:
+    """Refuse a model that vLLM cannot run on a CPU."""
+    shape = read_config(folder)
+    if any(getattr(shape, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        raise ConfigError(
+            f"policy.engine=vllm: on a CPU its log-probs of a mixture of experts differ from the learner's by 0.2 "
+            f"nats and more, and {folder} is a {shape.model_type}; try policy.engine=transformers"
+        )
+    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    if dim not in CPU_HEADS:
+        raise ConfigError(
+            f"policy.engine=vllm: on a CPU it runs heads of {', '.join(map(str, CPU_HEADS))} numbers, and those of "
+            f"{folder} have {dim}; try policy.engine=transformers"
+        )
+
+
+def heads_in(folder: Path) -> tuple[int, int]:
+    """The numbers of heads of attention, and of heads of keys and values, of the model in a folder."""
+    shape = read_config(folder).get_text_config()
+    return shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
 
 
 def describe(config: PreTrainedConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ folder it lies apart, so that what others load is the model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_sof
 UNKNOWN = ("attn_logit_softcapping",)  # of attention, which kernels leave out without a word
 COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
 ROUNDING = 1e-3  # nats, which float32 stays far below
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
 
 
 class ValueHead(nn.Linear):
@@ -154,14 +152,14 @@ class LanguagePolicy(PublishedPolicy):
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False
         where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt. A token's
-        value is that of the text before it. Several ranks that are given the same conversations and "ranks", a
-        `DividedPass`, score them together."""
+        value is that of the text before it. Several ranks that are given the same conversations score them
+        together: "ranks" says which group, and which member of it has the loss."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = attention.attention_kernel(self.device, self.dtype)
-        room = attention.wide_row(way, self.model.config.hidden_size)
+        room = attention.wide_row(way, self.width)
         packed = lay_out(tokens, mask, lengths, groups, wide=room)
         score = partial(self.scores_of, tokens=tokens, way=way)
-        ranks = inputs.get("ranks")
+        ranks = DividedPass(*inputs["ranks"], way) if "ranks" in inputs else None
         found, which = (score(packed), packed.scored) if ranks is None else ranks.score(score, packed)
         empty, scored = found[0].new_zeros(len(tokens)), tensor_of(which, self.device)
         logprobs, entropy, *values = (empty.index_put((scored,), of) for of in found)
@@ -172,8 +170,7 @@ class LanguagePolicy(PublishedPolicy):
         hidden = self.hidden(packed, way, ranks)
         found = [*self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))]
         if self.value_head is not None:
-            takes = tensor_of(packed.takes, self.device)
-            found.append(self.value_head(hidden)[takes].to(found[0].dtype))
+            found.append(self.value_head(hidden)[tensor_of(packed.takes, self.device)].to(found[0].dtype))
         return found
 
     def imitate(self, inputs: dict[str, Any], noise: Any) -> Tensor:
@@ -190,11 +187,9 @@ class LanguagePolicy(PublishedPolicy):
             tensor_of(each, self.device) for each in (packed.ids, packed.positions, packed.sources)
         )
         seen = attention.attention_mask(packed, way, self.device)
-        more = {} if ranks is None else {"ranks": replace(ranks, kernel=way)}
+        more = {"use_cache": False} | ({} if ranks is None else {"ranks": ranks})
         attention.use_kernel(self.model, way if ranks is None else DIVIDED)
-        states = self.model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=seen, use_cache=False, **more
-        )
+        states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, **more)
         return states.last_hidden_state.flatten(0, 1)[sources]
 
     def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -232,6 +227,15 @@ class LanguagePolicy(PublishedPolicy):
 
     def blocks(self) -> list[nn.Module]:
         return files.blocks_of(self.model)
+
+    @property
+    def width(self) -> int:
+        return self.model.config.hidden_size
+
+    @property
+    def attention_length(self) -> float:
+        kernel = attention.attention_kernel(self.device, self.dtype)
+        return attention.attention_length(kernel, self.width)
 
     @property
     def token_bytes(self) -> int:
@@ -361,23 +365,14 @@ class LanguagePolicy(PublishedPolicy):
         return {}
 
     @classmethod
+    def attention_heads(cls, config: LanguageConfig) -> tuple[int, int]:
+        return files.heads_in(as_path(config.pretrained)) if config.pretrained else (HEADS, HEADS)
+
+    @classmethod
     def check_engine(cls, config: LanguageConfig) -> None:
         """Refuse a published model that vLLM cannot run on a CPU."""
-        folder = as_path(config.pretrained) if config.pretrained else None
-        if folder is None or not (folder / CONFIG).is_file():
-            return
-        shape = files.read_config(folder)
-        if any(getattr(shape, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-            raise ConfigError(
-                f"policy.engine=vllm: on a CPU its log-probs of a mixture of experts differ from the learner's by 0.2 "
-                f"nats and more, and {folder} is a {shape.model_type}; try policy.engine=transformers"
-            )
-        dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        if dim not in CPU_HEADS:
-            raise ConfigError(
-                f"policy.engine=vllm: on a CPU it runs heads of {', '.join(map(str, CPU_HEADS))} numbers, and those of "
-                f"{folder} have {dim}; try policy.engine=transformers"
-            )
+        if config.pretrained and (as_path(config.pretrained) / CONFIG).is_file():
+            files.check_for_vllm(as_path(config.pretrained))
 
     @classmethod
     def for_memory_estimate(cls, config: LanguageConfig, spec: EnvSpec) -> LanguagePolicy | None:

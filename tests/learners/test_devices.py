@@ -33,7 +33,7 @@ COMPARED = Unit((), PLAYED.ids, scores=np.array([1.0, 0.0]), advantages=np.array
 def scored_alike(scores):
     """A model with the same scores for everything."""
     config = SimpleNamespace(micro_batch_size=None)
-    policy, about = SimpleNamespace(speaks=False), {"device": "meta", "dtype": torch.float32}
+    policy, about = SimpleNamespace(speaks=False), {"device": "meta", "dtype": torch.float32, "table": None}
     score, most = (lambda inputs: scores), (lambda passes: 0)
     return SimpleNamespace(config=config, policy=policy, score=score, most_passes=most, **about)
 

@@ -235,15 +235,15 @@ def share_of_six(policy, data, config):
 def test_a_pack_holds_whole_groups_and_says_which_share_a_prompt():
     policy, data = Speaking(), talks(Speaking(), GROUPS, SIZE)
     share = share_of(policy, data, algo(), pack_tokens=45)
-    packs = share.passes(Model(policy, LearnerConfig(pack_tokens=45)), torch.arange(EPISODES))
-    ((every, _), *_), together = packs, []
-    for pack, _ in packs:
+    passes = share.passes(Model(policy, LearnerConfig(pack_tokens=45)), torch.arange(EPISODES))
+    packs, together = [each.items for each in passes], []
+    for pack in packs:
         inputs = share.inputs(pack)
         assert len(pack) == int(inputs["lengths"].sum()) <= 45
         together.append(inputs["groups"].tolist())
     assert sorted(group for groups in together for group in groups) == sorted(np.repeat(range(GROUPS), SIZE).tolist())
     assert len({group for groups in together for group in set(groups)}) == sum(len(set(groups)) for groups in together)
-    alone = share_of(policy, data, algo(), pack_tokens=45, share_prompts=False).inputs(every)
+    alone = share_of(policy, data, algo(), pack_tokens=45, share_prompts=False).inputs(packs[0])
     assert len(set(alone["groups"].tolist())) == len(alone["lengths"])
 
 

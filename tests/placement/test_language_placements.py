@@ -1,6 +1,7 @@
 """Where language recipes run, and what they cost there."""
 
 import pytest
+from tiny_language import publish
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
@@ -114,6 +115,40 @@ def test_sims_are_probed_without_an_engine_where_that_is_elsewhere():
 def test_what_only_robots_ask_for_is_refused(key):
     with pytest.raises(ConfigError, match=f"{key} has no effect with policy.name=language"):
         recipe(key)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "reason", "works"),
+    [
+        ("2xCPU", ["learner.sequence_degree=4"], "the 2 learners of this placement;", "learner.sequence_degree=2"),
+        ("3xGPU", ["learner.sequence_degree=4"], "the 3 learners of this placement;", "learner.sequence_degree=1"),
+        ("4xGPU", ["learner.sequence_degree=4", "FOLDER"], "the 2 key-value heads;", "learner.sequence_degree=2"),
+        ("2xCPU", ["cluster.backend=inline", "learner.sequence_degree=2"], "one; try", "cluster.backend=local"),
+        (
+            "2xCPU",
+            ["learner.compile=true", "learner.sequence_degree=auto"],
+            "compiled layers; try",
+            "learner.compile=false",
+        ),
+    ],
+)
+def test_passes_that_learners_cannot_divide_are_refused_with_what_works(cluster, options, reason, works, tmp_path):
+    if "FOLDER" in options:
+        publish(tmp_path / "model", "qwen3", tied=False)
+    key = works.partition("=")[0]
+    options = [word.replace("FOLDER", f"policy.pretrained={tmp_path / 'model'}") for word in options]
+    usual = [*SMALL, f"cluster.machines={cluster}"]
+    with pytest.raises(ConfigError, match=f"{reason}.*{works}"):
+        launch.planned(load([*usual, *options]).config, dry=True)
+    options = [word for word in options if not word.startswith(f"{key}=")]
+    assert launch.planned(load([*usual, *options, works]).config, dry=True)
+
+
+def test_only_what_learns_from_conversations_divides_passes():
+    with pytest.raises(ConfigError, match=r"learner\.sequence_degree=2 has no effect with policy\.name=mlp"):
+        load(["recipe=pointmass_ppo", "learner.sequence_degree=2"])
+    with pytest.raises(ConfigError, match=r"learner\.sequence_degree=2: demonstrations pass through .*; leave it out"):
+        load(["recipe=sums_grpo", "learner.sequence_degree=2"], entry="sft")
 
 
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])

@@ -280,6 +280,8 @@ def test_more_learners_than_groups_give_the_same_weights(schedule, tmp_path):
         ("policy.dtype=float32", "learner.precision=bf16"),
         pytest.param(("learner.shard=true",), marks=pytest.mark.slow),
         ("learner.checkpoint_activations=true",),
+        ("learner.sequence_degree=2",),
+        pytest.param(("learner.sequence_degree=2", "pipeline.schedule=periodic"), marks=pytest.mark.slow),
         pytest.param(("policy.lora_rank=4", "learner.shard=true", "algo.kl_coef=0.05"), marks=pytest.mark.slow),
         ("learner.pack_tokens=8",),
         ("policy.temperature=0.7",),
@@ -288,7 +290,7 @@ def test_more_learners_than_groups_give_the_same_weights(schedule, tmp_path):
     ids=str,
 )
 def test_every_way_to_train_learns_and_says_what_it_scored(sync, options, tmp_path):
-    backend = "local" if "learner.shard=true" in options else "inline"
+    backend = "local" if {"learner.shard=true", "learner.sequence_degree=2"} & {*options} else "inline"
     shape = "tiny" if "policy.lora_rank=4" in options else "tiny_gpt2"  # GPT-2's layers take no adapters
     with Talk(tmp_path, *options, f"policy.preset={shape}", backend=backend) as run:
         rows = run.some(2)

@@ -15,7 +15,6 @@ from tiny_language import answers, build, inputs_of
 
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model
-from embodied.policies.language.divided_rows import DividedPass
 from embodied.runtime import Timers
 from embodied.runtime.rank_groups import form_groups
 from embodied.runtime.rendezvous import RendezvousFile
@@ -61,7 +60,7 @@ for name, (options, learner, conversations) in MODELS.items():
         if name == "two key-value heads" and degree > 2:
             continue
         for owner in (0, degree - 1):
-            *found, grads = results(model, inputs | {"ranks": DividedPass(group, owner)}, owns=group.place == owner)
+            *found, grads = results(model, inputs | {"ranks": (group, owner)}, owns=group.place == owner)
             apart = max(float((one - other).abs().max()) for one, other in zip(scores, found, strict=True))
             total, largest = sum(group.gather(grads)), float(gradient.abs().max())
             halves = float((grads - total).abs().max()) / largest  # every rank has a part

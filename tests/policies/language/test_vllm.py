@@ -15,7 +15,7 @@ from tiny_language import publish
 
 from embodied import train
 from embodied.core.errors import ConfigError
-from embodied.policies.language.policy import CPU_HEADS
+from embodied.policies.language.folder import CPU_HEADS
 from embodied.policies.language.vllm_engine import on_gpu
 
 installed = importlib.util.find_spec("vllm") is not None

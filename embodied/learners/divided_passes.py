@@ -1,0 +1,137 @@
+"""Passes that learner ranks run together, where a sequence is divided over several (learner.sequence_degree).
+
+A sequence is what passes through the network at once: conversations that share a prompt, or several short ones. All
+ranks tell each other how long theirs are, compute the same table of passes from that, and run their passes in its
+order. Ranks that help get the sequence's tokens; its loss stays with the rank whose sequence it is, the owner.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.core.errors import EmbodiedError
+from embodied.learners.config import LearnerConfig
+from embodied.placement.sequence_degrees import SequenceLoad, divide_sequences, exchange_costs, order_of_passes
+from embodied.policies.base import Policy
+from embodied.policies.language.packing import blocks_of
+from embodied.runtime.collective import Collective
+from embodied.runtime.rank_groups import PendingTensor, RankGroup
+
+if TYPE_CHECKING:
+    from embodied.learners.train_batch import RankBatch
+
+TOLD = ("actions", "mask", "lengths", "groups")  # of conversations, to ranks that help
+
+
+@dataclass(frozen=True)
+class SharedPass:
+    """A sequence that this rank computes together with others, and its tokens, which are on their way."""
+
+    group: RankGroup
+    owner: int  # the place in the group of the rank that has the loss
+    number: int  # in the table
+    order: deque[int]  # of this rank's shared passes that have not begun
+    sizes: tuple[int, int]  # tokens and conversations
+    told: PendingTensor
+
+    def inputs(self) -> dict[str, Any]:
+        """The inputs of `Policy.forward`. Refuses a pass out of turn: ranks would wait for each other in a circle."""
+        mine, owner = self.group.ranks[self.group.place], self.group.ranks[self.owner]
+        if (turn := self.order.popleft()) != self.number:
+            raise EmbodiedError(f"learner rank {mine} begins pass {self.number} of the table before pass {turn}")
+        number, *told = self.told.wait().cpu().split([1, *(self.sizes[name in TOLD[2:]] for name in TOLD)])
+        if int(number) != self.number:
+            raise EmbodiedError(
+                f"learner rank {owner} runs pass {int(number)} where rank {mine} runs pass {self.number}: "
+                "their tables differ"
+            )
+        inputs = dict(zip(TOLD, told, strict=True))
+        return inputs | {"mask": inputs["mask"].bool(), "ranks": (self.group, self.owner)}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What goes through the network at once."""
+
+    items: Tensor  # of this rank's batch; none where it helps with another rank's sequence
+    counts: bool = True  # False: padding
+    shared: SharedPass | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """True if it is of this rank's items, padding among them."""
+        return self.shared is None or self.shared.owner == self.shared.group.place
+
+    def inputs(self, batch: RankBatch) -> dict[str, Any]:
+        """The inputs of `Policy.forward`."""
+        return batch.inputs(self.items) if self.shared is None else self.shared.inputs()
+
+
+class PassTable:
+    """Decides, together with all ranks, which passes ranks run together."""
+
+    def __init__(
+        self,
+        groups: dict[int, RankGroup],
+        config: LearnerConfig,
+        collective: Collective,
+        rank: int,
+        policy: Policy,
+    ) -> None:
+        """`groups` are this rank's by degree."""
+        self.groups, self.collective, self.rank = groups, collective, rank
+        self.degrees = [1, *groups] if config.sequence_degree == "auto" else [config.sequence_degree]
+        self.device, self.attention_length = policy.device, policy.attention_length
+        self.exchange = exchange_costs(policy.width, self.device.type, config.pack_tokens)
+
+    def passes(self, items: Sequence[Tensor], inputs: Callable[[Tensor], dict], padding: Tensor | None) -> list[Pass]:
+        """This rank's passes where it has these sequences, each given by its items. All ranks take part. `padding`:
+        items for passes that count nothing, where all ranks must run equally many."""
+        told = [[np.asarray(inputs(each)[name].cpu()).reshape(-1) for name in TOLD] for each in items]
+        rows = np.array([self._row(*each) for each in told]).reshape(-1, 4)
+        of_ranks = self.collective.gather(rows)
+        first = sum(map(len, of_ranks[: self.rank]))
+        own = dict(enumerate(zip(items, told, strict=True), first))
+        sequences = [
+            SequenceLoad(int(tokens), cost, owner) for owner, rows in enumerate(of_ranks) for tokens, cost, *_ in rows
+        ]
+        sizes = np.concatenate(of_ranks)[:, 2:].astype(int).tolist()
+        ranks = divide_sequences(sequences, len(of_ranks), self.exchange, self.degrees).ranks
+        table = order_of_passes(ranks, [sequence.tokens for sequence in sequences], len(of_ranks))
+        mine = [number for number in table if self.rank in ranks[number]]
+        order = deque(number for number in mine if len(ranks[number]) > 1)
+        shared = {
+            number: self._share(number, ranks[number], sequences[number].owner, sizes[number], order, own.get(number))
+            for number in order
+        }
+        nothing = torch.zeros(0, dtype=torch.int64)
+        found = [Pass(own[n][0] if n in own else nothing, shared=shared.get(n)) for n in mine]
+        if padding is None:
+            return found
+        most = max(sum(rank in group for group in ranks) for rank in range(len(of_ranks)))
+        return found + [Pass(padding, counts=False)] * (most - len(found))
+
+    def _row(self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[float]:
+        """Tokens of a sequence that pass through the network, what they cost, and its tokens and conversations."""
+        blocks = [block.size for block in blocks_of(tokens, mask, lengths, groups)]
+        cost = sum(size * (1 + size / self.attention_length) for size in blocks)
+        return [sum(blocks), cost, len(tokens), len(lengths)]
+
+    def _share(
+        self, number: int, ranks: range, owner: int, sizes: list[int], order: deque[int], own: tuple | None
+    ) -> SharedPass:
+        """Begin to send a sequence's number and tokens from its owner to all of its ranks."""
+        group, place = self.groups[len(ranks)], ranks.index(owner)
+        sent = torch.empty(1 + 2 * sum(sizes), dtype=torch.int64)
+        if own is not None:
+            sent = torch.from_numpy(np.concatenate([[number], *own[1]]).astype(np.int64))
+        tokens, conversations = sizes
+        coming = group.send_from(place, sent.to(self.device))
+        return SharedPass(group, place, number, order, (tokens, conversations), coming)

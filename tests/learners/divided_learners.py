@@ -1,0 +1,119 @@
+"""One of several learner ranks that learn the same batch in several ways, passes divided among them: python
+divided_learners.py FOLDER RANK RANKS. Prints how far each ends from a single rank that learns all of it alone."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_language import SPEC, build
+
+from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.core.types import BatchEnd, Trajectory, Unit, choose
+from embodied.learners.config import LearnerConfig
+from embodied.learners.divided_passes import PassTable
+from embodied.learners.worker import LearnerWorker
+from embodied.policies.config import LanguageConfig
+from embodied.profiling.role_probe import Items
+from embodied.runtime import Timers
+from embodied.runtime.rendezvous import RendezvousFile
+
+folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+SIZE = 2  # conversations of a group
+ANSWERS = [(700, 20), (9, 30), (300, 280), (25, 12), (3, 8), (40, 16), (90, 2), (11, 33)]  # tokens, by group
+PACK = 128
+BASE = {"groups": len(ANSWERS), "group_size": SIZE, "epochs": 2, "minibatch_size": SIZE * 4, "lr": 1e-3}
+BASE |= {"adam_eps": 0.1, "max_grad_norm": None}
+GRPO = {"name": "grpo", **BASE}
+WAYS = {
+    "fixed": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": ranks}, {}),
+    "auto": (GRPO | {"decoupled": True, "logprob_level": "episode"}, {"sequence_degree": "auto"}, {}),
+    "sharded": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, {}),
+    "periodic": (GRPO | {"epochs": 1, "minibatch_size": None}, {"sequence_degree": "auto"}, {}),
+    "values": ({"name": "ppo", **BASE}, {"sequence_degree": 2}, {"value_head": True}),
+}
+USED: set[int] = set()  # degrees
+
+
+def conversations() -> Trajectory:
+    """Groups of conversations, each a prompt of five tokens and an answer; their log-probs are nearly the policy's."""
+    draw, count = np.random.default_rng(0), len(ANSWERS) * SIZE
+    prompts = np.repeat(draw.integers(3, 90, (len(ANSWERS), 5)), SIZE, axis=0)
+    answers = [draw.integers(3, 90, size) for size in np.ravel(ANSWERS)]
+    tokens = [np.concatenate(both).astype(np.int32) for both in zip(prompts, answers, strict=True)]
+    lengths = np.array([len(each) for each in tokens])
+    mask = np.concatenate([np.arange(length) >= 5 for length in lengths])
+    inputs = {"actions": np.concatenate(tokens)[:, None, None], "mask": mask[:, None], "lengths": lengths}
+    with torch.no_grad():
+        found = build(preset="tiny_gpt2", dtype="float64")(inputs | {"groups": np.arange(count)}).logprobs.numpy()
+    last = (np.arange(lengths.sum()) == np.repeat(np.cumsum(lengths), lengths) - 1)[:, None]
+    return Trajectory(
+        ids=np.arange(count),
+        lengths=lengths,
+        obs={},
+        actions=inputs["actions"],
+        logprobs=found + 0.1 * mask[:, None, None] * draw.normal(size=found.shape),
+        rewards=np.zeros((len(mask), 1)),
+        terminated=last,
+        truncated=np.zeros_like(last),
+        mask=mask[:, None],
+        versions=np.where(mask, 0, -1),
+        episodes=np.repeat(np.arange(count), lengths),
+    )
+
+
+DATA = conversations()
+SCORES = np.random.default_rng(7).normal(size=len(DATA.ids))
+ADVANTAGES = np.random.default_rng(8).normal(size=len(DATA.ids))
+
+
+def unit(ids: np.ndarray, **about) -> list:
+    """What a channel delivers for these conversations."""
+    source = f"sim#{ids[0]}-{len(ids)}"
+    return [choose(DATA, ids, source), Unit((source,), ids, ADVANTAGES[ids], SCORES[ids], **about)]
+
+
+def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
+    """The weights and numbers of a rank after an update."""
+    algo, options, policy = WAYS[name]
+    if ranks == 1:
+        options = {"sequence_degree": 1}
+    meet = None if ranks == 1 else RendezvousFile(f"{folder}/{name}", 60.0)
+    config = LanguageConfig(name="language", preset="tiny_gpt2", dtype="float64", **policy)
+    kind = PPOConfig if algo["name"] == "ppo" else GRPOConfig
+    worker = LearnerWorker(config, kind(**algo), LearnerConfig(pack_tokens=PACK, **options), 0, meet)
+    worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, ranks, Timers()
+    worker.build(SPEC, f"{rank:016d}", snapshot=False)
+    if name == "periodic":
+        shares = [np.array_split(np.arange(first, first + SIZE), ranks)[rank] for first in DATA.ids[::SIZE]]
+        units = [unit(ids) if len(ids) else unit(DATA.ids[:1], is_padding=True) for ids in shares]
+    else:
+        units = [unit(np.array_split(DATA.ids.reshape(-1, SIZE), ranks)[rank].ravel())]
+    channel = Items([*(item for each in units for item in each), BatchEnd(0, 10)])
+    numbers = worker.learn(channel, 0, 0, one_by_one=name == "periodic")
+    weights = dict(worker._whole(worker.dtypes.keys()))
+    worker.close()
+    return weights, numbers
+
+
+def watched(table: PassTable, *inputs) -> list:
+    passes = plain(table, *inputs)
+    USED.update(1 if each.shared is None else each.shared.group.size for each in passes)
+    return passes
+
+
+plain, PassTable.passes = PassTable.passes, watched
+for name in WAYS:
+    wanted, alone = learned(name, 0, 1)
+    USED.clear()
+    weights, numbers = learned(name, rank, ranks)
+    first = build(preset="tiny_gpt2", dtype="float64").state_dict()
+    moved = max(float((wanted[key] - first[key]).abs().max()) for key in first)
+    apart = max((float((weights[key] - wanted[key]).abs().max()) for key in weights), default=0.0)
+    same = max(abs(numbers[key] - alone[key]) / (1e-6 + abs(alone[key])) for key in alone if "time" not in key)
+    print(name, max(apart, same), moved, "".join(map(str, sorted(USED))), sep=",", flush=True)
+sys.stdout.flush()
+os._exit(0)
