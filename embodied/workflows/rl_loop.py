@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, WorkerFailed
 from embodied.core.types import (
     BatchEnd,
     EpisodeList,
@@ -269,19 +269,27 @@ class EmbodiedLoop:
         """The same once sim or policy workers have failed for good; None where nothing was learned yet. An update in
         progress is waited for, and counted in `state`."""
         self.workers.cluster.accept_failures()
-        if self.updating:
-            batch, updating = self.updating
-            if updating:
-                updating.wait()
+        if self.updating and self._has_learned(self.updating[1]):
             self.weight_sync.learned = state["version"] = self.version + 1
             state["iteration"] += 1
-            state["env_steps"] += int(self.source.metrics(batch)["env_steps"])
-            self.updating = None
+            state["env_steps"] += int(self.source.metrics(self.updating[0])["env_steps"])
+        self.updating = None
         if not state["iteration"]:
             return None
         given_up = self.source.abandon()
         state["abandoned_episodes"] += self.take_abandoned()
         return self._write(checkpoints, state, given_up)
+
+    def _has_learned(self, updating: Handle | None) -> bool:
+        """False if an update ended before its first step, for want of data that went down with a sim."""
+        if updating is None:
+            return True
+        try:
+            updating.wait()
+        except WorkerFailed:
+            if any(failure.follows is None for failure in updating.failed.values()):
+                raise
+        return updating.succeeded()
 
     def _write(self, checkpoints: Path, state: dict[str, Any], source: dict[str, np.ndarray]) -> Path:
         arrays = source | self.workers.save()

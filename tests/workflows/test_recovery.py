@@ -17,6 +17,7 @@ from embodied.core.errors import WorkerFailed
 from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
+from embodied.run.checkpoints import COUNTERS
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 3
@@ -350,6 +351,17 @@ def test_a_run_saves_what_it_has_learned_before_a_simulator_that_fails_in_every_
     assert train.main([f"resume=runs/{run.name}"]) == 0
     assert [row["iteration"] for row in read_metrics(run)][: len(rows)] == [row["iteration"] for row in rows]
     assert read_metrics(run)[-1]["iteration"] == 6
+
+
+def test_an_update_that_has_lost_its_data_leaves_the_weights_before_it_to_be_saved(tmp_path):
+    with Run(tmp_path, TWO_SIMS) as run:
+        run.iterate(0)
+        batch, state = run.loop.collect(), dict.fromkeys(COUNTERS, 0) | {"iteration": 1, "version": 1}
+        for channel in run.loop.source.trajectories:
+            channel.close("a sim is dead")
+        run.loop.updating = batch, run.loop.source._learn(batch)
+        assert run.loop.save_what_is_learned(tmp_path / "checkpoints", state).name == "v000001"
+        assert (state["iteration"], state["version"]) == (1, 1)
 
 
 def read_metrics(run):
