@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from embodied.core.arrays import Observation, concatenate, join_rows
-from embodied.core.conversations import CompletionBatch, Prompt, PromptBatch
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.core.types import ActReply, ActRequest, PolicyOutput, Servers
-from embodied.runtime import Channel
 
 
 class RequestClient:
     """A player's end of the requests of one round. A worker that dies or leaves is known by news of those that answer
     from now on: what it had is sent to them."""
 
-    def __init__(self, servers: Servers, replies: Channel) -> None:
-        self.source, self.replies = servers.source, replies
+    def __init__(self, servers: Servers) -> None:
+        self.source, self.replies = servers.source, servers.replies
         self.queue = RequestQueue()
         self._begin_with(servers)
 
@@ -53,8 +52,8 @@ class RequestClient:
 class PolicyClient(RequestClient):
     """Asks about the env rows of a stage, one decision after the other."""
 
-    def __init__(self, servers: Servers, replies: Channel) -> None:
-        super().__init__(servers, replies)
+    def __init__(self, servers: Servers) -> None:
+        super().__init__(servers)
         self.number = 0
         self.rows = 0  # that the last request asked about
 
@@ -73,24 +72,6 @@ class PolicyClient(RequestClient):
         return joined(parts)
 
 
-class PromptClient(RequestClient):
-    """Asks for the answers to prompts."""
-
-    def ask(self, prompts: Sequence[Prompt]) -> None:
-        self.put(*(Waiting(one.number, one, 1, one.episode, one.has_more_turns) for one in prompts))
-
-    def answers(self, timeout_s: float | None = None) -> CompletionBatch | None:
-        """Those that come together next, without second ones; None if none came."""
-        batch = self.get(timeout_s)
-        if batch is None:
-            return None
-        new = [one for one in batch.completions if self.queue.answered(one.number)]
-        return CompletionBatch(batch.source, tuple(new))
-
-    def messages(self, requests: list[Prompt]) -> Sequence[PromptBatch]:
-        return [PromptBatch(self.source, tuple(requests))]
-
-
 def joined(parts: list[ActReply]) -> ActReply:
     """The answer to a request of which workers answered parts."""
     if len(parts) == 1:
@@ -98,12 +79,11 @@ def joined(parts: list[ActReply]) -> ActReply:
     parts.sort(key=lambda part: part.key[1])
     outputs = [vars(part.output) for part in parts if part.output is not None]
     final = [part.final_values for part in parts if part.final_values is not None]
-    number, rows = parts[0].key[0], sum(len(part.values) for part in parts)
-    return ActReply(
-        source=parts[0].source,
-        key=(number, 0, rows),
+    values = concatenate([part.values for part in parts])
+    return replace(
+        parts[0],
+        key=(parts[0].key[0], 0, len(values)),
         output=PolicyOutput(**join_rows(outputs)) if outputs else None,
-        values=concatenate([part.values for part in parts]),
+        values=values,
         final_values=concatenate(final) if final else None,
-        version=parts[0].version,
     )

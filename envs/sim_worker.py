@@ -109,9 +109,9 @@ class SimWorker(PlayerWorker):
         before, make = self.timers.totals(), partial(Record, horizon=horizon)
         if noted:
             make = partial(EpisodeStream, store=self.kept, journal=self.journal)
-        records = [make(source) for source in route.sources]
-        for stage, servers, replies in zip(self.stages, route.servers, route.replies, strict=True):
-            stage.client = PolicyClient(servers, replies)
+        records = [make(servers.source) for servers in route]
+        for stage, servers in zip(self.stages, route, strict=True):
+            stage.client = PolicyClient(servers)
         refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
         for decisions in step_stages(self.stages, records, refills, horizon):
             if granularity and decisions > 1 and (decisions - 1) % granularity == 0:
@@ -160,7 +160,7 @@ class SimWorker(PlayerWorker):
         """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
         with an expert of the task. `notes` hears of every beginning and end."""
         self.eval_spec()
-        client = PolicyClient(route.servers[0], route.replies[0])
+        client = PolicyClient(route[0])
         action_source = (
             ExpertActions(self.eval_env.expert(expert, self.tick), client.source) if expert else PolicyActions(client)
         )

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
 from embodied.core import rng
-from embodied.core.arrays import Observation, finite_rows, join_rows, num_rows, text_lists
+from embodied.core.arrays import Observation, finite_rows, join_rows, map_obs, num_rows, text_lists
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
@@ -122,7 +122,7 @@ class PolicyWorker(Worker):
                 self.timers.measure("act"),
                 self.computing.measured(),
                 self.weights.acting(version),
-                self._patience(),
+                self.alive(COMPILING_S) if self.config.compile else nullcontext(),  # when a network is first used
             ):
                 replies = self._answer(requests, temperature, stream)
         except Exception as err:
@@ -140,10 +140,6 @@ class PolicyWorker(Worker):
                 failure = failure or err
         if failure:
             raise failure
-
-    def _patience(self) -> AbstractContextManager[None]:
-        """Allow for the time that compiling takes when a network is first used."""
-        return self.alive(COMPILING_S) if self.config.compile else nullcontext()
 
     def _take(self, batcher: RequestBatcher) -> list[ActRequest]:
         with self.timers.measure("wait"):
@@ -172,7 +168,8 @@ class PolicyWorker(Worker):
         check_output(output, len(noise), self.action_dim)
         for what in ("actions", "logprobs", "values"):
             self._check_finite(what.replace("logprobs", "log-probs"), getattr(output, what))
-        return dict(zip(requests, cut_output(output, [len(request.episodes) for request in asked]), strict=True))
+        rows = zip(requests, spans([request.rows for request in asked]), strict=True)
+        return {i: PolicyOutput(**map_obs(lambda array: array[mine], vars(output))) for i, mine in rows}  # noqa: B023
 
     def _values(self, observations: dict[int, Observation]) -> dict[int, Array]:
         if not observations:
@@ -182,7 +179,7 @@ class PolicyWorker(Worker):
         if list(values.shape) != [sum(counts)]:
             raise WrongShape(f"the policy's values are of shape {list(values.shape)}, it must be one per env row")
         self._check_finite("values", values)
-        return dict(zip(observations, cut(values, counts), strict=True))
+        return {i: values[mine] for i, mine in zip(observations, spans(counts), strict=True)}
 
     def _check_finite(self, what: str, numbers: Array) -> None:
         if not (finite := finite_rows(numbers)).all():
@@ -276,19 +273,7 @@ def sim_of(source: str) -> str:
     return source.partition("/")[0]
 
 
-def cut(array: Array, counts: Sequence[int]) -> list[Array]:
-    """The rows of each request."""
-    if len(counts) == 1:
-        return [array]
+def spans(counts: Sequence[int]) -> list[slice]:
+    """The rows of each request among those of all."""
     ends = np.cumsum(counts).tolist()
-    return [array[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def cut_output(output: PolicyOutput, counts: Sequence[int]) -> list[PolicyOutput]:
-    """The output for each request."""
-    actions, logprobs, values = (cut(part, counts) for part in (output.actions, output.logprobs, output.values))
-    replay = {name: cut(part, counts) for name, part in output.replay.items()}
-    return [
-        PolicyOutput(actions[i], logprobs[i], values[i], {name: parts[i] for name, parts in replay.items()})
-        for i in range(len(counts))
-    ]
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -322,6 +322,12 @@ class Servers:
     source: str
     channels: dict[str, Any]
     others: frozenset[str] = frozenset()  # that take no more from it, and still answer what they have
+    replies: Any = None  # the Channel in which the answers come, of those that the source begins with
+
+
+Route = tuple[Servers, ...]
+"""How a sim worker asks in a round, by stage. The names of the sources differ from round to round, so nothing of an
+earlier round is taken for an answer."""
 
 
 @dataclass(frozen=True)
@@ -368,21 +374,6 @@ class RolloutStats:
     wait_s: float  # for the policy's answers
     problems: tuple[str, ...] = ()  # of other episodes that ended: why each counts for nothing
     samples: tuple[dict[str, Any], ...] = ()  # conversations to be written down, as in samples.jsonl
-
-
-@dataclass(frozen=True)
-class Route:
-    """How one sim worker asks in one round: by stage, who answers at first, and where the answers come.
-
-    The names of the sources differ from round to round, so nothing of an earlier one is taken for an answer.
-    """
-
-    servers: tuple[Servers, ...]
-    replies: tuple[Any, ...]  # Channel per stage
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(servers.source for servers in self.servers)
 
 
 FIELDS = ("actions", "logprobs", "rewards", "terminated", "truncated", "mask", "versions", "episodes")

@@ -14,5 +14,6 @@ __all__ = [
     "model",
     "text_imitation",
     "train_batch",
+    "update",
     "worker",
 ]

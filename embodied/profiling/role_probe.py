@@ -113,7 +113,7 @@ class ProbeWorker(Worker):
         for repeat in range(repeats + 1):
             direct = self._answers(part, copies)
             started = perf_counter()
-            reset_s = self._play(part, rows, decisions, Route((Servers("probe", {"probe": direct}),), (direct,)))
+            reset_s = self._play(part, rows, decisions, (Servers("probe", {"probe": direct}, replies=direct),))
             wall = perf_counter() - started
             self.tick()
             if repeat:

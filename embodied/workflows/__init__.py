@@ -1,7 +1,7 @@
 """The loops: which roles there are, what flows between them, and what an iteration is.
 
-`contract` is what a program declares, `rl_loop` the RL loop, which collects PPO's batches, `relay` a role on their way
-to learners, `imitation` the loop that imitates. `group_collector` collects GRPO's batches, `evaluator` evaluates.
+`contract` is what a program declares, `rl_loop` the RL loop, `imitation` the loop that imitates. `collector` collects
+PPO's batches, `group_collector` GRPO's, `relay` is a role on their way to learners, `evaluator` evaluates.
 `workers` launches the roles, `rollout_manager` runs and replaces sim and policy workers, `answering` says who answers
 whom.
 """

@@ -59,7 +59,7 @@ class Answering:
     def route(self, sim: int) -> Route:
         """How a sim asks at first."""
         mine = [source for source, (of, _) in self.sources.items() if of == sim]
-        return Route(tuple(self.told[source] for source in mine), tuple(self.replies[source] for source in mine))
+        return tuple(replace(self.told[source], replies=self.replies[source]) for source in mine)
 
     def due(self) -> bool:
         """True if workers can join, or should leave, or have left, or prompts wait for one."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
 import numpy as np
 
@@ -83,42 +83,45 @@ class Batch(Protocol):
         """The episodes that ended while it was collected."""
 
 
-Collected = TypeVar("Collected", bound=Batch)
-
-
-class BatchSource(Protocol[Collected]):
+class BatchSource:
     """Collects batches and has them learned from: rollouts of a fixed length, groups of whole episodes,
     demonstrations on disk. It is made when all workers are built, and lays the channels of trajectories."""
+
+    exhausted = ""
+    """Why the run should end here; empty while there is something to learn from."""
 
     def __init__(self, workers: Workers) -> None:
         """Raises ConfigError where the env cannot serve."""
 
-    @property
-    def exhausted(self) -> str:
-        """Why the run should end here; empty while there is something to learn from."""
-
     def total_iterations(self) -> int:
         """The number of iterations that the recipe asks for."""
+        raise NotImplementedError
 
-    def collect(self, version: int) -> Collected:
+    def collect(self, version: int) -> Any:
         """Collect a batch with this version of the weights; lost parts are left out or collected again."""
+        raise NotImplementedError
 
-    def update(self, batch: Collected, iteration: int, total: int) -> Handle | None:
+    def update(self, batch: Any, iteration: int, total: int) -> Handle | None:
         """Begin the learners' update of this batch, in which they compute advantages where no scores are compared here;
         None where it holds nothing to learn from."""
+        raise NotImplementedError
 
-    def metrics(self, batch: Collected) -> dict[str, float]:
+    def metrics(self, batch: Any) -> dict[str, float]:
         """The batch's metrics, `env_steps` among them."""
+        raise NotImplementedError
 
     def save(self) -> dict[str, np.ndarray]:
         """Returns what was begun and not yet learned from, as arrays for a checkpoint."""
+        return {}
 
     def abandon(self) -> dict[str, np.ndarray]:
         """What `save` returns, once sims or policies have failed for good: open episodes are given up, and learners
         that wait for data wait no longer."""
+        return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Continue from `save`; returns the number of open episodes that had to be abandoned."""
+        return 0
 
 
 class Workflow(Protocol):

@@ -233,7 +233,7 @@ def play_fixed(
         calls, routes = rollouts.play(left, share, 1, sampling, "eval", asked=not by_expert, background=listener)
         noted = listener.all_notes()
         for sim, call in calls.items():
-            mine = [note for note in noted if note.source == routes[sim].sources[0]]
+            mine = [note for note in noted if note.source == routes[sim][0].source]
             results |= {result.index: result for note in mine for result in note.finished}
             if call.succeeded():
                 results |= {result.index: result for result in call.wait()[0]}

@@ -1,6 +1,6 @@
 """Collecting whole episodes in groups, as GRPO learns from: sims keep what they have played until it is clear which
 groups are wanted, and then send only those. With schedule=periodic a group is handed on as soon as it is certain that
-the batch will hold it, to learners that sum up gradients meanwhile (`GroupStream`).
+the batch will hold it, to learners that sum up gradients meanwhile.
 
 An episode that was lost with its sim worker takes its group along; the arithmetic of what is played, kept and carried
 over is in `algorithms/groups.py`.
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from embodied.core.arrays import gather
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
-    BatchEnd,
     EpisodeList,
     EpisodeResult,
     EpisodeSpec,
@@ -34,10 +32,10 @@ from embodied.core.types import (
 )
 from embodied.envs import env_class
 from embodied.runtime import Handle
+from embodied.workflows.collector import Collector
 from embodied.workflows.contract import WARNING
 from embodied.workflows.dealing import Dealer
 from embodied.workflows.experience import Experience, GroupTransfer, units_of
-from embodied.workflows.relay import Relays
 
 if TYPE_CHECKING:
     from embodied.config.sections import PipelineSection
@@ -83,11 +81,11 @@ class GroupedEpisodes:
         return np.array([episode for group in self.groups for episode in group.episodes], np.int64)
 
 
-class GroupCollector:
+class GroupCollector(Collector):
     def __init__(self, workers: Workers) -> None:
-        """Lay a channel to each learner."""
+        super().__init__(workers)
         config = workers.config
-        self.config, self.algo, self.early = config, config.algo, config.pipeline.begins_early
+        self.algo, self.early = config.algo, config.pipeline.begins_early
         in_epochs = self.algo.prompts == "epochs"
         self.questions = env_class(config.env).training_questions(config.env) if in_epochs else ()
         self.episodes = EpisodeList(
@@ -95,23 +93,17 @@ class GroupCollector:
         )
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
-        self.batches = 0  # that were collected
-        self.first = 0  # iteration that learns from the first of them
-        self.learning: Handle | None = None  # with schedule=periodic, of learners that take groups as they come
+        self.first = 0  # iteration that learns from the first batch that was collected
         self.playing: GroupedEpisodes | None = None  # the batch that is collected
-        self.began = 0.0
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.solved = False  # every episode of the last batch succeeded
         self.unusable = ""  # why no episode of the last batch counts
         self.warned = False  # that some do not
-        self.rollouts, self.learners = workers.rollouts, workers.learners
         self.text = workers.spec.text  # episodes are conversations
         # Losses compare with the log-probs of tokens as they were drawn.
         drawn_at = config.policy.temperature if self.text else 1.0
         self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at) if self.text else 1.0
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
-        self.trajectories = workers.trajectory_channels()
-        self.relays = Relays(workers)
         self.dealer = Dealer(config, self.learners, self.text)
         self.experience = Experience(self.rollouts, config.learner.in_step, self.relays.groups)
         workers.cluster.watch(workers.journal)
@@ -150,7 +142,7 @@ class GroupCollector:
             self.prompts.counts.clear()
         self.experience.begin(self.trajectories)
         if self.early:
-            self.began, self.learning = perf_counter(), self._begin_to_learn(batch)
+            self.begin_early(batch.number, one_by_one=True)
         # Rounds of whole groups, until the algorithm has what it asks for.
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
             self._play([self.spec_of(index) for index in self.pool.deal(count)], batch)
@@ -179,19 +171,11 @@ class GroupCollector:
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
         self.samples = batch.samples
         self._count_empty(batch)
-        learning, self.learning = self.learning, None
-        if learning is None and not batch.groups:
-            return None
-        if not learning:
+        if not self.learning:
+            if not batch.groups:
+                return None
             self._send_units(batch)
-        seconds = perf_counter() - self.began if learning else 0.0
-        for channel in self.trajectories:
-            channel.put(BatchEnd(iteration, total, seconds), key=batch.number)
-        return learning or self._begin_to_learn(batch)
-
-    def _begin_to_learn(self, batch: GroupedEpisodes) -> Handle:
-        options = batch.number, self.rollouts.weight_sync.learned, None, self.early
-        return self.learners.learn.each([(channel, *options) for channel in self.trajectories])
+        return self.end_batch(batch.number, iteration, total)
 
     def _send_units(self, batch: GroupedEpisodes) -> None:
         """Tell the learner ranks what they learn from, now that the scores of all groups are known."""
@@ -246,8 +230,7 @@ class GroupCollector:
 
     def abandon(self) -> dict[str, np.ndarray]:
         """The pool without episodes that were not learned from: they were kept by the sims."""
-        for channel in self.trajectories:
-            channel.close("the run ends")
+        self.close_channels()
         lost = {*self.pool.playing, *self.pool.held}
         self.pool.lose(lost)
         if self.prompts is not None:
@@ -345,7 +328,7 @@ class GroupCollector:
         batch, journal = self.playing, self.rollouts.journal
         while journal.qsize():
             self.add(journal.get().finished, batch)
-        self._learn(self.experience.arrived(), batch)
+        self._accept(self.experience.arrived(), batch)
         for group in self.pool.certain():
             self.pool.hand_on(group)
             self.experience.send(group, batch.number, self.dealer.cost)
@@ -365,16 +348,16 @@ class GroupCollector:
             self._leave_out(group, batch)
         if left := [group for group in groups if group not in lost]:
             self.experience.send_all(left, batch.number, self.dealer.deal(left, self._iteration(batch)))
-            self._learn(self.experience.wait(), batch)
+            self._accept(self.experience.wait(), batch)
         while batch.groups and (idle := [rank for rank, units in enumerate(batch.units) if not units]):
             there = [group for group in batch.groups if not self.experience.gone(group.episodes[:1])]
             if not there:
                 batch.groups = []  # a rank has nothing, and nobody has a copy for it
                 return
             self.experience.pad(there[0], idle, batch.number)
-            self._learn([one for one in self.experience.wait() if one.arrived()], batch)
+            self._accept([one for one in self.experience.wait() if one.arrived()], batch)
 
-    def _learn(self, sent: Iterable[GroupTransfer], batch: GroupedEpisodes) -> None:
+    def _accept(self, sent: Iterable[GroupTransfer], batch: GroupedEpisodes) -> None:
         """Let learners learn from groups that have arrived."""
         for one in sent:
             group = one.group

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
@@ -19,6 +17,7 @@ from embodied.envs import env_class
 from embodied.envs.text.text_env import TextEnv
 from embodied.learners.examples import no_solution, read_examples
 from embodied.runtime import Handle
+from embodied.workflows.contract import BatchSource
 from embodied.workflows.rl_loop import LEARNER, PLAYERS, EmbodiedLoop, learner_arguments
 
 if TYPE_CHECKING:
@@ -30,11 +29,10 @@ def imitator_arguments(workers: Workers) -> tuple:
     return learner_arguments(workers, workers.config.sft)
 
 
-class RecordedEpisodes:
+class RecordedEpisodes(BatchSource):
     """Demonstrations on disk, or answered prompts that it writes down, which every learner reads for itself: source and
     batch at once."""
 
-    exhausted = ""
     finished: list[EpisodeResult] = []  # noqa: RUF012  no episode is played in an iteration
 
     def __init__(self, workers: Workers) -> None:
@@ -56,16 +54,6 @@ class RecordedEpisodes:
 
     def metrics(self, batch: RecordedEpisodes) -> dict[str, float]:
         return {"env_steps": self.num_steps}
-
-    def save(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def abandon(self) -> dict[str, np.ndarray]:
-        return {}
-
-    def restore(self, state: dict[str, np.ndarray]) -> int:
-        """Nothing was open."""
-        return 0
 
 
 class ImitationLoop(EmbodiedLoop):

@@ -1,15 +1,15 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
 `EmbodiedLoop.iterate` is the story. Which workers there are is declared in `roles`; launching them is in `workers.py`,
-how a batch is collected below (`HorizonCollector`, PPO) and in `group_collector.py` (GRPO), which policy worker answers
-which sim, and what happens when one dies, in `rollout_manager.py`, which weights act in `runtime/weights.py`,
-evaluation in `evaluator.py`. Where each worker runs is the plan's business.
+how a batch is collected in `collector.py` (PPO) and `group_collector.py` (GRPO), which policy worker answers
+which sim in `answering.py`, what happens when one dies in `rollout_manager.py`, which weights act in
+`runtime/weights.py`, evaluation in `evaluator.py`. Where each worker runs is the plan's business.
 
 `pipeline.schedule` names two settings (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag,
 and whether learners begin early. They change when the steps of an iteration happen, never what these compute:
 
     sync      collect a batch with version n, update on it, publish version n + 1
-    periodic  the same, but learners take groups of episodes as they finish (`GroupStream`) and make one step at the end
+    periodic  the same, but learners take groups of episodes as they finish and make one step at the end
     async     rollout n uses version max(0, n - `pipeline.async_level`), so update, publishing and collecting overlap
               (`LaggingVersions`)
 """
@@ -18,38 +18,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from embodied.algorithms.config import PPOConfig
-from embodied.core.errors import ConfigError, WorkerFailed
+from embodied.core.errors import WorkerFailed
 from embodied.core.types import (
-    BatchEnd,
-    EpisodeList,
     EpisodeResult,
     Merging,
-    RolloutStats,
-    Route,
-    Unit,
-    env_blocks,
 )
 from embodied.envs import env_class
-from embodied.placement.balance import balance_ratio
 from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
 from embodied.runtime.weights import Publication
+from embodied.workflows.collector import HorizonCollector
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.lagging_versions import LaggingVersions
-from embodied.workflows.relay import Relays
 from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
@@ -310,160 +300,3 @@ class EmbodiedLoop:
         begun = self.workers.restore(sims)
         self.dropped += int(begun.pop(AHEAD, 0))
         return self.source.restore(begun) if begun else 0
-
-
-@dataclass
-class RolloutParts:
-    """A rollout as the sims have collected it: which of them gave which env rows, and where the time went."""
-
-    number: int  # of the batch, in its channels
-    version: int
-    stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
-    sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
-    seconds: float = 0.0
-    relayed: dict[str, float] = field(default_factory=dict)  # metrics of roles that rollouts pass through
-
-    @property
-    def env_ids(self) -> np.ndarray:
-        return np.sort(np.concatenate([np.array(rows) for rows in self.sources.values()]))
-
-    def sources_of(self, block: range) -> tuple[str, ...]:
-        """The sources that give rows to the learner rank that owns this block."""
-        return tuple(s for s, rows in self.sources.items() if rows.start < block.stop and block.start < rows.stop)
-
-    @property
-    def finished(self) -> list[EpisodeResult]:
-        return [result for _, part in sorted(self.stats.items()) for result in part.finished]
-
-
-class HorizonCollector:
-    """The source of batches that PPO learns from: so many decisions of every env row, episodes going on in the next."""
-
-    exhausted = ""  # there always is something to learn from
-
-    def __init__(self, workers: Workers) -> None:
-        """Lay a channel to each learner. Sims put rollouts into `inlets`."""
-        config = workers.config
-        assert isinstance(config.algo, PPOConfig)
-        self.config, self.horizon = config, config.algo.rollout_decisions
-        self.rollouts, self.learners = workers.rollouts, workers.learners
-        self.episodes = self.rollouts.episodes = EpisodeList(config.seed, "train", workers.tasks)
-        self.trajectories, self.relays = workers.trajectory_channels(), Relays(workers)
-        self.inlets = self.relays.inlets(self.trajectories)
-        if (pieces := config.pipeline.granularity) and self.relays.groups:
-            role = self.relays.groups[0].role
-            raise ConfigError(f"pipeline.granularity={pieces}: {role} workers take whole rollouts; leave it out")
-        self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
-        self.batches = 0  # that were collected
-        self.learning: Handle | None = None  # of learners that take the pieces of a rollout as they come
-        self.began = 0.0
-
-    def total_iterations(self) -> int:
-        """`run.iterations`, or `run.env_steps` in whole iterations (with chunks unmasked steps may be a little
-        fewer)."""
-        run, config = self.config.run, self.config
-        if run.iterations is not None:
-            return run.iterations
-        assert run.env_steps is not None
-        return max(1, run.env_steps // (config.env.num_envs * self.horizon * config.policy.chunk))
-
-    def collect(self, version: int) -> RolloutParts:
-        """A rollout of all sims. Of those that die, the part is played again where half or more is missing, or all that
-        a learner rank would get; otherwise it is left out."""
-        rollouts = self.rollouts
-        self.batches += 1
-        batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
-        if self.config.pipeline.granularity:
-            self.began, self.learning = perf_counter(), self._learn(batch)
-        while missing:
-            begin = partial(self._collect, batch.number)
-            calls, routes = rollouts.play(missing, begin, self.config.pipeline.stages, 1.0, "train")
-            for sim, call in calls.items():
-                if call.succeeded():
-                    batch.stats[sim] = call.wait()[0]
-                    batch.sources |= self._parts(sim, routes[sim])
-            batch.seconds += max((call.seconds() for call in calls.values() if call.succeeded()), default=0.0)
-            missing = [sim for sim in missing if sim not in batch.stats]
-            if not self._too_little(batch, missing):
-                break
-        rollouts.read_journal()
-        rollouts.episode_counter.finish(result for part in batch.stats.values() for result in part.finished)
-        sources = [batch.sources_of(block) for block in self.blocks]
-        batch.relayed = self.relays.pass_rollouts(batch.number, sources, self.trajectories)
-        return batch
-
-    def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
-        ids = batch.env_ids
-        learning, self.learning = self.learning, None
-        seconds = perf_counter() - self.began if learning else 0.0
-        for channel, block in zip(self.trajectories, self.blocks, strict=True):
-            channel.put(Unit(batch.sources_of(block), ids[np.isin(ids, block)]), key=batch.number)
-            channel.put(BatchEnd(iteration, total, seconds), key=batch.number)
-        return learning or self._learn(batch)
-
-    def _learn(self, batch: RolloutParts) -> Handle:
-        """Have each learner take its env rows of a batch, and step when it has all."""
-        shares, version = zip(self.trajectories, self.blocks, strict=True), self.rollouts.weight_sync.learned
-        return self.learners.learn.each(
-            [(channel, batch.number, version, np.array(block)) for channel, block in shares]
-        )
-
-    def metrics(self, batch: RolloutParts) -> dict[str, float]:
-        def mean(what: Callable[[RolloutStats], float]) -> float:
-            return float(np.mean([what(part) for part in batch.stats.values()]))
-
-        missing = self.config.env.num_envs - len(batch.env_ids)
-        ranks = [rank for rank, block in enumerate(self.blocks) for env in batch.env_ids if env in block]
-        return {
-            "env_steps": sum(part.env_steps for part in batch.stats.values()),
-            "time/rollout_s": batch.seconds,
-            "time/step_s": mean(lambda part: part.step_s),
-            "time/reset_s": mean(lambda part: part.reset_s),
-            "time/act_s": mean(lambda part: part.wait_s),
-            "faults/lost_decisions": missing * self.horizon,
-            "train/balance_ratio": balance_ratio([1.0] * len(ranks), ranks, len(self.blocks)),
-            **batch.relayed,
-        }
-
-    def save(self) -> dict[str, np.ndarray]:
-        """The state of all env rows, one array row per env id."""
-        parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_state) if part]
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
-
-    def abandon(self) -> dict[str, np.ndarray]:
-        """The number of episodes that each row has begun; a resumed run begins the next ones."""
-        self.rollouts.read_journal()
-        for channel in self.trajectories:
-            channel.close("the run ends")
-        return self.rollouts.episode_counter.abandoned()
-
-    def restore(self, state: dict[str, np.ndarray]) -> int:
-        """Go on from `save`; returns the number of open episodes that had to be abandoned."""
-        check_rows(state, self.config.env.num_envs)
-        self.rollouts.episode_counter.restore(state)
-        return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
-
-    def _collect(self, batch: int, sim: int, route: Route) -> Handle:
-        where = (tuple(self.inlets), batch, self.config.pipeline.granularity or 0)
-        return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where)
-
-    def _parts(self, sim: int, route: Route) -> dict[str, range]:
-        """The env rows that each stage of a sim plays."""
-        rows, stages = self.rollouts.rows(sim), len(route.sources)
-        size = len(rows) // stages
-        return {source: rows[i * size : (i + 1) * size] for i, source in enumerate(route.sources)}
-
-    def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
-        return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)
-
-
-def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
-    """Refuse what is not the state of so many env rows."""
-    if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
-        raise ValueError(f"env_ids should be those of {num_envs} env rows")
-    if odd := [name for name, array in state.items() if len(array) != num_envs]:
-        raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
-    if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:
-        raise ValueError(f"{odd[0]} should hold counts")
-    if (state["rows.episode"] < 0).any():
-        raise ValueError("rows.episode holds a negative number, and episodes are counted from 0")

@@ -13,7 +13,7 @@ for it until these are free.
 
 Noticing a death and deciding what follows is the runtime's business (`Cluster.settle`, `supervision.py`).
 
-How far a rollout's weights may lag behind the learners' is decided in `rl_loop.py`.
+How far a rollout's weights may lag behind the learners' is decided in `lagging_versions.py`.
 """
 
 from __future__ import annotations

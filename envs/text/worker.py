@@ -22,13 +22,14 @@ from embodied.core.conversations import (
     Completion,
     EvaluationShare,
     Prompt,
+    PromptBatch,
     Said,
     SamplingOverride,
 )
 from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
+from embodied.core.request_queue import Waiting
 from embodied.core.types import (
     EnvSpec,
-    EpisodeList,
     EpisodeResult,
     EpisodeSpec,
     Note,
@@ -38,11 +39,11 @@ from embodied.core.types import (
     Trajectory,
 )
 from embodied.envs import env_class
-from embodied.envs.request_client import PromptClient
+from embodied.envs.request_client import RequestClient
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.envs.whole_episodes import PlayerWorker
-from embodied.runtime import Channel, Needs, Timers
+from embodied.runtime import Channel, Timers
 
 LOOK_S = 0.01  # between two looks for answers while env steps run
 LONGEST_PROBLEM = 1_000  # characters, in a table of episodes
@@ -70,18 +71,10 @@ class TextWorker(PlayerWorker):
             self.shared[key] = self.kind.load(config)
         return self.kind.env_spec(config)
 
-    def needs(self, shared: bool = False) -> Needs:
-        """Text takes no memory of a device."""
-        return Needs()
-
     def collect(
         self,
         episodes: list[EpisodeSpec],
         route: Route,
-        horizon: int = 0,
-        out: tuple[Channel, ...] = (),
-        batch: int = 0,
-        granularity: int = 0,
         noted: bool = False,
         beside: EvaluationShare | None = None,
         shown: frozenset[int] = frozenset(),
@@ -90,8 +83,6 @@ class TextWorker(PlayerWorker):
         for each from then on. One whose answer was unusable counts for nothing. Those of an evaluation `beside` are
         held at the same time, and written down. `shown` are the episodes whose conversations are returned as
         samples."""
-        if horizon:
-            raise ConfigError(f"a text env holds whole conversations, not {horizon} decisions; set algo.groups")
         before, results, steps = self.timers.totals(), [], 0
         problems: list[str] = []
         samples: list[dict[str, Any]] = []
@@ -117,7 +108,7 @@ class TextWorker(PlayerWorker):
                     results.append(one.result())
                     self.kept[one.spec.index] = one.trajectory()
                 if noted and (finished := tuple(one.result() for one in ended if not one.problem)):
-                    self.journal.put(Note(route.sources[0], finished=finished))
+                    self.journal.put(Note(route[0].source, finished=finished))
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return RolloutStats(steps, tuple(results), *spent, tuple(problems), tuple(samples))
 
@@ -133,7 +124,7 @@ class TextWorker(PlayerWorker):
         """Hold these conversations to their ends and write them down. `notes` hears of every beginning and end."""
         if expert:
             raise ConfigError(f"there is no expert for env.name={self.config.name}; imitation asks the env itself")
-        source, results = route.sources[0], []
+        source, results = route[0].source, []
 
         def begun(specs: list[EpisodeSpec]) -> None:
             notes.put(Note(source, begun=tuple(spec.index for spec in specs)))
@@ -168,21 +159,10 @@ class TextWorker(PlayerWorker):
                 for writer in writers:
                     for one, result in zip(ended, over, strict=True):
                         writer.add(result, one.turns)
-                notes.put(Note(route.sources[0], finished=tuple(over)))
+                notes.put(Note(route[0].source, finished=tuple(over)))
                 return over
 
             yield note
-
-    def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
-        """Take over from a worker that died: what it held is lost, and nothing is open."""
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Nothing is open between iterations."""
-        return {}
-
-    def set_state(self, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
-        """Nothing was open."""
-        return 0
 
     def close(self) -> None:
         self.steps.close()
@@ -372,12 +352,12 @@ def middle_left_out(text: str) -> str:
 # Playing them with the policy workers' answers
 
 
-class ConversationClient:
+class ConversationClient(RequestClient):
     """Asks for the answers of conversations, and says which one an answer belongs to."""
 
     def __init__(self, route: Route, timers: Timers) -> None:
-        (servers,), (replies,) = route.servers, route.replies
-        self.client, self.timers = PromptClient(servers, replies), timers
+        super().__init__(*route)
+        self.timers = timers
         self.open: dict[int, Conversation] = {}  # by number of the prompt
         self.number = 0
 
@@ -388,7 +368,8 @@ class ConversationClient:
 
     def ask(self, conversations: Iterable[Conversation]) -> None:
         """Let policies continue these."""
-        self.client.ask([self._prompt(one) for one in conversations])
+        prompts = [self._prompt(one) for one in conversations]
+        self.put(*(Waiting(one.number, one, 1, one.episode, one.has_more_turns) for one in prompts))
 
     def _prompt(self, one: Conversation) -> Prompt:
         self.number += 1
@@ -397,16 +378,20 @@ class ConversationClient:
         more = len(one.turns) + 1 < one.part.turns
         return Prompt(self.number, one.spec.index, one.said, tokens, None, one.part.override, more)
 
+    def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
+        return [PromptBatch(self.source, tuple(requests))]
+
     def answers(self, seconds: float | None) -> list[tuple[Conversation, Completion]]:
-        """Wait for answers, at most so many seconds; returns those that came together."""
+        """Wait for answers, at most so many seconds; returns those that came together, without second ones."""
         with self.timers.measure("wait"):
             try:
-                found = self.client.answers(seconds)
+                batch = self.get(seconds)
             except DeadlineExceeded:
                 if seconds is None:
                     raise
                 return []
-        return [(self.open.pop(one.number), one) for one in found.completions] if found else []
+        found = [one for one in batch.completions if self.queue.answered(one.number)] if batch else []
+        return [(self.open.pop(one.number), one) for one in found]
 
 
 def play_conversations(

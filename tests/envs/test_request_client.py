@@ -1,6 +1,7 @@
 """Asking policy workers that may die, leave or join between question and answer."""
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Asking:
     def __init__(self, *names):
         self.ends = {}
         self.replies = Fifo()
-        self.client = PolicyClient(self.servers(*names), self.replies)
+        self.client = PolicyClient(replace(self.servers(*names), replies=self.replies))
 
     def servers(self, *names, others=()):
         self.ends |= {name: Fifo() for name in names if name not in self.ends}

@@ -104,13 +104,13 @@ def sync(tmp_path_factory):
 @pytest.fixture
 def arrivals(monkeypatch):
     """The groups that learners were given, by their first episodes, in that order."""
-    given, learn = [], GroupCollector._learn
+    given, learn = [], GroupCollector._accept
 
     def watched(collector, sent, batch):
         given.extend(one.group.episodes[0] for one in sent)
         learn(collector, sent, batch)
 
-    monkeypatch.setattr(GroupCollector, "_learn", watched)
+    monkeypatch.setattr(GroupCollector, "_accept", watched)
     return given
 
 
@@ -243,7 +243,7 @@ def kill(run, worker):
 
 def kill_when(monkeypatch, run, worker, now):
     """Kill a worker once; `now` says when, from the groups that learners were given so far."""
-    given, killed, learn = [], [], GroupCollector._learn
+    given, killed, learn = [], [], GroupCollector._accept
 
     def watched(collector, sent, batch):
         for one in sent:
@@ -252,7 +252,7 @@ def kill_when(monkeypatch, run, worker, now):
             if now(given) and not killed:
                 killed.append(kill(run, worker))
 
-    monkeypatch.setattr(GroupCollector, "_learn", watched)
+    monkeypatch.setattr(GroupCollector, "_accept", watched)
 
 
 def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monkeypatch):

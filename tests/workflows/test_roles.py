@@ -13,11 +13,11 @@ from embodied.policies.policy_folder import read_weights
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
 from embodied.runtime import Worker
-from embodied.workflows.contract import BatchSource, Role, check_roles
-from embodied.workflows.group_collector import GroupCollector
-from embodied.workflows.imitation import ImitationLoop, RecordedEpisodes
+from embodied.workflows.collector import HorizonCollector
+from embodied.workflows.contract import Role, check_roles
+from embodied.workflows.imitation import ImitationLoop
 from embodied.workflows.relay import RelayWorker
-from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop, HorizonCollector
+from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
 ARGUMENTS = [
     "recipe=pointmass_ppo",
@@ -103,13 +103,6 @@ def test_a_role_of_ones_own_works_between_sims_and_learners_and_holds_its_device
     assert [group.role for group in loop.groups] == ["sim", "policy", "learner", "reward"]
     assert all(np.array_equal(plain[name], unchanged[name]) for name in plain)
     assert not all(np.array_equal(plain[name], changed[name]) for name in plain)
-
-
-@pytest.mark.parametrize("source", [HorizonCollector, GroupCollector, RecordedEpisodes])
-def test_every_source_of_batches_has_all_that_is_declared(source):
-    declared = {name for name in vars(BatchSource) if not name.startswith("_")}
-    assert {"collect", "update", "exhausted"} <= declared
-    assert [name for name in declared if not hasattr(source, name)] == []
 
 
 class CountingSim(SimWorker):

@@ -9,7 +9,7 @@ import pytest
 
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
-from embodied.core.types import EpisodeSpec, Route, Servers
+from embodied.core.types import EpisodeSpec, Servers
 from embodied.envs.config import ExternalEnvConfig
 from embodied.envs.text.side_by_side import SideBySide
 from embodied.envs.text.text_env import TextEnv, Turn
@@ -47,7 +47,7 @@ class Policy:
 
     def __init__(self):
         self.requests, self.replies = Queue(), Queue()
-        self.route = Route((Servers("sim-0/0#1", {"policy": self.requests}),), (self.replies,))
+        self.route = (Servers("sim-0/0#1", {"policy": self.requests}, replies=self.replies),)
         self.asked, self.say = [], lambda prompt: prompt.said.rstrip("?")
 
     def answer(self, **changes):

@@ -1,0 +1,210 @@
+"""Collecting batches. `Collector` is what PPO's and GRPO's have in common: units of a batch go to the learner ranks
+under the batch's number, and learners begin when the batch is complete, or early, when the first unit may come.
+
+`HorizonCollector` collects rollouts of a fixed length, as PPO learns from: so many decisions of every env row, whose
+episodes go on in the next rollout. Sims put slices of env rows straight into the channels of the learner ranks that own
+the rows. `group_collector.py` collects whole episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.algorithms.config import PPOConfig
+from embodied.core.errors import ConfigError
+from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, RolloutStats, Route, Unit, env_blocks
+from embodied.placement.balance import balance_ratio
+from embodied.runtime import Handle
+from embodied.workflows.contract import BatchSource
+from embodied.workflows.relay import Relays
+
+if TYPE_CHECKING:
+    from embodied.workflows.workers import Workers
+
+
+class Collector(BatchSource):
+    """Collects batches with sims and policies, and sends them to learners."""
+
+    def __init__(self, workers: Workers) -> None:
+        """Lay a channel to each learner."""
+        self.config = workers.config
+        self.rollouts, self.learners = workers.rollouts, workers.learners
+        self.trajectories, self.relays = workers.trajectory_channels(), Relays(workers)
+        self.batches = 0  # that were collected
+        self.learning: Handle | None = None  # of learners that began before the batch was complete
+        self.began = 0.0
+
+    def rows_of_ranks(self) -> list[np.ndarray | None]:
+        """The env rows that each learner rank owns, where these are its units."""
+        return [None] * len(self.trajectories)
+
+    def begin_learning(self, batch: int, one_by_one: bool = False) -> Handle:
+        """Have each learner rank take its units of a batch as they come, and step when it has all."""
+        version, ranks = self.rollouts.weight_sync.learned, zip(self.trajectories, self.rows_of_ranks(), strict=True)
+        return self.learners.learn.each([(channel, batch, version, rows, one_by_one) for channel, rows in ranks])
+
+    def begin_early(self, batch: int, one_by_one: bool = False) -> None:
+        """The same, before the batch is complete."""
+        self.began, self.learning = perf_counter(), self.begin_learning(batch, one_by_one)
+
+    def end_batch(self, batch: int, iteration: int, total: int) -> Handle:
+        """Tell the learners that no more units follow; returns the call in which they learn."""
+        learning, self.learning = self.learning, None
+        end = BatchEnd(iteration, total, perf_counter() - self.began if learning else 0.0)
+        for channel in self.trajectories:
+            channel.put(end, key=batch)
+        return learning or self.begin_learning(batch)
+
+    def close_channels(self) -> None:
+        """Learners that wait for units wait no longer."""
+        for channel in self.trajectories:
+            channel.close("the run ends")
+
+
+@dataclass
+class RolloutParts:
+    """A rollout as the sims have collected it: which of them gave which env rows, and where the time went."""
+
+    number: int  # of the batch, in its channels
+    version: int
+    stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
+    sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
+    seconds: float = 0.0
+    relayed: dict[str, float] = field(default_factory=dict)  # metrics of roles that rollouts pass through
+
+    @property
+    def env_ids(self) -> np.ndarray:
+        return np.sort(np.concatenate([np.array(rows) for rows in self.sources.values()]))
+
+    def sources_of(self, block: range) -> tuple[str, ...]:
+        """The sources that give rows to the learner rank that owns this block."""
+        return tuple(s for s, rows in self.sources.items() if rows.start < block.stop and block.start < rows.stop)
+
+    @property
+    def finished(self) -> list[EpisodeResult]:
+        return [result for _, part in sorted(self.stats.items()) for result in part.finished]
+
+
+class HorizonCollector(Collector):
+    """The source of batches that PPO learns from: so many decisions of every env row, episodes going on in the next."""
+
+    def __init__(self, workers: Workers) -> None:
+        """Sims put rollouts into `inlets`."""
+        super().__init__(workers)
+        config = workers.config
+        assert isinstance(config.algo, PPOConfig)
+        self.horizon = config.algo.rollout_decisions
+        self.episodes = self.rollouts.episodes = EpisodeList(config.seed, "train", workers.tasks)
+        self.inlets = self.relays.inlets(self.trajectories)
+        if (pieces := config.pipeline.granularity) and self.relays.groups:
+            role = self.relays.groups[0].role
+            raise ConfigError(f"pipeline.granularity={pieces}: {role} workers take whole rollouts; leave it out")
+        self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
+
+    def total_iterations(self) -> int:
+        """`run.iterations`, or `run.env_steps` in whole iterations (with chunks unmasked steps may be a little
+        fewer)."""
+        run, config = self.config.run, self.config
+        if run.iterations is not None:
+            return run.iterations
+        assert run.env_steps is not None
+        return max(1, run.env_steps // (config.env.num_envs * self.horizon * config.policy.chunk))
+
+    def collect(self, version: int) -> RolloutParts:
+        """A rollout of all sims. Of those that die, the part is played again where half or more is missing, or all that
+        a learner rank would get; otherwise it is left out."""
+        rollouts = self.rollouts
+        self.batches += 1
+        batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
+        if self.config.pipeline.granularity:
+            self.begin_early(batch.number)
+        while missing:
+            begin = partial(self._collect, batch.number)
+            calls, routes = rollouts.play(missing, begin, self.config.pipeline.stages, 1.0, "train")
+            for sim, call in calls.items():
+                if call.succeeded():
+                    batch.stats[sim] = call.wait()[0]
+                    batch.sources |= self._parts(sim, routes[sim])
+            batch.seconds += max((call.seconds() for call in calls.values() if call.succeeded()), default=0.0)
+            missing = [sim for sim in missing if sim not in batch.stats]
+            if not self._too_little(batch, missing):
+                break
+        rollouts.read_journal()
+        rollouts.episode_counter.finish(result for part in batch.stats.values() for result in part.finished)
+        sources = [batch.sources_of(block) for block in self.blocks]
+        batch.relayed = self.relays.pass_rollouts(batch.number, sources, self.trajectories)
+        return batch
+
+    def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
+        ids = batch.env_ids
+        for channel, block in zip(self.trajectories, self.blocks, strict=True):
+            channel.put(Unit(batch.sources_of(block), ids[np.isin(ids, block)]), key=batch.number)
+        return self.end_batch(batch.number, iteration, total)
+
+    def rows_of_ranks(self) -> list[np.ndarray | None]:
+        return [np.array(block) for block in self.blocks]
+
+    def metrics(self, batch: RolloutParts) -> dict[str, float]:
+        def mean(what: Callable[[RolloutStats], float]) -> float:
+            return float(np.mean([what(part) for part in batch.stats.values()]))
+
+        missing = self.config.env.num_envs - len(batch.env_ids)
+        ranks = [rank for rank, block in enumerate(self.blocks) for env in batch.env_ids if env in block]
+        return {
+            "env_steps": sum(part.env_steps for part in batch.stats.values()),
+            "time/rollout_s": batch.seconds,
+            "time/step_s": mean(lambda part: part.step_s),
+            "time/reset_s": mean(lambda part: part.reset_s),
+            "time/act_s": mean(lambda part: part.wait_s),
+            "faults/lost_decisions": missing * self.horizon,
+            "train/balance_ratio": balance_ratio([1.0] * len(ranks), ranks, len(self.blocks)),
+            **batch.relayed,
+        }
+
+    def save(self) -> dict[str, np.ndarray]:
+        """The state of all env rows, one array row per env id."""
+        parts = [part for part in self.rollouts.ask(self.rollouts.sims.get_state) if part]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
+
+    def abandon(self) -> dict[str, np.ndarray]:
+        """The number of episodes that each row has begun; a resumed run begins the next ones."""
+        self.rollouts.read_journal()
+        self.close_channels()
+        return self.rollouts.episode_counter.abandoned()
+
+    def restore(self, state: dict[str, np.ndarray]) -> int:
+        """Go on from `save`; returns the number of open episodes that had to be abandoned."""
+        check_rows(state, self.config.env.num_envs)
+        self.rollouts.episode_counter.restore(state)
+        return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
+
+    def _collect(self, batch: int, sim: int, route: Route) -> Handle:
+        where = (tuple(self.inlets), batch, self.config.pipeline.granularity or 0)
+        return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where)
+
+    def _parts(self, sim: int, route: Route) -> dict[str, range]:
+        """The env rows that each stage of a sim plays."""
+        rows, stages = self.rollouts.rows(sim), len(route)
+        size = len(rows) // stages
+        return {servers.source: rows[i * size : (i + 1) * size] for i, servers in enumerate(route)}
+
+    def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
+        return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)
+
+
+def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
+    """Refuse what is not the state of so many env rows."""
+    if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
+        raise ValueError(f"env_ids should be those of {num_envs} env rows")
+    if odd := [name for name, array in state.items() if len(array) != num_envs]:
+        raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
+    if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:
+        raise ValueError(f"{odd[0]} should hold counts")
+    if (state["rows.episode"] < 0).any():
+        raise ValueError("rows.episode holds a negative number, and episodes are counted from 0")
