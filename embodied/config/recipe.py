@@ -152,6 +152,11 @@ class RunConfig(Strict):
                 "algo.surplus=carry keeps groups for later batches, but with pipeline.schedule=async all are exactly "
                 "pipeline.async_level versions old; try algo.surplus=discard"
             )
+        if (most := self.changed("learner", "most_items")) and (schedule == "periodic" or not algo.whole_episodes):
+            raise ValueError(
+                f"{most} limits what a learner has of a batch of whole episodes; with pipeline.schedule=periodic it "
+                "keeps none, and with rollouts of a fixed length all learners have equally much; leave it out"
+            )
         if schedule == "periodic" and (reason := algo.why_not_periodic()):
             raise ValueError(f"pipeline.schedule=periodic: {reason}")
 

@@ -27,6 +27,14 @@ def test_robots_learners_pack_no_conversations(key):
     assert f"{key.replace('false', 'False')} has no effect with policy.name=mlp: only conversations" in line
 
 
+@pytest.mark.parametrize("options", [["recipe=pointmass_ppo"], ["recipe=pointmass_grpo", "pipeline.schedule=periodic"]])
+def test_only_batches_of_whole_episodes_are_dealt_within_a_limit(options):
+    options += ["algo.minibatch_size=null", "algo.epochs=1"] if len(options) > 1 else []
+    line = refused(*options, "learner.most_items=5000")
+    assert "learner.most_items=5000 limits what a learner has of a batch of whole episodes" in line
+    load(["recipe=pointmass_grpo", "learner.most_items=5000"])
+
+
 @pytest.mark.parametrize("name", ["overlay", "cameras", "mosaic", "dataset"])
 def test_a_text_env_is_not_filmed(name):
     line = refused("recipe=sums_grpo", "run.start_from=null", f"eval.{name}=true")
