@@ -1,6 +1,7 @@
 """Several runs with one command, on devices that they share: each learns what it learns alone, whatever happens to the
 others, to the command, or to Ctrl-C."""
 
+import contextlib
 import json
 import os
 import signal
@@ -116,6 +117,19 @@ def test_one_run_some_of_whose_engines_are_on_its_learners_device_is_what_it_is_
 
 
 @pytest.mark.slow
+def test_a_second_ctrl_c_stops_all_runs_at_once(tmp_path):
+    long_steps = changed(ROBOT, "algo.rollout_decisions=4000", "algo.minibatch_size=4000", "run.iterations=100")
+    process = start(tmp_path, "share", "folder=s", *long_steps, *long_steps, "seed=1")
+    until(lambda: rows(tmp_path, "s-pointmass_ppo"), tmp_path, process)
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(1)
+    assert process.wait(LONG_S) == 130
+    assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["stopped"] * 2
+    assert "Traceback" not in (tmp_path / "said.txt").read_text()
+
+
+@pytest.mark.slow
 def test_ctrl_c_saves_all_runs_and_resume_goes_on_with_them(alone, tmp_path):
     process = start(tmp_path, "share", "folder=s", *ROBOT, *TALKER)
     until(lambda: rows(tmp_path, "s-sums_grpo"), tmp_path, process)
@@ -127,10 +141,10 @@ def test_ctrl_c_saves_all_runs_and_resume_goes_on_with_them(alone, tmp_path):
     assert far(weights(tmp_path, "s-pointmass_ppo"), alone["robot"]) < 1e-9
 
 
-def pid_of(folder, name):
-    """The process id of a run's driver."""
+def pid_of(folder, name, host="driver"):
+    """The process id of one of a run's processes."""
     for path in folder.glob(f"runs/{name}-20*/run.json"):
-        return json.loads(path.read_text()).get("processes", {}).get("driver")
+        return json.loads(path.read_text()).get("processes", {}).get(host)
 
 
 @pytest.mark.slow
@@ -142,6 +156,24 @@ def test_a_run_that_is_killed_frees_its_devices_at_once_and_others_go_on(alone, 
     assert process.wait(LONG_S) == 1
     assert far(weights(tmp_path, "s-sums_grpo"), alone["talker"]) < 1e-9
     assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["failed", "finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_engines_that_are_killed_again_and_again_cost_a_shared_run_nothing(alone, tmp_path):
+    """One of them is on the other run's device."""
+    robot, often = changed(ROBOT, "run.iterations=40"), "faults.max_restarts=100"
+    process = start(tmp_path, "share", "folder=s", *robot, *TALKER, often)
+    until(lambda: rows(tmp_path, "s-sums_grpo"), tmp_path, process)
+    killed = 0
+    while process.poll() is None and rows(tmp_path, "s-sums_grpo") < 3:
+        if pid := pid_of(tmp_path, "s-sums_grpo", f"policy-{killed % 2}"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+        time.sleep(3)
+    assert process.wait(LONG_S) == 0 and killed, (tmp_path / "said.txt").read_text()
+    assert far(weights(tmp_path, "s-sums_grpo"), alone["talker"]) < 1e-9
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ MOST_BYTES = 4 << 20  # of a message
 STRANGER = ""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Peer:
     socket: socket.socket
     run: str  # STRANGER: another process of this user
@@ -61,6 +61,7 @@ class LeaseServer:
         self.add, self.clock, self.start = add, clock, clock()
         self.expected: dict[int, str] = {}  # process id -> run
         self.peers: list[_Peer] = []
+        self._stopped: dict[str, float] = {}  # run whose process does not go on (SIGSTOP) -> since when
         self._folder = Path(tempfile.mkdtemp(prefix="embodied-share-"))
         self.path = self._folder / "socket"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -106,9 +107,18 @@ class LeaseServer:
         self._tell()
 
     def overdue(self, seconds: float) -> set[str]:
-        """Runs that were asked for a device so long ago and still hold it."""
+        """Runs that were asked for a device so long ago and still hold it, or that others wait for although their
+        process has been stopped for so long."""
         asked = [gang for gang in self.turns.gangs.values() if gang.leaves_since is not None]
-        return {gang.run for gang in asked if gang.leaves_since is not None and self.now - gang.leaves_since > seconds}
+        late = {gang.run for gang in asked if gang.leaves_since is not None and self.now - gang.leaves_since > seconds}
+        here = {run for pid, run in self.expected.items() if is_stopped(pid)}
+        self._stopped = {run: self._stopped.get(run, self.now) for run in here}
+        waited_for = {
+            self.turns.gangs[holder].run
+            for gang in self.coordinator.waiting
+            for holder in self.coordinator.in_the_way(gang)
+        }
+        return late | {run for run, since in self._stopped.items() if run in waited_for and self.now - since > seconds}
 
     def close(self) -> None:
         for peer in list(self.peers):
@@ -179,8 +189,11 @@ class LeaseServer:
         with suppress(BlockingIOError):
             try:
                 peer.to_send = peer.to_send[peer.socket.send(peer.to_send) :]
-            except BrokenPipeError:
+            except ConnectionError:
                 return  # read says so
+        if len(peer.to_send) > MOST_BYTES:  # it does not read
+            peer.socket.shutdown(socket.SHUT_RDWR)
+            return
         waits = selectors.EVENT_WRITE if peer.to_send else 0
         with suppress(KeyError, ValueError):
             self._selector.modify(peer.socket, selectors.EVENT_READ | waits, peer)
@@ -192,9 +205,14 @@ class LeaseServer:
 
     # What a run says
 
-    def _do_begin(self, run: str) -> None:
-        gang = f"{run}/{BEGINNING}"
-        claim = Claim(f"{run}/all", tuple(sorted(self.turns.runs[run].own)))
+    def _do_begin(self, run: str, capacity: dict[str, float]) -> None:
+        """It builds on its own devices, and on all of which it may fill the memory: there others give theirs back."""
+        self._limit(capacity)
+        gang, coordinator = f"{run}/{BEGINNING}", self.coordinator
+        limited = {device for device in capacity if device in self.devices}
+        kept = [claim for claim in coordinator.claims.values() if not claim.worker.startswith(f"{run}/")]
+        room = [coordinator.capacity[d] - sum(c.kept_bytes for c in kept if d in c.devices) for d in limited]
+        claim = Claim(f"{run}/all", tuple(sorted(self.turns.runs[run].own | limited)), min(room, default=0.0))
         self._dispatch(self.coordinator.join(run, {gang: [claim]}, {gang: INITIALISE}, (), [claim.worker]))
         self._dispatch(self.coordinator.acquire(gang))
 
@@ -207,15 +225,18 @@ class LeaseServer:
         resident: list[str],
         capacity: dict[str, float],
     ) -> None:
-        for device, limit in capacity.items():
-            if device in self.coordinator.capacity:
-                self.coordinator.capacity[device] = min(self.coordinator.capacity[device], limit)
+        self._limit(capacity)
         named = {f"{run}/{name}": [self._claim(run, claim) for claim in claims] for name, claims in gangs.items()}
         for gang, claims in named.items():  # whoever cannot give way needs its devices as their owner does
             if gang.removeprefix(f"{run}/") not in preemptible:
                 self.turns.runs[run].own |= {device for claim in claims for device in claim.devices}
         mine = ({f"{run}/{gang}": tier for gang, tier in tiers.items()}, [f"{run}/{gang}" for gang in preemptible])
         self._dispatch(self.coordinator.join(run, named, *mine, [f"{run}/{worker}" for worker in resident]))
+
+    def _limit(self, capacity: dict[str, float]) -> None:
+        """No more than these bytes are on these devices."""
+        for device in capacity.keys() & self.coordinator.capacity.keys():
+            self.coordinator.capacity[device] = min(self.coordinator.capacity[device], capacity[device])
 
     def _claim(self, run: str, claim: dict[str, Any]) -> Claim:
         devices = tuple(device for device in claim["devices"] if device in self.devices)
@@ -327,3 +348,11 @@ class SharedPlaces:
     @property
     def environment(self) -> dict[str, str]:
         return {SOCKET: str(self.leases.path)}
+
+
+def is_stopped(pid: int) -> bool:
+    """True if a process exists and does not go on (SIGSTOP)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False

@@ -29,10 +29,10 @@ from functools import partial
 
 from embodied.core.errors import DeadlineExceeded
 from embodied.runtime.cluster import Cluster
-from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
+from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
 from embodied.runtime.group import Handle, WorkerGroup
 from embodied.runtime.run_turns import GENERATE, TRAIN
-from embodied.runtime.shared_leases import LOOK_S, SharedLeases, parent
+from embodied.runtime.shared_leases import LOOK_S, SharedLeases, device_limits, parent
 from embodied.runtime.timers import Timers
 
 
@@ -249,11 +249,7 @@ def share_devices(
     """
     other_runs = parent()
     devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
-    limits = {
-        device: host.device_bytes if memory_gb is None else memory_gb * GB
-        for host in cluster.hosts
-        for device in devices[host.name]
-    }
+    limits = device_limits(cluster, memory_gb)
     groups = {group.role: group for members in phases.values() for group in members}
     shared = shared_weights(sharing)
     claims = {name: partial(claims_of, members, shared, devices) for name, members in phases.items()}

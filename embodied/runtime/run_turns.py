@@ -184,7 +184,7 @@ class RunTurns(Turns):
     def borrows(self, gang: str) -> bool:
         """True if the gang generates on devices that are not its run's."""
         one = self.gangs[gang]
-        return self.rule == "lend" and not one.devices <= self.runs[one.run].own
+        return self.rule == "lend" and one.tier == GENERATE and not one.devices <= self.runs[one.run].own
 
     def order(self, waiting: Collection[str]) -> list[str]:
         demands = {run: self.demand(run) for run in {self.gangs[gang].run for gang in waiting}}

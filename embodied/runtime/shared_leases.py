@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import EmbodiedError, WorkerFailed
-from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
+from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
 from embodied.runtime.run_turns import BUCKETS
+
+if TYPE_CHECKING:
+    from embodied.runtime.cluster import Cluster
 
 SOCKET = "EMBODIED_SHARE"  # names the parent's socket
 ANSWER_S = 60.0  # the parent answers at once; silence for so long means that it is gone
@@ -41,10 +44,26 @@ def parent() -> SharedLeases | None:
     return SharedLeases(path) if path else None
 
 
-def begin_beside_other_runs() -> None:
-    """Wait until workers can be built on the run's own devices, where other runs share them."""
+def begin_beside_other_runs(cluster: Cluster, memory_gb: float | None) -> None:
+    """Wait until workers can be built on the run's devices, where other runs share them."""
     if shared := parent():
-        shared.begin()
+        limits = device_limits(cluster, memory_gb)
+        shared.begin({device: limit for device, limit in limits.items() if limit < float("inf")})
+
+
+def device_limits(cluster: Cluster, memory_gb: float | None) -> dict[str, float]:
+    """Bytes that each device of a cluster may hold."""
+    return {
+        device: host.device_bytes if memory_gb is None else memory_gb * GB
+        for host in cluster.hosts
+        for device in host.devices or (host.name,)
+    }
+
+
+def stop_this_run() -> None:
+    """As a user would stop it: it ends its step, saves and says how to go on."""
+    os.write(2, b"\nthe command that started this run beside others is gone\n")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class SharedLeases:
@@ -75,10 +94,10 @@ class SharedLeases:
 
     # Hooks of a run
 
-    def begin(self) -> None:
-        """Wait for the run's own devices, to build workers there."""
-        self._ask("begin")
-        while not self.granted(BEGINNING) and not self.alone:
+    def begin(self, capacity: Mapping[str, float] | None = None) -> None:
+        """Wait for the run's own devices, and for those of this limited memory, to build workers there."""
+        self._ask("begin", capacity=dict(capacity or {}))
+        while not self.alone and BEGINNING not in self.told["granted"]:
             with self._heard:
                 self._heard.wait(LOOK_S)
 
@@ -165,7 +184,7 @@ class SharedLeases:
     def _do(self, verb: str, gang: str) -> list[Action]:
         return [] if self._ask(verb, gang=gang) else getattr(self._now(), verb)(gang)
 
-    def _ask(self, verb: str, **about: Any) -> bool:
+    def _ask(self, verb: str, /, **about: Any) -> bool:
         """Say something to the parent and wait until it has heard; False if it is gone."""
         with self._heard:
             if self.alone:
@@ -215,8 +234,7 @@ class SharedLeases:
             self.alone = True
             self._heard.notify_all()
         self._news.set()
-        os.write(2, b"\nthe command that started this run beside others is gone\n")
-        os.kill(os.getpid(), signal.SIGTERM)  # as a user would stop it: it ends its step, saves and says how to go on
+        stop_this_run()
 
     def _hand_on(self) -> None:
         """Has the run do what it was asked, and look again."""

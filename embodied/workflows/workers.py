@@ -46,7 +46,7 @@ class Workers:
         of a worker or warning. `start_folder` holds the policy whose weights are the first ones. `eval_tasks` are all
         tasks of an evaluation of which this env plays some."""
         check_roles(roles)
-        begin_beside_other_runs()
+        begin_beside_other_runs(cluster, config.cluster.memory_gb)
         self.roles, self.config, self.cluster = roles, config, cluster
         self.stages, self.notify = config.pipeline.stages if plays else 0, notify
         self.timers = Timers()

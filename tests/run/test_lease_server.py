@@ -4,16 +4,19 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 
 import pytest
 
-from embodied.run.lease_server import LeaseServer
+from embodied.run.lease_server import LeaseServer, is_stopped
 from embodied.runtime import shared_leases
 from embodied.runtime.device_leases import Claim, Coordinator, LeaseError
+from embodied.runtime.device_sharing import DeviceSharing
 from embodied.runtime.run_turns import GENERATE, TRAIN
 from embodied.runtime.shared_leases import SharedLeases
+from embodied.runtime.timers import Timers
 
 DEADLINE_S = 60
 
@@ -38,13 +41,17 @@ class Parent:
             time.sleep(0.001)  # for whoever waits for the lock
         self.server.close()
 
-    def connect(self, run, own):
-        """A run that speaks from this process."""
+    def connect(self, run, own, capacity=None):
+        """A run that speaks from this process, and may build its workers."""
+        leases = self.connect_later(run, own)
+        leases.begin(capacity)
+        return leases
+
+    def connect_later(self, run, own):
+        """A run that has built its workers while others held its devices."""
         with self.lock:
             self.server.expect(run, os.getpid(), 1.0, own)
-        leases = SharedLeases(str(self.server.path))
-        leases.begin()
-        return leases
+        return SharedLeases(str(self.server.path))
 
     def close(self):
         self.over.set()
@@ -53,9 +60,9 @@ class Parent:
 
 @pytest.fixture
 def stopped(monkeypatch):
-    """What the client would have done to this process."""
+    """A run stops once for each time that something is in here."""
     told = []
-    monkeypatch.setattr(shared_leases.os, "kill", lambda pid, sign: told.append((pid, sign)))
+    monkeypatch.setattr(shared_leases, "stop_this_run", lambda: told.append("stop"))
     return told
 
 
@@ -123,10 +130,65 @@ def test_a_run_whose_parent_is_gone_keeps_what_it_holds_gets_the_rest_and_asks_i
     assert not run.granted("update")
     parent.close()
     until(lambda: run.alone and other.alone and len(stopped) == 2)
-    assert run.granted("update") and stopped == [(os.getpid(), signal.SIGTERM)] * 2
+    assert run.granted("update")
     run.release("update")
     run.acquire("rollout")
     assert run.granted("rollout") and not run.granted("update") and run.in_the_way("rollout") == {"rollout"}
+
+
+def test_a_run_builds_where_memory_is_limited_once_others_have_given_theirs_back(parent):
+    moved, limit = [], {"fake:0": 10.0}
+
+    def follow(actions):
+        for action in actions:
+            moved.append((action.verb, action.worker))
+            first.done(action)
+
+    first = parent.connect("a", ["fake:0"], limit)
+    claims = {"update": [Claim("learner", ("fake:0",), 9.0, 1.0)]}
+    first.join(Coordinator(limit, claims, ["learner"]), {"update": TRAIN}, follow)
+    second = parent.connect("b", ["fake:1"], limit)
+    assert moved == [("offload", "learner")]
+    second.join(Coordinator(limit, {"update": [Claim("learner", ("fake:0",), 8.0)]}, ["learner"]), {}, follow)
+    with pytest.raises(LeaseError, match=r"learner 9\.5e-09 GB \+ a/learner 1e-09 GB"):
+        second.revise([Claim("learner", ("fake:0",), 9.5)])
+
+
+def test_a_run_whose_process_is_stopped_is_overdue_where_others_wait_for_it(parent):
+    run, other = joined(parent, "a", "fake:0", "fake:1"), joined(parent, "b", "fake:0", "fake:1")
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            with parent.lock:
+                parent.server.expected = {process.pid: "a"}
+            process.send_signal(signal.SIGSTOP)
+            until(lambda: is_stopped(process.pid))
+            assert parent.server.overdue(5.0) == set()
+            run.acquire("update")
+            parent.ahead_s = 6.0
+            assert parent.server.overdue(5.0) == set()
+            other.acquire("update")
+            assert parent.server.overdue(5.0) == {"a"}
+        finally:
+            process.kill()
+
+
+def test_a_phase_waits_for_another_run_as_long_as_it_takes(parent):
+    other = joined(parent, "b", "fake:0", "fake:1")
+    other.acquire("update")
+    sharing = DeviceSharing(gangs("fake:0", "fake:1"), [], Timers(), timeout_s=0.01)
+    sharing.share_with_other_runs(parent.connect_later("a", ["fake:0"]), TIERS)
+    inside = threading.Event()
+
+    def update():
+        with sharing.phase("update"):
+            inside.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    assert not inside.wait(1.5)  # more than the look at a clock that would end it
+    other.release("update")
+    assert inside.wait(DEADLINE_S)
+    thread.join()
 
 
 def test_a_mistake_of_a_run_is_its_own(parent):
