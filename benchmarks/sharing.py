@@ -126,9 +126,14 @@ def played(case: Case) -> dict[str, dict[str, float]]:
         return {"serial": dict(zip(on_all, accumulate(whole))), "split": dict(zip(together, split)), **found}
 
 
-def play(runs: dict[str, tuple[FakeRun, int, list[str]]], devices: list[str], rule: str) -> dict[str, float]:
-    """When each run ends, beside the others."""
-    lines: list[dict[str, Any]] = []
+def play(
+    runs: dict[str, tuple[FakeRun, int, list[str]]],
+    devices: list[str],
+    rule: str,
+    lines: list[dict[str, Any]] | None = None,
+) -> dict[str, float]:
+    """When each run ends, beside the others. `lines` gets those of share.jsonl."""
+    lines = [] if lines is None else lines
     server = LeaseServer(devices, rule, lines.append, lambda words: "error: nobody joins here")
     server.turns.drain_s, server.turns.wake_s = (seconds * SCALE for seconds in SWITCH_S)
     zero = server.now + BEGIN_S

@@ -260,6 +260,9 @@ class LeaseServer:
     def _do_progress(self, run: str, fraction: float | None) -> None:
         self.turns.reports(run, fraction, self.now)
 
+    def _do_rest(self, run: str, gangs: list[str]) -> None:
+        self.turns.rest(run, {f"{run}/{gang}" for gang in gangs}, self.now)
+
     def _do_woke(self, run: str, seconds: float) -> None:
         self.turns.woke(seconds)
 

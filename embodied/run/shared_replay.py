@@ -37,8 +37,8 @@ class GeneratedBatch(Protocol):
     def next_s(self) -> float:
         """Seconds until something changes on the same devices."""
 
-    def idle(self) -> Collection[str]:
-        """Devices that have nothing to do, and will not."""
+    def busy(self) -> set[str]:
+        """Devices that have something to do."""
 
     def has_more(self) -> bool:
         """True if another device would find something to do."""
@@ -55,7 +55,7 @@ class TimedConversations:
         self.active: dict[str, list[float]] = {}  # seconds left, by device
 
     def work_on(self, devices: Collection[str]) -> None:
-        for gone in self.active.keys() - set(devices):
+        for gone in [device for device in self.active if device not in devices]:
             self.waiting.extendleft(self.active.pop(gone))
         self.active |= {device: [] for device in devices if device not in self.active}
         while self.waiting and (free := [mine for mine in self.active.values() if len(mine) < self.slots]):
@@ -70,8 +70,8 @@ class TimedConversations:
     def next_s(self) -> float:
         return min((left for mine in self.active.values() for left in mine), default=inf)
 
-    def idle(self) -> Collection[str]:
-        return [device for device, mine in self.active.items() if not mine]
+    def busy(self) -> set[str]:
+        return {device for device, mine in self.active.items() if mine}
 
     def has_more(self) -> bool:
         return bool(self.waiting)
@@ -99,8 +99,8 @@ class SteadyBatch:
         left = (1 - self.progress) * self._whole_s()
         return left if left < inf else inf
 
-    def idle(self) -> Collection[str]:
-        return self.devices if self.progress == 1 else self.devices[self.most :]
+    def busy(self) -> set[str]:
+        return set() if self.progress == 1 else {*self.devices[: self.most]}
 
     def has_more(self) -> bool:
         return self.progress < 1 and len(self.devices) < self.most
@@ -149,6 +149,7 @@ class _ReplayedRun:
         self.iteration, self.phase, self.until = 0, "", work.joins_s
         self.batch = work.batch(0)
         self.bucket = 0  # of progress
+        self.resting: set[str] = set()  # gangs that have nothing to do
 
     def act(self, leaving: Collection[str], now: float) -> bool:
         """Do what can be done at this time; returns whether anything was. `leaving`: gangs that should give way."""
@@ -171,7 +172,8 @@ class _ReplayedRun:
             self.batch.pass_time(seconds)
 
     def _join(self, now: float) -> None:
-        self.turns.joins(self.work.name, self.work.weight, self.own, now)
+        if self.work.joins_s:
+            self.turns.joins(self.work.name, self.work.weight, self.own, now)
         on = {self.update: tuple(self.own)} | {one.gang: one.devices for one in self.workers}
         gangs = {gang: [Claim(f"{gang}: worker", devices)] for gang, devices in on.items()}
         parts = [one.gang for one in self.workers if not one.stays]
@@ -183,6 +185,8 @@ class _ReplayedRun:
     def _begin_batch(self, now: float) -> None:
         self.batch, self.phase, self.until, self.bucket = self.work.batch(self.iteration), "generate", inf, 0
         self.turns.reports(self.work.name, 0.0, now)
+        for one in self.workers:
+            self.coordinator.acquire(one.gang)
 
     def _generate(self, leaving: Collection[str], now: float) -> bool:
         changed = sum(self._come_or_go(one, one.gang in leaving, now) for one in self.workers)
@@ -194,9 +198,12 @@ class _ReplayedRun:
         if self.batch.progress == 1:
             for one in self.workers:
                 self._give_back(one)
+            self.resting = set()
+            self.turns.rest(self.work.name, (), now)
             self.phase, self.until = "wait", now + self.work.wait_s
             return True
-        return bool(changed + sum(self._ask_or_give_back(one) for one in self.workers))
+        self._rest()
+        return bool(changed)
 
     def _come_or_go(self, one: _Worker, leaves: bool, now: float) -> bool:
         if one.gang not in self.coordinator.holders.values():
@@ -207,20 +214,20 @@ class _ReplayedRun:
             one.stops_at = now + self.replay.drain_s
         elif one.stops_at is not None and now >= one.stops_at:
             self._give_back(one)
+            self.coordinator.acquire(one.gang)
         else:
             return False
         return True
 
-    def _ask_or_give_back(self, one: _Worker) -> bool:
-        """Ask for a device while requests wait; keep none that has nothing to do."""
-        more, asks = self.batch.has_more() or one.stays, one.gang in self.coordinator.waiting
-        if more and not asks and one.begins_at is None:
-            self.coordinator.acquire(one.gang)
-        elif not more and (asks or {*one.devices} <= {*self.batch.idle()}):
-            self._give_back(one)
-        else:
-            return False
-        return True
+    def _rest(self) -> None:
+        """Say which workers have nothing to do."""
+        resting = set()
+        if not self.batch.has_more():
+            busy = self.batch.busy()
+            resting = {one.gang for one in self.workers if not busy.intersection(one.devices)}
+        if resting != self.resting:
+            self.resting = resting
+            self.turns.rest(self.work.name, resting, self.coordinator.now)
 
     def _give_back(self, one: _Worker) -> None:
         if one.gang in self.coordinator.waiting:
@@ -262,6 +269,9 @@ class _Replay:
     def play(self, works: Sequence[RunWork], own: Mapping[str, Sequence[str]], tick_s: float) -> list[dict[str, Any]]:
         runs = [_ReplayedRun(work, own[work.name], self) for work in works]
         now = 0.0
+        for run in runs:  # all are known before one asks for anything
+            if not run.work.joins_s:
+                self.turns.joins(run.work.name, run.work.weight, run.own, now)
         while True:
             self.coordinator.pass_time(now)
             leaving = self.coordinator.leaving()

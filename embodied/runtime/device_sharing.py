@@ -92,6 +92,12 @@ class DeviceSharing:
         if isinstance(self.coordinator, SharedLeases):
             self.coordinator.clear_progress()
 
+    def rest(self, workers: Collection[str]) -> None:
+        """These workers of a phase have nothing to do for now: other runs may have their devices."""
+        if isinstance(self.coordinator, SharedLeases):
+            idle = [part for part in self.part_of.values() if all(c.worker in workers for c in self._claims(part))]
+            self.coordinator.rest(idle)
+
     def woke(self, seconds: float) -> None:
         """A worker that joined a phase took so long to load its weights."""
         if isinstance(self.coordinator, SharedLeases):

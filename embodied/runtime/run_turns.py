@@ -115,6 +115,7 @@ class _Gang:
     state: Literal["", "waits", "holds"] = ""
     since: float = 0.0  # in this state
     leaves_since: float | None = None
+    rests: bool = False  # it has nothing to do
 
 
 class RunTurns(Turns):
@@ -178,6 +179,8 @@ class RunTurns(Turns):
 
     def tier(self, gang: str) -> int:
         one = self.gangs[gang]
+        if one.rests:
+            return GENERATE + 1
         late = one.state == "waits" and self.now - one.since > self.runs[one.run].iteration_s
         return max(0, one.tier - (late and not self.borrows(gang)))
 
@@ -221,7 +224,7 @@ class RunTurns(Turns):
         able = {device: gang for device, gang in held.items() if self.gangs[gang].tier == GENERATE}
         if any(self.gangs[gang].leaves_since is not None for gang in able.values()):
             return {gang for gang in able.values() if self.gangs[gang].leaves_since is not None}  # one at a time
-        for gang in self.order([gang for gang in waiting if self.gangs[gang].tier == GENERATE]):
+        for gang in self.order([gang for gang in waiting if self.tier(gang) == GENERATE]):
             donors = {able.get(device, "") for device in self.gangs[gang].devices}
             if len(donors) == 1 and (donor := next(iter(donors))) and self.better(gang, donor):
                 return donors
@@ -254,7 +257,8 @@ class RunTurns(Turns):
 
     def _wants(self, run: str) -> bool:
         """True if it generates, or waits to."""
-        return any(one.run == run and one.tier == GENERATE and one.state for one in self.gangs.values())
+        mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and not one.rests]
+        return any(one.state for one in mine)
 
     def _target(self, run: str) -> float:
         """The number of devices that it should generate on, by its part of all remaining work."""
@@ -272,10 +276,7 @@ class RunTurns(Turns):
     def waits(self, gang: str, now: float) -> None:
         self.now, one = now, self.gangs[gang]
         one.since, one.state = now, "waits"
-        share = self.runs[one.run]
-        for device in one.devices & share.own:
-            if found := share.idle_since.pop(device, None):
-                share.idle_s[device, found[1]] = now - found[0]
+        self._has_work(one)
         self.record(run=one.run, waits=phase_of(gang))
 
     def begins(self, gang: str, now: float) -> None:
@@ -302,8 +303,35 @@ class RunTurns(Turns):
             self.record(run=one.run, waits_no_more=phase_of(gang))
         one.state = ""
         self._forget_counts()
-        busy = {d for other in self.gangs.values() if other.run == one.run and other.state for d in other.devices}
-        share.idle_since |= dict.fromkeys((one.devices & share.own) - busy, (now, gang))
+        self._has_no_work(gang)
+
+    def rest(self, run: str, gangs: Collection[str], now: float) -> None:
+        """From now on these gangs of a run have nothing to do in their phase: they give way to all others and come
+        last. Its other gangs have work."""
+        self.now = now
+        self._forget_counts()
+        for name, one in self.gangs.items():
+            if one.run == run and one.rests != (name in gangs):
+                one.rests = name in gangs
+                if one.rests:
+                    self._has_no_work(name)
+                elif one.state:
+                    self._has_work(one)
+
+    def _has_work(self, one: _Gang) -> None:
+        """Its run has work for the devices of a gang."""
+        share = self.runs[one.run]
+        for device in () if one.rests else one.devices & share.own:
+            if found := share.idle_since.pop(device, None):
+                share.idle_s[device, found[1]] = self.now - found[0]
+
+    def _has_no_work(self, gang: str) -> None:
+        """The gang has none; devices of the run for which its other gangs have none either are idle from now on."""
+        one = self.gangs[gang]
+        share = self.runs[one.run]
+        others = [other for other in self.gangs.values() if other.run == one.run and other.state and not other.rests]
+        idle = (one.devices & share.own) - {device for other in others for device in other.devices}
+        share.idle_since = dict.fromkeys(idle, (self.now, gang)) | share.idle_since
 
     def passes(self, now: float) -> None:
         self.now = now

@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -85,6 +85,7 @@ class SharedLeases:
         self._asked = self._answered = 0
         self._problem = ""
         self._bucket: int | None = None
+        self._resting: set[str] = set()
         self._actions: list[Action] = []
         self._heard = threading.Condition()
         self._news = threading.Event()
@@ -127,6 +128,12 @@ class SharedLeases:
         """An iteration has ended."""
         self._bucket = None
         self._ask("progress", fraction=None)
+
+    def rest(self, gangs: Collection[str]) -> None:
+        """These gangs have nothing to do in their phase for now, all others have."""
+        if self._resting != {*gangs}:
+            self._resting = {*gangs}
+            self._ask("rest", gangs=sorted(gangs))
 
     def woke(self, seconds: float) -> None:
         """A worker took so long to load its weights on a device that it came to."""

@@ -82,6 +82,10 @@ class Answering:
         self._end_late()
         self.device_sharing.leave({self.policies.workers[policy] for policy in self.serving})
         self._tell()
+        if self.shared:
+            names = (self.names.get(policy, "") for policy in range(len(self.policies.workers)))
+            idle = [self.shared.rests(name) for name in names]
+            self.device_sharing.rest([worker for worker, rests in zip(self.policies.workers, idle) if rests])
 
     def begin_again(self, replaced: Iterable[int]) -> None:
         """Let the successors of policy workers that died answer instead of them."""
@@ -94,6 +98,7 @@ class Answering:
     def end(self) -> list[Handle]:
         """End the round: ask all policy workers to stop serving; returns their calls."""
         self.moving = False
+        self.device_sharing.rest(())
         for policy in self.serving.keys() - self.leaving.keys():
             self.manager.requests[policy].put(None)
         return list(self.serving.values())
@@ -186,6 +191,10 @@ class SharedPrompts:
     def progress(self) -> float:
         """The part of all prompts so far that is answered."""
         return self.answered / max(1, self.answered + self.queue.unanswered)
+
+    def rests(self, engine: str) -> bool:
+        """True if there is no prompt left for this engine, as far as is known."""
+        return bool(self.answered) and not self.queue.waiting and not self.queue.load(engine)
 
     def hear(self, items: Iterable[PromptBatch | Vacancy], sources: Iterable[str]) -> None:
         """Prompts of these sources, and what engines say; prompts of other sources are dropped."""

@@ -226,3 +226,31 @@ def test_workers_that_do_not_fit_beside_those_of_other_runs_are_refused_with_the
         with pytest.raises(LeaseError, match=r"b/learner-0 8 GB .* 10 GB|a/learner-0 8 GB .* b/learner-0 5 GB"):
             coordinator.join(run, claims, {}, ())
     assert "b/learner-0" not in coordinator.claims and INITIALISE < TRAIN
+
+
+def test_a_worker_that_has_nothing_to_do_lends_its_device_until_it_has():
+    coordinator = Coordinator(dict.fromkeys(DEVICES[:1], 0.0), {}, turns=RunTurns())
+    turns, owner, borrower = coordinator.turns, "a/policy", "b/policy"
+    turns.drain_s = 0.5
+    for run, own in (("a", DEVICES[:1]), ("b", DEVICES[1:2])):
+        turns.joins(run, 1.0, own, 0.0)
+        gang = f"{run}/policy"
+        coordinator.join(run, {gang: [Claim(f"{run}/p", (DEVICES[0],))]}, {gang: GENERATE}, [gang], [f"{run}/p"])
+        coordinator.acquire(gang)
+
+    def leaving(now):
+        coordinator.pass_time(now)
+        found = coordinator.leaving()
+        for gang in found:
+            coordinator.release(gang)
+            coordinator.acquire(gang)
+        return found
+
+    assert not leaving(1.0) and coordinator.granted(owner)
+    turns.rest("a", {owner}, 10.0)
+    assert not leaving(11.0)  # idle for 1 s, and a change of hands takes 0.5 s
+    assert leaving(12.0) == {owner} and coordinator.granted(borrower)
+    turns.rest("a", (), 20.0)
+    assert leaving(20.0) == {borrower} and coordinator.granted(owner)
+    turns.rest("a", {owner}, 30.0)  # as long as last time
+    assert leaving(30.1) == {owner}
