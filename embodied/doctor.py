@@ -174,9 +174,13 @@ def check_gpus(machine: Machine) -> list[Finding]:
         return [Finding("GPU", ABSENT, "no NVIDIA card; everything runs on the CPU")]
     cards = graphics_cards(machine)
     if not cards:
-        fix = "nvidia-smi; in a container: docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all"
+        fix = f"nvidia-smi; in a container: {CONTAINER}"
         return [Finding("GPU", FAILED, "there is an NVIDIA card, but nvidia-smi shows none", fix)]
     return [Finding("GPU", OK, card) for card in cards]
+
+
+CONTAINER = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=all"
+GRAPHICS_FIX = f"in a container: {CONTAINER}; elsewhere install the driver with its graphics part (libGLX_nvidia)"
 
 
 def graphics_cards(machine: Machine) -> list[str]:
@@ -192,7 +196,21 @@ def check_vulkan(machine: Machine) -> list[Finding]:
     problem = machine.vulkan_problem()
     if problem:
         return [Finding("Vulkan driver", FAILED, problem, "python -m embodied.vulkan")]
-    return [Finding("Vulkan driver", OK, machine.environ.get("VK_ICD_FILENAMES") or "the system's")]
+    driver = Finding("Vulkan driver", OK, machine.environ.get("VK_ICD_FILENAMES") or "the system's")
+    return [driver, *check_gpu_rendering(machine)] if graphics_cards(machine) else [driver]
+
+
+def check_gpu_rendering(machine: Machine) -> list[Finding]:
+    """Asks the GPU itself: the driver that was found may be the software one, since containers often lack the graphics
+    part of NVIDIA's."""
+    done = machine.probe("renderer")
+    if done.problem:
+        return [Finding("GPU rendering", WARNING, f"SAPIEN finds no GPU: {done.problem}", GRAPHICS_FIX)]
+    name = done.answer["name"]
+    if not done.answer["draws"]:
+        detail = f"{name} computes but does not draw: the driver's graphics part is missing, so env.backend=cuda fails"
+        return [Finding("GPU rendering", WARNING, detail, GRAPHICS_FIX)]
+    return [Finding("GPU rendering", OK, name)]
 
 
 def check_env(kind: str, machine: Machine) -> list[Finding]:

@@ -50,6 +50,17 @@ def frame(kind: str) -> dict[str, Any]:
     return {"task": config.task, "size": list(drawn.shape[:2]), "backend": env.env_spec.backend}
 
 
+def renderer() -> dict[str, Any]:
+    """Ask the GPU whether SAPIEN can draw on it, which a CUDA driver without its graphics part cannot."""
+    from embodied.system.vulkan_driver import ensure_vulkan
+
+    ensure_vulkan()
+    import sapien
+
+    device = sapien.Device("cuda")
+    return {"name": device.name, "draws": device.can_render()}
+
+
 def mujoco() -> dict[str, Any]:
     """Draw a box without a screen, as LIBERO draws."""
     import mujoco
@@ -120,7 +131,7 @@ def tasks(kind: str) -> dict[str, Any]:
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    probe.__name__: probe for probe in (torch, frame, mujoco, scoring, video, ray, tasks)
+    probe.__name__: probe for probe in (torch, frame, renderer, mujoco, scoring, video, ray, tasks)
 }
 
 

@@ -20,6 +20,7 @@ GIB = 1 << 30
 FINE = {
     "torch": {"version": "2.13.0+cpu", "gpus": [], "built_for": None},
     "frame": {"task": "PushCube-v1", "size": [256, 256], "backend": "cpu"},
+    "renderer": {"name": "NVIDIA H200", "draws": True},
     "mujoco": {"through": "egl"},
     "video": {"bytes": 1000},
     "scoring": {"scored": 2},
@@ -130,6 +131,20 @@ SMI = Done(0, "NVIDIA H200, 140000 MiB, 143771 MiB, 570.1\n")
         ({"packages": {"math-verify": None}}, "math scoring", "absent", "only env.name=math needs it", "[reasoning]"),
         ({"probes": {"scoring": Done(1, err="broken")}}, "reasoning_gym scoring", "failed", "broken", "make setup"),
         ({"files": CARD}, "GPU", "failed", "nvidia-smi shows none", "docker run --gpus all"),
+        (
+            {"files": CARD, "smi": SMI, "probes": {"renderer": Done(0, json.dumps({"name": "H100", "draws": False}))}},
+            "GPU rendering",
+            "warning",
+            "H100 computes but does not draw",
+            "NVIDIA_DRIVER_CAPABILITIES=all",
+        ),
+        (
+            {"files": CARD, "smi": SMI, "probes": {"renderer": Done(1, err='failed to find device "cuda"')}},
+            "GPU rendering",
+            "warning",
+            'SAPIEN finds no GPU: failed to find device "cuda"',
+            "libGLX_nvidia",
+        ),
         ({"vulkan": "no usable Vulkan driver"}, "Vulkan driver", "failed", "no usable", "python -m embodied.vulkan"),
         (
             {"probes": {"frame": CRASH}},
