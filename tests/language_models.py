@@ -20,7 +20,7 @@ def gpt2(dtype=torch.float64):
     return made(transformers.GPT2LMHeadModel, config, dtype)
 
 
-def llama_like(name, dtype=torch.float32, tied=False, words=WORDS, heads=4):
+def llama_like(name, dtype=torch.float32, tied=False, words=WORDS, heads=4, **more):
     """Llama's or Qwen3's shape: rotary positions, and fewer heads of keys than of queries."""
     config = getattr(transformers, f"{name}Config")(
         vocab_size=words,
@@ -34,12 +34,19 @@ def llama_like(name, dtype=torch.float32, tied=False, words=WORDS, heads=4):
         tie_word_embeddings=tied,
         bos_token_id=0,
         eos_token_id=STOP,
+        **more,
     )
     return made(getattr(transformers, f"{name}ForCausalLM"), config, dtype)
 
 
 def qwen3(dtype=torch.float32, **sizes):
     return llama_like("Qwen3", dtype, **sizes)
+
+
+def qwen3_moe(dtype=torch.float32):
+    """Qwen3's shape with experts."""
+    experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return llama_like("Qwen3Moe", dtype, **experts)
 
 
 def llama(dtype=torch.float32, **sizes):

@@ -1,5 +1,5 @@
 """Let vLLM answer, in processes of their own since it keeps threads and process groups; prints what it wrote as JSON,
-a line for a model with tied heads and one for a model without. Both fork from one that has imported vLLM.
+a line for each of MODELS. All fork from one that has imported vLLM.
 
 `gaps`: the largest distance of its log-probs from the model's own, after each of three loads. `slept`: what it has
 while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
@@ -11,11 +11,12 @@ import sys
 
 import numpy as np
 import torch
-from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3
+from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3, qwen3_moe
 
 from embodied.core.conversations import SamplingRule
 from embodied.policies.language.vllm_engine import SETTINGS, memory_of
 
+MODELS = {"tied": lambda: qwen3(tied=True), "untied": qwen3, "experts": qwen3_moe}
 LONGER_THAN_A_BLOCK = [5, 6] * 70  # what vLLM remembers of prompts is in blocks of 128 tokens
 ASKED = [question(i, [*LONGER_THAN_A_BLOCK, i], max_tokens=12) for i in range(10)]
 
@@ -71,9 +72,9 @@ def of_refusal(use):
         return str(err)
 
 
-def main(tied):
+def main(kind):
     torch.manual_seed(0)
-    model = qwen3(tied=tied)
+    model = MODELS[kind]()
     engine = engine_of(model, engine="vllm", max_running=4, max_length=256)
     said = {"gaps": []}
     for version, temperature in ((1, 1.0), (1, 0.7), (1, 1.0)):
@@ -99,7 +100,7 @@ def main(tied):
     name = "model.embed_tokens.weight"
     broken[name] = broken[name].clone()
     broken[name][40] = float("nan")
-    if not tied:
+    if kind == "untied":
         engine.load(broken, 1)
         engine.begin(1, 0, "train", SamplingRule())
         asked = [question(0, [5, 40, 6]), *(question(i, [5, 6, i], 5) for i in range(1, 4))]
@@ -113,9 +114,9 @@ if __name__ == "__main__":
     os.environ.update(SETTINGS)
     import vllm.entrypoints.llm  # noqa: F401 - it takes longer than the answers
 
-    for tied in (True, False):
+    for kind in MODELS:
         if (child := os.fork()) == 0:
-            main(tied)
+            main(kind)
             sys.stdout.flush()
             os._exit(0)  # whatever vLLM has left
         if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):

@@ -72,10 +72,10 @@ def read_config(folder: Path) -> PreTrainedConfig:
 def check_for_vllm(folder: Path) -> None:
     """Refuse a model that vLLM cannot run on a CPU."""
     shape = read_config(folder)
-    if any(getattr(shape, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if getattr(shape, "n_routed_experts", None):
         raise ConfigError(
-            f"policy.engine=vllm: on a CPU its log-probs of a mixture of experts differ from the learner's by 0.2 "
-            f"nats and more, and {folder} is a {shape.model_type}; try policy.engine=transformers"
+            f"policy.engine=vllm: on a CPU a {shape.model_type} takes no new weights there, and {folder} is one; "
+            "try policy.engine=transformers"
         )
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     if dim not in CPU_HEADS:

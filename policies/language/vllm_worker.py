@@ -11,6 +11,7 @@ from typing import Any
 def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
     """Put these weights into vLLM's model."""
     runner = worker.model_runner
+    pack_experts_again(runner.get_model())
     runner.reload_weights(weights_iterator=iter(pairs))
     head = getattr(runner.get_model(), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
@@ -18,6 +19,15 @@ def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+def pack_experts_again(model: Any) -> None:
+    """Have the next load pack the weights of experts for a CPU. vLLM does so only where a layer has no kernel yet, and
+    would give the kernel weights that are not packed."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
+            method.moe_kernel = None
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
