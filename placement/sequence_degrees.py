@@ -52,12 +52,12 @@ class ExchangeCosts:
         return next((degree for degree in degrees if tokens / degree <= self.most_tokens), degrees[-1])
 
 
-def exchange_costs(width: int, device: str, most_tokens: float) -> ExchangeCosts:
-    """What exchanges cost a network of this width, in tokens: 12 width^2 products in a layer, and twice as many in the
-    backward pass. A layer exchanges 4 width numbers a token in two exchanges, and as many in the backward pass."""
+def exchange_costs(numbers: int, exchanges: int, device: str, most_tokens: float) -> ExchangeCosts:
+    """What it costs to divide a sequence, in products of a forward pass (as `PassCost`), in which so many numbers of a
+    token travel in so many exchanges. A backward pass computes twice as much and exchanges as much: together they cost
+    2 beside 3."""
     number, exchange = PRODUCTS[device]
-    token = 3 * 12 * width**2
-    return ExchangeCosts(4 * exchange / token, 2 * 4 * width * number / token, most_tokens)
+    return ExchangeCosts(exchanges * exchange * 2 / 3, numbers * number * 2 / 3, most_tokens)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -44,8 +43,6 @@ class Policy(nn.Module):
 
     speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
     max_length: int | None = None  # tokens of a whole conversation, at most
-    width: int = 0  # numbers of a token inside the network
-    attention_length: float = math.inf  # tokens of a sequence at which attention costs as much as all else
     any_image_size = False  # whether it scales images itself
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
@@ -97,6 +94,10 @@ class Policy(nn.Module):
         """What learning costs per item, and per L^2 of a sequence of L items, in any unit: learner ranks get units that
         cost alike. A robot's decisions all cost the same."""
         return 1.0, 0.0
+
+    def exchange_size(self) -> tuple[int, int]:
+        """The numbers of a token that learners exchange in a forward pass that they run together, and how often."""
+        raise NotImplementedError
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
         """Computes what `forward` needs of observations and no training changes, [B, ...] each: an update of several

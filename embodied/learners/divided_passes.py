@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodied.core.errors import EmbodiedError
 from embodied.learners.config import LearnerConfig
+from embodied.placement.balance import PassCost
 from embodied.placement.sequence_degrees import SequenceLoad, divide_sequences, exchange_costs, order_of_passes
 from embodied.policies.base import Policy
 from embodied.policies.language.packing import blocks_of
@@ -88,8 +89,8 @@ class PassTable:
         """`groups` are this rank's by degree."""
         self.groups, self.collective, self.rank = groups, collective, rank
         self.degrees = [1, *groups] if config.sequence_degree == "auto" else [config.sequence_degree]
-        self.device, self.attention_length = policy.device, policy.attention_length
-        self.exchange = exchange_costs(policy.width, self.device.type, config.pack_tokens)
+        self.device, self.cost = policy.device, PassCost(*policy.pass_cost())
+        self.exchange = exchange_costs(*policy.exchange_size(), self.device.type, config.pack_tokens)
 
     def passes(self, items: Sequence[Tensor], inputs: Callable[[Tensor], dict], padding: Tensor | None) -> list[Pass]:
         """This rank's passes where it has these sequences, each given by its items. All ranks take part. `padding`:
@@ -120,9 +121,9 @@ class PassTable:
 
     def _row(self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[float]:
         """Tokens of a sequence that pass through the network, what they cost, and its tokens and conversations."""
-        blocks = [block.size for block in blocks_of(tokens, mask, lengths, groups)]
-        cost = sum(size * (1 + size / self.attention_length) for size in blocks)
-        return [sum(blocks), cost, len(tokens), len(lengths)]
+        blocks = blocks_of(tokens, mask, lengths, groups)
+        cost = sum(self.cost.of(lengths[[*block.members]].tolist(), block.shared) for block in blocks)
+        return [sum(block.size for block in blocks), cost, len(tokens), len(lengths)]
 
     def _share(
         self, number: int, ranks: range, owner: int, sizes: list[int], order: deque[int], own: tuple | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Set
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -207,6 +207,13 @@ class LearnerWorker(Worker):
             ids = np.concatenate(self.collective.gather(ids))
             rows = np.concatenate(self.collective.gather(rows.reshape(len(rows), *shape)))
             self.policy.merge_observation_moments(rows[np.argsort(ids)])
+
+    @served_while_busy
+    def divides(self) -> tuple[tuple[int, ...], tuple[float, float, float]] | None:
+        """The numbers of ranks that may compute a sequence together, and the `ExchangeCosts`; None where ranks compute
+        alone."""
+        table = self.model.table
+        return None if table is None else ((*table.degrees,), astuple(table.exchange))
 
     @served_while_busy
     def pass_cost(self) -> tuple[float, float]:

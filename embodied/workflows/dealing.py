@@ -18,6 +18,7 @@ from embodied.core.rng import minibatches, permutation
 from embodied.core.types import EpisodeResult, Unit
 from embodied.placement.balance import PassCost, balance_ratio, deal_groups
 from embodied.placement.placement_errors import PlacementError
+from embodied.placement.sequence_degrees import Division, ExchangeCosts, SequenceLoad, divide_sequences
 from embodied.runtime import WorkerGroup
 
 if TYPE_CHECKING:
@@ -47,6 +48,14 @@ class Dealer:
         return self.pass_cost.of(lengths, min(prompts) if self.config.learner.share_prompts else 0)
 
     @cached_property
+    def divides(self) -> tuple[Sequence[int], ExchangeCosts] | None:
+        """The numbers of ranks that may compute a sequence together, and what it costs them."""
+        if self.config.learner.sequence_degree == 1:
+            return None
+        found = self.learners[0].divides().wait()[0]
+        return None if found is None else (found[0], ExchangeCosts(*found[1]))
+
+    @cached_property
     def pass_cost(self) -> PassCost:
         """What the learners' policy computes."""
         return PassCost(*self.learners[0].pass_cost().wait()[0])
@@ -59,10 +68,30 @@ class Dealer:
         together = [group.episodes for group in groups]
         if not self.text:  # episodes share nothing
             together = [(episode,) for episodes in together for episode in episodes]
+        steps = self.steps(len(together), iteration)
         try:
-            return deal_groups(together, self.cost, num_ranks, self.steps(len(together), iteration), self.items, most)
+            found = deal_groups(together, self.cost, num_ranks, steps, self.items, most)
         except PlacementError as err:
             raise ConfigError(str(err)) from None
+        return found if steps or most < inf else self._deal_divided(together, found)
+
+    def _deal_divided(self, groups: Sequence[Sequence[int]], dealt: dict[int, int]) -> dict[int, int]:
+        """Where ranks may compute a group together: the first of the ranks of each group, if that leaves the busiest
+        rank less to do than dividing what was `dealt`."""
+        if self.divides is None:
+            return dealt
+        parts = [part for group in groups for part in gather((dealt[episode], episode) for episode in group).items()]
+        kept = self._divided([(episodes, rank) for rank, episodes in parts])
+        free = self._divided([(group, None) for group in groups])
+        if max(kept.loads) <= max(free.loads):
+            return dealt
+        return {one: ranks.start for group, ranks in zip(groups, free.ranks, strict=True) for one in group}
+
+    def _divided(self, parts: Sequence[tuple[Sequence[int], int | None]]) -> Division:
+        """Episodes of a group, and the rank that has them: the ranks that compute them, and their loads."""
+        degrees, exchange = self.divides
+        loads = [SequenceLoad(self.items(episodes), self.cost(episodes), rank) for episodes, rank in parts]
+        return divide_sequences(loads, len(self.learners), exchange, degrees)
 
     def items(self, episodes: Sequence[int]) -> int:
         """Tokens or decisions."""
@@ -89,6 +118,9 @@ class Dealer:
         parts = gather((group, place) for place, group in enumerate(groups))
         numbered = [parts[group] for group in sorted(parts)]
         steps = [[part for group in step for part in numbered[group]] for step in self.steps(len(parts), iteration)]
+        if self.divides is not None:
+            loads = [self._divided([units[part] for part in step]).loads for step in steps or [range(len(units))]]
+            return sum(map(max, loads)) * len(of_ranks) / sum(map(sum, loads))
         return balance_ratio([self.cost(ids) for ids, _ in units], [rank for _, rank in units], len(of_ranks), steps)
 
     def state(self) -> np.ndarray:

@@ -46,10 +46,10 @@ class GroupTransfer:
 class Experience:
     """Whole episodes that workers keep, and groups on their way to learners."""
 
-    def __init__(self, rollouts: RolloutManager, shard: bool, relays: Sequence[WorkerGroup] = ()) -> None:
-        """With `shard` all ranks take every group together, some of its episodes each, since none has all weights.
+    def __init__(self, rollouts: RolloutManager, in_step: bool, relays: Sequence[WorkerGroup] = ()) -> None:
+        """With `in_step` all ranks take every group together, some of its episodes each, and run their passes together.
         Sims keep what they have played, unless it passes on to the `relays`."""
-        self.rollouts, self.shard = rollouts, shard
+        self.rollouts, self.in_step = rollouts, in_step
         self.keepers = [rollouts.sims, *relays]
         self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
         self.channels: list[Channel] = []
@@ -102,9 +102,9 @@ class Experience:
     def send(self, group: Group, batch: int, cost: Callable[[Sequence[int]], float]) -> None:
         """Begin to send a group as soon as it is certain; `cost` is that of episodes that one rank has."""
         places = range(len(group.episodes))
-        parts = [[place] for place in places] if self.shard else [[*places]]
+        parts = [[place] for place in places] if self.in_step else [[*places]]
         costs = [cost([group.episodes[place] for place in part]) for part in parts]
-        shares: dict[int, list[int]] = {rank: [] for rank in range(len(self.channels))} if self.shard else {}
+        shares: dict[int, list[int]] = {rank: [] for rank in range(len(self.channels))} if self.in_step else {}
         for number in sorted(range(len(parts)), key=lambda number: -costs[number]):
             rank = int(np.argmin(self.loads))
             self.loads[rank] += costs[number]

@@ -41,12 +41,6 @@ def wide_row(kernel: str, dim: int) -> float:
     return 2.0 * dim if kernel == DENSE else math.inf
 
 
-def attention_length(kernel: str, dim: int) -> float:
-    """Tokens of a sequence at which attention costs as much as all else. A sparse kernel leaves out the half of the
-    places that is hidden: 12 dim^2 products a token beside dim for every place."""
-    return 2.0 * dim if kernel == DENSE else 12.0 * dim
-
-
 def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
     """Says which places see which, for transformers' `attention_mask`. Places without a token see such places, so that
     no row of numbers is empty."""

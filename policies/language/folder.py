@@ -77,7 +77,7 @@ def check_for_vllm(folder: Path) -> None:
             f"policy.engine=vllm: on a CPU a {shape.model_type} takes no new weights there, and {folder} is one; "
             "try policy.engine=transformers"
         )
-    dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    dim = head_size(shape)
     if dim not in CPU_HEADS:
         raise ConfigError(
             f"policy.engine=vllm: on a CPU it runs heads of {', '.join(map(str, CPU_HEADS))} numbers, and those of "
@@ -86,9 +86,8 @@ def check_for_vllm(folder: Path) -> None:
 
 
 def heads_in(folder: Path) -> tuple[int, int]:
-    """The numbers of heads of attention, and of heads of keys and values, of the model in a folder."""
-    shape = read_config(folder).get_text_config()
-    return shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    """`heads_of` the model in a folder."""
+    return heads_of(read_config(folder).get_text_config())
 
 
 def describe(config: PreTrainedConfig) -> dict[str, Any]:
@@ -142,10 +141,25 @@ def blocks_of(model: Any) -> list[nn.Module]:
 def pass_cost(model: Any) -> tuple[float, float]:
     """Products per token, those of all weights but the embedding, which the head may share; and per L^2 of L tokens,
     where attention's two products of its width are each done for half of the pairs."""
-    shape, head = model.config.get_text_config(), model.get_input_embeddings().weight.numel()
+    head = model.get_input_embeddings().weight.numel()
     weights = head + sum(p.numel() for block in blocks_of(model) for p in block.parameters())
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return float(weights), float(shape.num_hidden_layers * shape.num_attention_heads * width)
+    heads, _ = heads_of(shape := model.config.get_text_config())
+    return float(weights), float(shape.num_hidden_layers * heads * head_size(shape))
+
+
+def exchange_size(model: Any) -> tuple[int, int]:
+    """In every layer queries, keys and values before attention, and what comes out of it afterwards."""
+    shape = model.config.get_text_config()
+    return shape.num_hidden_layers * 2 * sum(heads_of(shape)) * head_size(shape), shape.num_hidden_layers * 2
+
+
+def heads_of(shape: Any) -> tuple[int, int]:
+    """The numbers of heads of attention, and of heads of keys and values."""
+    return shape.num_attention_heads, getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+
+
+def head_size(shape: Any) -> int:
+    return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
 
 
 def behind_blocks(model: Any) -> list[nn.Module]:

@@ -156,7 +156,7 @@ class LanguagePolicy(PublishedPolicy):
         together: "ranks" says which group, and which member of it has the loss."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = attention.attention_kernel(self.device, self.dtype)
-        room = attention.wide_row(way, self.width)
+        room = attention.wide_row(way, self.model.config.hidden_size)
         packed = lay_out(tokens, mask, lengths, groups, wide=room)
         score = partial(self.scores_of, tokens=tokens, way=way)
         ranks = DividedPass(*inputs["ranks"], way) if "ranks" in inputs else None
@@ -229,21 +229,15 @@ class LanguagePolicy(PublishedPolicy):
         return files.blocks_of(self.model)
 
     @property
-    def width(self) -> int:
-        return self.model.config.hidden_size
-
-    @property
-    def attention_length(self) -> float:
-        kernel = attention.attention_kernel(self.device, self.dtype)
-        return attention.attention_length(kernel, self.width)
-
-    @property
     def token_bytes(self) -> int:
         """Keys and values of one token, in all layers."""
         return token_bytes(self.model)
 
     def pass_cost(self) -> tuple[float, float]:
         return files.pass_cost(self.model)
+
+    def exchange_size(self) -> tuple[int, int]:
+        return files.exchange_size(self.model)
 
     # Weights
 

@@ -114,3 +114,17 @@ def test_a_run_logs_how_equal_the_loads_of_its_learners_are(recipe, schedule, tm
     ratios = [json.loads(line)["train/balance_ratio"] for line in path.read_text().splitlines()]
     assert len(ratios) == 2 and all(1.0 <= ratio < 1.5 for ratio in ratios)
     assert recipe == "pointmass_grpo" or ratios == [1.0, 1.0]
+
+
+def test_a_group_that_ranks_compute_together_leaves_all_as_much_to_do():
+    """Groups of 32, 16, 16 and eight times 8 on 4 ranks, where attention is all that costs: 32 on ranks 0 and 1."""
+    found = dealer("learner.sequence_degree=auto", ranks=4, cost=(0.0, 1.0))
+    found.learners[0].divides = lambda: SimpleNamespace(wait=lambda: [((1, 2, 4), (0.0, 0.0, 1e9))])
+    lengths = [length for size in (32, 16, 16, *[8] * 8) for length in (size, 1)]
+    results, groups = ended(lengths, prompt=0)
+    found.add(results)
+    rank_of = found.deal(groups, 0)
+    units = [[Unit((), np.array(g.episodes)) for g in groups if rank_of[g.episodes[0]] == rank] for rank in range(4)]
+    assert found.balance_ratio(units, 0) == pytest.approx(1.0, abs=0.01)
+    found.divides = None
+    assert found.balance_ratio(units, 0) > 1.9
