@@ -149,8 +149,9 @@ def longest_conversation(policy: Policy, config: LearnerConfig) -> int:
 
 
 def longest_pass(policy: Policy, config: LearnerConfig) -> int:
-    """Tokens that pass through the network at once: a pack, or a conversation that is longer."""
-    return max(config.pack_tokens, longest_conversation(policy, config))
+    """Tokens that pass through a learner's network at once: a pack, or its part of a conversation that is longer."""
+    degree = 1 if config.sequence_degree == "auto" else config.sequence_degree
+    return max(config.pack_tokens, -(-longest_conversation(policy, config) // degree))
 
 
 def conversations(tokens: int) -> dict[str, Any]:

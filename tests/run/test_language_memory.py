@@ -111,6 +111,8 @@ def test_a_conversation_of_unknown_length_counts_as_a_pack_unless_vllm_reserves_
     assert longest_conversation(build(), learner) == longest_pass(build(), learner) == 300
     assert longest_conversation(build(max_length=512), learner) == longest_pass(build(max_length=512), learner) == 512
     assert longest_conversation(build(engine="vllm"), learner) == 1024  # positions
+    divided = LearnerConfig(pack_tokens=300, sequence_degree=2)
+    assert [longest_pass(build(max_length=most), divided) for most in (512, 1024)] == [300, 512]  # a learner's half
 
 
 @pytest.mark.parametrize("preset", ["tiny", "tiny_gpt2"])
