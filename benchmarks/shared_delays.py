@@ -69,8 +69,8 @@ def main() -> None:
     devices, own = told["devices"], told["own"]
     hosts = [HostPlan("sim-0", ("sim",)), HostPlan("learner-0", ("learner",), devices=tuple(own))]
     hosts += [HostPlan(f"policy-{i}", ("policy",), devices=(device,)) for i, device in enumerate(devices)]
-    begin_beside_other_runs()
     with Cluster("inline", hosts, timeout_s=600) as cluster:
+        begin_beside_other_runs(cluster, None)
         launch = partial(cluster.launch, Nobody)
         sims, learners, policies = launch("sim"), launch("learner"), launch("policy")
         phases = {"rollout": [sims, policies], "update": [learners]}
