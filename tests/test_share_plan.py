@@ -64,8 +64,15 @@ def test_ends_and_makespan_are_predicted_for_every_rule(tmp_path, capsys):
 
 
 def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):
-    assert share.main([*ROBOT, f"run.dir={tmp_path}", "--plan"]) == 2
-    assert "python -m embodied.profiling recipe=pointmass_ppo measures it" in capsys.readouterr().err
+    words = [*ROBOT, f"run.dir={tmp_path}"]
+    assert share.main([*words, "--plan"]) == 2
+    assert "it has not been measured here; python -m embodied.profiling" in capsys.readouterr().err
+    config = load(words).config
+    made = {"key": cost_key(config), "devices": device_counts(machines(config))}
+    costs = {name: {"gpu": Cost(constant(1.0))} for name in ("sim", "policy", "learner")}
+    write_profile(Profile(dataflow_of(config), costs, made=made), profile_path(config, made))
+    assert share.main([*words, "--plan"]) == 2
+    assert "was measured on other devices; python -m embodied.profiling recipe=pointmass_ppo" in capsys.readouterr().err
 
 
 def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):

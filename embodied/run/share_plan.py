@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
+from embodied.placement.placement_errors import number
 from embodied.placement.profile import read_profile
 from embodied.profiling import stored_profiles
 from embodied.reporting.share_page import aligned
@@ -34,22 +36,24 @@ class IterationCost:
     iterations: int
 
 
-def iteration_cost(config: RunConfig, own: int) -> IterationCost:
+def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
     """The cost of an iteration by the newest profile of this recipe that holds here; `own`: the number of devices that
-    belong to the run."""
+    belong to the run. Each of so many `runs` has a part of the cores beside GPUs."""
     there, name = machines(config), config.run.name
+    advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
     path, why = stored_profiles.profile_for(config, there)
     if path is None:
-        advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
         raise ConfigError(f"{name}: {why or 'it has not been measured here'}; {advice}")
     profile = stored_profiles.fitted_to(config, read_profile(path), path)
     profile, classes = stored_profiles.with_memory(profile, there, config.cluster.memory_gb)
+    if profile.missing(classes, stored_profiles.homes(config, there)):
+        raise ConfigError(f"{name}: {path} was measured on other devices; {advice}")
     flow = profile.dataflow.under("sync")
     pricer = Pricer(flow, profile, classes)
     kinds = {c.kind: c for c in classes}
     shared = kinds[networks_on(config, there)]
     home = shared if config.env.on_gpu else kinds["cpu"]
-    sims = own if home is shared else home.count
+    sims = own if home is shared else max(1, home.count // runs)
 
     @cache
     def seconds(phase: int, count: int) -> float:
@@ -58,6 +62,10 @@ def iteration_cost(config: RunConfig, own: int) -> IterationCost:
         layers = players, (Zone(("learner",), shared.name, count),)
         return float(pricer.price(Layout(layers, config.pipeline.stages)).layers[phase].seconds)
 
+    if not all(seconds(phase, own) < inf for phase in (0, 1)):
+        raise ConfigError(
+            f"{name} does not fit on {number(own, 'device')} by {path}; let fewer runs share, or by weights="
+        )
     call, run = pricer.cost("policy", shared.name), config.run
     return IterationCost(
         lambda count: seconds(0, count),
@@ -87,13 +95,13 @@ def predict(shared: SharedRuns) -> dict[str, list[dict[str, Any]]]:
     weights = {run.name: run.weight for run in shared.runs}
     devices = {device for mine in own.values() for device in mine}
 
-    def works(sizes: Mapping[str, int]) -> tuple[list[RunWork], list[IterationCost]]:
-        costs = {name: iteration_cost(config, sizes[name]) for name, config in configs.items()}
+    def works(sizes: Mapping[str, int], runs: int) -> tuple[list[RunWork], list[IterationCost]]:
+        costs = {name: iteration_cost(config, sizes[name], runs) for name, config in configs.items()}
         made = [run_work(name, configs[name], sizes[name], weights[name], cost) for name, cost in costs.items()]
         return made, [*costs.values()]
 
-    together, costs = works({name: len(mine) for name, mine in own.items()})
-    alone, _ = works(dict.fromkeys(own, len(devices)))
+    together, costs = works({name: len(mine) for name, mine in own.items()}, len(own))
+    alone, _ = works(dict.fromkeys(own, len(devices)), 1)
     switch_s = max(cost.switch_s[0] for cost in costs), max(cost.switch_s[1] for cost in costs)
     whole_s = sum(
         cost.iterations * (cost.rollout_s(len(own[name])) + cost.update_s(len(own[name])))

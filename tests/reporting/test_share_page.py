@@ -6,6 +6,7 @@ import json
 import pytest
 
 from embodied.core.errors import EmbodiedError
+from embodied.reporting.run_page import write_report
 from embodied.reporting.share_page import LiveTable, share_page, table_lines
 from embodied.reporting.share_record import PREDICTED, read_share, record_of
 from embodied.run.shared_replay import RunWork, TimedConversations, replay
@@ -100,6 +101,7 @@ def test_the_page_holds_the_measured_and_the_predicted_course(tmp_path, page_che
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in replay(works, own, rule)))
     page = page_checker(share_page(tmp_path))
     assert "a, b & c on 2 devices" in page.text and "measured; " in page.text and "predicted; 16 s" in page.text
+    assert write_report(tmp_path).read_text() == share_page(tmp_path)
     (tmp_path / PREDICTED).unlink()
     assert "predicted" not in share_page(tmp_path)
 
