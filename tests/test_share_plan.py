@@ -14,7 +14,7 @@ from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_cou
 from embodied.reporting.share_record import record_of
 from embodied.run.devices import machines
 from embodied.run.seeds_and_sweeps import run_several
-from embodied.run.share_plan import predict
+from embodied.run.share_plan import iteration_cost, predict
 
 TWO = "devices=cpu:0-1"
 ROBOT = [
@@ -71,8 +71,8 @@ def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_
     made = {"key": cost_key(config), "devices": device_counts(machines(config))}
     costs = {name: {"gpu": Cost(constant(1.0))} for name in ("sim", "policy", "learner")}
     write_profile(Profile(dataflow_of(config), costs, made=made), profile_path(config, made))
-    assert share.main([*words, "--plan"]) == 2
-    assert "was measured on other devices; python -m embodied.profiling recipe=pointmass_ppo" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"was measured on other devices; python -m embodied\.profiling recipe=point"):
+        iteration_cost(config, own=1, runs=2)
 
 
 def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):
