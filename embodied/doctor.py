@@ -208,7 +208,7 @@ def check_gpu_rendering(machine: Machine) -> list[Finding]:
         return [Finding("GPU rendering", WARNING, f"SAPIEN finds no GPU: {done.problem}", GRAPHICS_FIX)]
     name = done.answer["name"]
     if not done.answer["draws"]:
-        detail = f"{name} computes but does not draw: the driver's graphics part is missing, so env.backend=cuda fails"
+        detail = f"{name} computes but does not draw, the driver's graphics part is missing: no images, no videos there"
         return [Finding("GPU rendering", WARNING, detail, GRAPHICS_FIX)]
     return [Finding("GPU rendering", OK, name)]
 

@@ -7,11 +7,17 @@ import os
 from functools import partial
 from typing import Any
 
+from embodied.core.errors import EmbodiedError
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.state_numbers import numbers
 from embodied.envs.maniskill.task_choices import check_choices, refused
 from embodied.envs.maniskill.tasks import BATCHED_TASKS, DRAWING, ROLLING, is_bridge, maker, quiet
 from embodied.system.vulkan_driver import ensure_vulkan, has_nvidia
+
+NO_DRAWING = (
+    "this GPU does not draw, since its driver lacks the graphics part; in a container start it with "
+    "NVIDIA_DRIVER_CAPABILITIES=all"
+)
 
 
 def draws_on_gpu() -> bool:
@@ -20,9 +26,31 @@ def draws_on_gpu() -> bool:
     return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
 
 
+def gpu_draws() -> bool:
+    """Asks the simulator's GPU itself: its driver may compute alone."""
+    import sapien
+
+    try:
+        return sapien.Device("cuda").can_render()
+    except RuntimeError:  # there is none, which ManiSkill says when it looks for its physics
+        return False
+
+
+def render_backend(config: ManiSkillConfig) -> str:
+    """The device that draws, by ManiSkill's name. On a GPU that does not draw, states are observed without one."""
+    if config.backend != "cuda":
+        return "gpu" if draws_on_gpu() else "cpu"
+    if gpu_draws():
+        return "gpu"
+    if config.cameras:
+        raise EmbodiedError(f"env.cameras with env.backend=cuda: {NO_DRAWING}, or try env.backend=cpu")
+    return "none"
+
+
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     ensure_vulkan()
+    draws = render_backend(config)
     height, width = config.image_size
     view = {"height": height, "width": width} if config.cameras else {}
     if config.image_fov is not None and config.image_region:
@@ -42,7 +70,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     control_mode=config.control_mode,
                     reward_mode=config.reward_mode,
                     sim_backend="physx_cuda" if config.backend == "cuda" else "physx_cpu",
-                    render_backend="gpu" if config.backend == "cuda" or draws_on_gpu() else "cpu",
+                    render_backend=draws,
                     sensor_configs=view,
                     human_render_camera_configs={"shader_pack": config.shader, **view},
                     **({"robot_uids": config.robot} if config.robot else {}),

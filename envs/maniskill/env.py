@@ -23,7 +23,7 @@ from embodied.envs.capabilities import CataloguedTask, Expert
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.maniskill import task_choices
 from embodied.envs.maniskill.bridge.bridge_tasks import TWINS, absent, asset_folder, is_bridge, source_of
-from embodied.envs.maniskill.build import build
+from embodied.envs.maniskill.build import NO_DRAWING, build
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.state_numbers import action_bounds, for_robots, numbers
 from embodied.envs.maniskill.tasks import (
@@ -262,6 +262,9 @@ class ManiSkillEnv(VectorEnv):
         self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
         self._info_now: dict[str, Any] | None = None  # of the batched env, while its state is not observed yet
         self._cameras: dict[int, Any] = {}
+
+    def video_problem(self) -> str:
+        return "" if self.envs[0].backend.render_device else NO_DRAWING
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
         if self.batched:

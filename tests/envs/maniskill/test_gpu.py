@@ -5,11 +5,12 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.arrays import host, is_text, map_obs
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
 from embodied.envs.config import ManiSkillConfig
 from embodied.envs.env_checker import check_vector_env
+from embodied.envs.maniskill import build
 from embodied.placement.topology import Gpu
 from embodied.run import launch
 
@@ -24,6 +25,32 @@ def simulated():
     env = make_env(ManiSkillConfig(task="PickCube-v1", backend="cuda", max_episode_steps=10), 4)
     yield env
     env.close()
+
+
+def test_physics_on_a_gpu_that_does_not_draw_has_no_renderer_and_cameras_are_refused(monkeypatch):
+    states = ManiSkillConfig(task="PushCube-v1", backend="cuda")
+    images = states.model_copy(update={"cameras": ("base_camera",)})
+    monkeypatch.setattr(build, "gpu_draws", lambda: True)
+    assert build.render_backend(states) == build.render_backend(images) == "gpu"
+    monkeypatch.setattr(build, "gpu_draws", lambda: False)
+    assert build.render_backend(states) == "none"
+    with pytest.raises(EmbodiedError, match=r"this GPU does not draw.*NVIDIA_DRIVER_CAPABILITIES=all"):
+        build.render_backend(images)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu_batched"])
+def test_states_are_the_same_without_a_renderer_and_there_are_no_videos_with_the_reason(backend, monkeypatch):
+    found = []
+    for draws in (True, False):
+        if not draws:
+            monkeypatch.setattr(build, "render_backend", lambda config: "none")
+        env = make_env(ManiSkillConfig(task="PushCube-v1", backend=backend), 2)
+        state = env.reset(options={"episodes": EPISODES[:2]})[0]["state"].copy()
+        result = env.step_chunk(np.full((2, 3, env.env_spec.action.dim), 0.3, np.float32))
+        found.append((state, result.obs["state"].copy(), result.rewards.copy()))
+        assert env.video_problem() == ("" if draws else build.NO_DRAWING)
+        env.close()
+    assert all(np.array_equal(drawn, blind) for drawn, blind in zip(*found, strict=True))
 
 
 @pytest.mark.gpu
