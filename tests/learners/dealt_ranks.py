@@ -36,18 +36,17 @@ CASES = {
 
 
 def data_of(case):
-    """Sequences with a score and an advantage each, and how many of them one rank has together."""
-    draw = np.random.default_rng(3)
-    if case in ("conversations", "valued"):
-        return talks(CASES[case][0](), GROUPS, SIZE, stale=0.2), *draw.normal(size=(2, GROUPS * SIZE)), SIZE
-    return toy.rollout(toy.make(), 1), *draw.normal(size=(2, toy.N)), 1
+    """Sequences with a score and an advantage each."""
+    draw, spoken = np.random.default_rng(3), case in ("conversations", "valued")
+    data = talks(CASES[case][0](), GROUPS, SIZE, stale=0.2) if spoken else toy.rollout(toy.make(), 1)
+    return data, *draw.normal(size=(2, len(data.ids)))
 
 
 def trained(case, ranks, rank, collective):
-    """Weights and numbers of a rank, given the rank of each unit."""
+    """Weights and numbers of a rank, given the rank of each sequence: groups may be cut."""
     make, config = CASES[case]
-    data, scores, advantages, size = data_of(case)
-    mine = data.ids[np.repeat(ranks, size) == rank]
+    data, scores, advantages = data_of(case)
+    mine = data.ids[ranks == rank]
     padding, mine = not len(mine), mine if len(mine) else data.ids[:1]
     scored = {} if case == "rollouts" else {"scores": scores[mine]}
     scored |= {"advantages": advantages[mine]} if isinstance(config, GRPOConfig) else {}
@@ -61,9 +60,9 @@ def trained(case, ranks, rank, collective):
 
 
 def deals(case, num_ranks, count):
-    """Ranks of all units, dealt at random; none without anything where there are no copies to pad with."""
-    units, draw = len(data_of(case)[0].ids) // data_of(case)[3], np.random.default_rng(len(case))
-    found = [draw.integers(num_ranks, size=units) for _ in range(10 * count)]
+    """Ranks of all sequences, dealt at random; none without anything where there are no copies to pad with."""
+    sequences, draw = len(data_of(case)[0].ids), np.random.default_rng(len(case))
+    found = [draw.integers(num_ranks, size=sequences) for _ in range(10 * count)]
     if case == "rollouts":
         found = [ranks for ranks in found if len({*ranks.tolist()}) == num_ranks]
     return found[:count]
