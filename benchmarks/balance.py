@@ -224,7 +224,7 @@ def rank_of_two() -> None:
             batch = build_batch(played, unit, 0, config, collective, model)
             steps = GradientSteps(model, optimizer, config)
             started = process_time()
-            steps.add(batch, batch.own, batch.divisor(batch.num_units))
+            steps.add(batch, batch.own_units, batch.divisor(batch.num_units))
             if number:
                 seconds[way].append(process_time() - started)
             steps.step(BatchEnd(0, 10), 0, batch.stats_divisor(batch.num_units))

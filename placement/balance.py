@@ -61,32 +61,32 @@ def deal(
     fits = max(held(items, neighbours, num_ranks)) <= most_items
     if fits and unequal <= BALANCED:
         return neighbours
-    found = costliest_first(costs, num_ranks, steps or [range(len(costs))], items, most_items)
-    return neighbours if fits and unequal <= balance_ratio(costs, found, num_ranks, steps) else found
+    ranks = costliest_first(costs, num_ranks, steps or [range(len(costs))], items, most_items)
+    return neighbours if fits and unequal <= balance_ratio(costs, ranks, num_ranks, steps) else ranks
 
 
 def costliest_first(
     costs: Sequence[float], num_ranks: int, steps: Sequence[Sequence[int]], items: Sequence[int], most_items: float
 ) -> list[int]:
     """Give each unit to the rank where the maxima of its steps grow least, of these to the one that has least to do."""
-    found = [0] * len(costs)
+    rank_of = [0] * len(costs)
     of = [[number for number, step in enumerate(steps) if unit in step] for unit in range(len(costs))]
     loads, room = np.zeros((len(steps), num_ranks)), np.full(num_ranks, most_items)
     for unit in sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit)):
         size = items[unit] if items else 0
-        mine = loads[of[unit]]
-        peaks = np.maximum(mine + costs[unit], mine.max(axis=1, keepdims=True)).sum(axis=0)
-        ranks = np.lexsort((loads.sum(axis=0), mine.sum(axis=0), peaks))
+        step_loads = loads[of[unit]]
+        peaks = np.maximum(step_loads + costs[unit], step_loads.max(axis=1, keepdims=True)).sum(axis=0)
+        ranks = np.lexsort((loads.sum(axis=0), step_loads.sum(axis=0), peaks))
         fitting = [rank for rank in ranks.tolist() if size <= room[rank]]
         if not fitting:
             raise PlacementError(
                 f"{sum(items):,} tokens or decisions of a batch do not fit into {num_ranks} learners that may have "
                 f"{most_items:,} each (learner.most_items); try {-(-sum(items) // num_ranks) + max(items):,}"
             )
-        found[unit] = fitting[0]
-        loads[of[unit], found[unit]] += costs[unit]
-        room[found[unit]] -= size
-    return found
+        rank = rank_of[unit] = fitting[0]
+        loads[of[unit], rank] += costs[unit]
+        room[rank] -= size
+    return rank_of
 
 
 def deal_groups(

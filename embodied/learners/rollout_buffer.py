@@ -92,7 +92,7 @@ class RolloutBuffer:
                     break
                 obs = take_rows(whole.obs, items_of(range(len(whole.ids)), part, horizon))
                 items = items_of(np.searchsorted(self.rows, whole.ids), part, horizon)
-                self.features.add(text_lists(map_obs(own, obs)), torch.from_numpy(items))
+                self.features.add(text_lists(map_obs(copied, obs)), torch.from_numpy(items))
                 self.seen[source] = part.stop
 
     def encoded(self, ids: np.ndarray) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
     return replace(piece, lengths=np.full_like(piece.lengths, horizon), last=True, **room)
 
 
-def own(array: Array) -> Array:
+def copied(array: Array) -> Array:
     """A tensor with contiguous memory of its own, on the device where the array is; texts stay an array."""
     if is_tensor(array):
         return array.clone(memory_format=torch.contiguous_format)

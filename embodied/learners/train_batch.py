@@ -29,7 +29,7 @@ from embodied.core.rng import permutation
 from embodied.core.types import Array, Trajectory, Unit
 from embodied.learners.divided_passes import Pass
 from embodied.learners.model import FrozenFeatures, Model
-from embodied.learners.rollout_buffer import own, take
+from embodied.learners.rollout_buffer import copied, take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 
@@ -61,13 +61,13 @@ class RankBatch:
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
     proximal: Tensor | None = None  # [items, C, A], those of the weights that the update starts from, for ratios
     masked: Tensor | None = None  # bool [items], left out of the policy's loss
-    about: dict[str, float] = field(default_factory=dict)  # metrics of the data
+    metrics: dict[str, float] = field(default_factory=dict)  # of the data
 
     def __len__(self) -> int:
         return len(self.mask)
 
     @property
-    def own(self) -> Tensor:
+    def own_units(self) -> Tensor:
         """The units that count: none where the rank has a copy of what another one learns from."""
         return torch.from_numpy(np.flatnonzero(self.numbers >= 0))
 
@@ -165,7 +165,7 @@ class RankBatch:
     @property
     def num_masked(self) -> int:
         """This rank's items that are left out of the policy's loss."""
-        if self.masked is None or not len(self.own):
+        if self.masked is None or not len(self.own_units):
             return 0
         return int((self.masked & self.mask.any(dim=1)).sum())
 
@@ -186,14 +186,14 @@ class AllRanks:
 
     def __init__(self, unit: Unit, collective: Collective) -> None:
         """This rank has those of `unit`."""
-        self.collective, self.own = collective, 0 if unit.is_padding else len(unit.ids)
-        ids = np.concatenate(collective.gather(unit.ids[: self.own]))
+        self.collective, self.num_own = collective, 0 if unit.is_padding else len(unit.ids)
+        ids = np.concatenate(collective.gather(unit.ids[: self.num_own]))
         self.order = np.argsort(ids)
         self.places = np.searchsorted(ids[self.order], unit.ids)  # of this rank's among all
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """A row for every sequence; this rank has these."""
-        return np.concatenate(self.collective.gather(rows[: self.own]))[self.order]
+        return np.concatenate(self.collective.gather(rows[: self.num_own]))[self.order]
 
     def moments(self, numbers: np.ndarray, lengths: np.ndarray, exists: np.ndarray) -> Moments:
         """Moments of the numbers [K] of all sequences that exist (bool [K]); `lengths` are those of this rank's."""
@@ -216,7 +216,7 @@ def build_batch(
 ) -> RankBatch:
     """The sequences of this rank's `unit` as items with their advantages, before an update that starts from this
     version of the weights; all ranks take part."""
-    speaks, lengths, everyone = model.policy.speaks, trajectory.lengths, AllRanks(unit, collective)
+    speaks, lengths, all_ranks = model.policy.speaks, trajectory.lengths, AllRanks(unit, collective)
     trained = trained_tokens(trajectory, config) if speaks else np.ones(len(trajectory.versions), bool)
     # Units, items that count, and episodes or conversations with such items, of every sequence
     of, sequence = episodes_within(trajectory), np.repeat(np.arange(len(lengths)), lengths)
@@ -224,19 +224,19 @@ def build_batch(
     begins = np.flatnonzero(np.diff(of, prepend=-1))
     units = np.ones_like(lengths) if speaks else lengths
     counts = np.stack([units, np.bincount(sequence, trained), np.bincount(sequence[begins], sizes > 0)], axis=1)
-    total = everyone.gather(counts)
+    total = all_ranks.gather(counts)
     num_units, num_items, episodes = total.sum(axis=0).tolist()
     by_episode = config.weighting == "episode"
     weight_sum = episodes if by_episode else num_items
     batch = RankBatch(
-        obs=map_obs(own, trajectory.obs),
-        actions=own(trajectory.actions).to(model.device),
-        logprobs=own(trajectory.logprobs).to(model.device),
-        mask=own(host(trajectory.mask) & trained[:, None]).to(model.device),
-        current=own((trajectory.versions == version) & trained).to(model.device),
-        replay={name: own(array) for name, array in trajectory.replay.items()},
-        of=own(of).to(model.device),
-        numbers=numbered(units, total[:, 0].astype(np.int64), everyone),
+        obs=map_obs(copied, trajectory.obs),
+        actions=copied(trajectory.actions).to(model.device),
+        logprobs=copied(trajectory.logprobs).to(model.device),
+        mask=copied(host(trajectory.mask) & trained[:, None]).to(model.device),
+        current=copied((trajectory.versions == version) & trained).to(model.device),
+        replay={name: copied(array) for name, array in trajectory.replay.items()},
+        of=copied(of).to(model.device),
+        numbers=numbered(units, total[:, 0].astype(np.int64), all_ranks),
         num_units=int(num_units),
         num_items=int(num_items),
         weight_sum=weight_sum,
@@ -245,34 +245,36 @@ def build_batch(
     if speaks:
         groups = trajectory.ids // config.group_size if model.config.share_prompts else trajectory.ids
         batch = replace(batch, groups=np.array(groups), group_size=config.group_size)
-    about, away = {}, None
+    # Log-probs of the reference, and values of a policy that speaks
+    metrics, divergence = {}, None
     if num_items:
-        about = staleness(version - trajectory.versions[trained & (everyone.own > 0)], collective)
+        metrics = staleness(version - trajectory.versions[trained & (all_ranks.num_own > 0)], collective)
     compared = None if reference is None else logprobs_of(reference, batch, config)
     if compared is not None and config.kl_in == "reward":
-        away, compared = divergences(batch, compared), None
-    found: dict[str, np.ndarray]
+        divergence, compared = divergences(batch, compared), None
+    worth: dict[str, np.ndarray]
     if isinstance(config, PPOConfig):
         values = trajectory.values
         if speaks:
             values = scores_of(model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
-        found, more = judged(trajectory, unit, values, trained, away, config, everyone)
+        worth, more = judged(trajectory, unit, values, trained, divergence, config, all_ranks)
     else:
-        found, more = compared_in_groups(trajectory, unit, trained, away, config, everyone)
-    found["weights"] = trained / np.maximum(sizes, 1)[of] if by_episode else trained
-    worth = {name: own(numbers).to(model.device, model.dtype) for name, numbers in found.items()}
-    batch = replace(batch, reference=compared, about=about | more, **worth)
+        worth, more = compared_in_groups(trajectory, unit, trained, divergence, config, all_ranks)
+    # What items are worth, as tensors
+    worth["weights"] = trained / np.maximum(sizes, 1)[of] if by_episode else trained
+    tensors = {name: copied(numbers).to(model.device, model.dtype) for name, numbers in worth.items()}
+    batch = replace(batch, reference=compared, metrics=metrics | more, **tensors)
     if isinstance(config, PPOConfig) and not speaks:
-        batch.about["train/explained_variance"] = explained_variance(batch)
+        batch.metrics["train/explained_variance"] = explained_variance(batch)
     return batch
 
 
-def numbered(units: np.ndarray, of_all: np.ndarray, everyone: AllRanks) -> np.ndarray:
+def numbered(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.ndarray:
     """The numbers of this rank's units, given how many each of its sequences has and each of all: sequences of 2, 1 and
     3 units, of which it has the outer ones: 0, 1, 3, 4, 5."""
-    if not everyone.own:
+    if not all_ranks.num_own:
         return np.full(units.sum(), -1)
-    first = (np.cumsum(of_all) - of_all)[everyone.places] - (np.cumsum(units) - units)
+    first = (np.cumsum(of_all) - of_all)[all_ranks.places] - (np.cumsum(units) - units)
     return np.arange(units.sum()) + np.repeat(first, units)
 
 
@@ -302,10 +304,10 @@ def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
     """The age in versions of the decisions of all ranks, of which these [K] are this one's: the mean, the largest,
     and the share of each age that there is."""
     rows = np.stack(np.unique(ages, return_counts=True), axis=1)
-    found, counts = np.concatenate(collective.gather(rows)).T
-    shares = {f"train/staleness_{age}": counts[found == age].sum() / counts.sum() for age in np.unique(found)}
-    about = {"train/staleness": (found * counts).sum() / counts.sum(), "train/staleness_max": found.max()}
-    return {name: float(number) for name, number in (about | shares).items()}
+    known_ages, counts = np.concatenate(collective.gather(rows)).T
+    shares = {f"train/staleness_{age}": counts[known_ages == age].sum() / counts.sum() for age in np.unique(known_ages)}
+    overall = {"train/staleness": (known_ages * counts).sum() / counts.sum(), "train/staleness_max": known_ages.max()}
+    return {name: float(number) for name, number in (overall | shares).items()}
 
 
 # Advantages
@@ -316,26 +318,26 @@ def judged(
     unit: Unit,
     values: np.ndarray,
     trained: np.ndarray,
-    away: np.ndarray | None,
+    divergence: np.ndarray | None,
     config: PPOConfig,
-    everyone: AllRanks,
+    all_ranks: AllRanks,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Advantages, returns and values [K], and what to log. Decisions pay for their divergence `away` [K] from the
+    """Advantages, returns and values [K], and what to log. Decisions pay for their `divergence` [K] from the
     reference as they begin."""
-    lengths, about, speaks = trajectory.lengths, {}, unit.scores is not None
+    lengths, metrics, speaks = trajectory.lengths, {}, unit.scores is not None
     rewards = earned(trajectory, unit.scores, trained) if speaks else np.array(host(trajectory.rewards), np.float64)
-    if away is not None:
-        rewards[:, 0] -= config.kl_coef * away
-        about["train/reference_kl"] = everyone.moments(away, lengths, trained).mean
+    if divergence is not None:
+        rewards[:, 0] -= config.kl_coef * divergence
+        metrics["train/reference_kl"] = all_ranks.moments(divergence, lengths, trained).mean
     if speaks:
         advantages, returns = token_gae(rewards[:, 0], values, trained, lengths, config.gamma, config.gae_lambda)
-        spread, error = (everyone.moments(each, lengths, trained).m2 for each in (returns, returns - values))
-        about["train/explained_variance"] = 1.0 - error / spread if spread else 0.0
+        spread, error = (all_ranks.moments(each, lengths, trained).m2 for each in (returns, returns - values))
+        metrics["train/explained_variance"] = 1.0 - error / spread if spread else 0.0
     else:
         advantages, returns = gae_of(trajectory, rewards, config)
     if config.normalize_advantages:
-        advantages = normalize(advantages, everyone.moments(advantages, lengths, trained))
-    return {"advantages": advantages, "returns": returns, "values": values}, about
+        advantages = normalize(advantages, all_ranks.moments(advantages, lengths, trained))
+    return {"advantages": advantages, "returns": returns, "values": values}, metrics
 
 
 def earned(trajectory: Trajectory, scores: np.ndarray, trained: np.ndarray) -> np.ndarray:
@@ -376,18 +378,18 @@ def compared_in_groups(
     trajectory: Trajectory,
     unit: Unit,
     trained: np.ndarray,
-    away: np.ndarray | None,
+    divergence: np.ndarray | None,
     config: AlgoConfig,
-    everyone: AllRanks,
+    all_ranks: AllRanks,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Advantages [K], and what to log. Where decisions pay for their divergence `away` [K] from the reference, scores
-    less the divergences that follow are compared with those of all decisions of the iteration."""
+    """Advantages [K], and what to log. Where decisions pay for their `divergence` [K] from the reference, scores less
+    the divergences that follow are compared with those of all decisions of the iteration."""
     lengths = trajectory.lengths
-    if away is None:
+    if divergence is None:
         return {"advantages": np.repeat(unit.advantages, lengths)}, {}
-    returns = returns_to_go(unit.scores, away, lengths, config.kl_coef)
-    about = {"train/reference_kl": everyone.moments(away, lengths, trained).mean}
-    return {"advantages": normalize(returns, everyone.moments(returns, lengths, trained))}, about
+    returns = returns_to_go(unit.scores, divergence, lengths, config.kl_coef)
+    metrics = {"train/reference_kl": all_ranks.moments(divergence, lengths, trained).mean}
+    return {"advantages": normalize(returns, all_ranks.moments(returns, lengths, trained))}, metrics
 
 
 def explained_variance(batch: RankBatch) -> float:

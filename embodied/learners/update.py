@@ -63,7 +63,7 @@ class GradientSteps:
 
     def add_all(self, batch: RankBatch) -> None:
         """Add a batch that is one of many; what the sums are to be divided by adds up too."""
-        self.add(batch, batch.own)
+        self.add(batch, batch.own_units)
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
 
     def step(self, end: BatchEnd, epoch: int, divisor: float, count: float | None = None) -> dict[str, float]:
@@ -90,14 +90,14 @@ class GradientSteps:
         """Means over the steps for the log, and what there is to say of a batch that was learned from."""
         num_masked = batch.num_masked if batch else 0
         rows = check_weights(self.optimizer, end.iteration, *self.largest.tolist(), num_masked)
-        about = mismatch_numbers(self.history[0]["mismatch_k3"], rows[:, :2])
-        about |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
+        metrics = mismatch_numbers(self.history[0]["mismatch_k3"], rows[:, :2])
+        metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
         if batch is not None:
-            about |= batch.about
+            metrics |= batch.metrics
             if batch.masked is not None:
-                about["train/masked_fraction"] = float(rows[:, 2].sum()) / batch.num_items
+                metrics["train/masked_fraction"] = float(rows[:, 2].sum()) / batch.num_items
         names = [name for name in self.history[0] if name != "mismatch_k3"]
-        return {f"train/{name}": float(np.mean([row[name] for row in self.history])) for name in names} | about
+        return {f"train/{name}": float(np.mean([row[name] for row in self.history])) for name in names} | metrics
 
     def lr_factor(self, end: BatchEnd) -> float:
         return lr_factor(self.config.lr_schedule, end.iteration / end.total)
@@ -161,8 +161,8 @@ def mismatch_numbers(k3: float, largest: np.ndarray) -> dict[str, float]:
     """The log's numbers of a mean k3 and the largest gaps and k3s [ranks, 2]; no gap where no decision was taken with
     the weights that the update started from."""
     gap, k3_max = largest.max(axis=0).tolist()
-    about = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max}
-    return about | ({"train/logprob_gap": gap} if gap >= 0 else {})
+    metrics = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max}
+    return metrics | ({"train/logprob_gap": gap} if gap >= 0 else {})
 
 
 def check_scores(scores: Scores, acted: Tensor) -> None:

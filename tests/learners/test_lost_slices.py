@@ -74,7 +74,7 @@ def test_what_older_weights_have_played_is_known_for_it():
     data.versions[: toy.T * toy.N // 2] = 4
     data.versions[toy.T * toy.N // 2 :] = 5
     share = toy.batch_of(data, CONFIG, toy.make(), version=5)
-    assert share.about["train/staleness"] == 0.5
+    assert share.metrics["train/staleness"] == 0.5
     assert share.current.tolist() == [version == 5 for version in data.versions]
 
 

@@ -54,7 +54,7 @@ def test_rewards_pay_for_leaving_the_reference_by_hand():
     wanted, returns = gae(*fields, PLAIN.gamma, PLAIN.gae_lambda)
     np.testing.assert_allclose(share.advantages, wanted.T.ravel(), atol=1e-12)
     np.testing.assert_allclose(share.returns, returns.T.ravel(), atol=1e-12)
-    assert share.about["train/reference_kl"] == pytest.approx(away.mean())
+    assert share.metrics["train/reference_kl"] == pytest.approx(away.mean())
     assert abs(away).min() > 0 and data.rewards is not rewards
 
 
