@@ -14,8 +14,11 @@ from safetensors.numpy import load_file
 from share_record import check_record
 from talking_runs import TALK, far
 
+from embodied.config.recipe import load_recipe
 from embodied.core.errors import ConfigError
-from embodied.run.shared_runs import SharedRuns, own_devices, read_shared_runs, too_much
+from embodied.placement import Topology, make_plan
+from embodied.placement.topology import Node
+from embodied.run.shared_runs import SharedRuns, check_memory, own_devices, read_shared_runs, too_much
 from embodied.share import read_order
 
 ROBOT = [
@@ -217,8 +220,14 @@ def test_devices_are_dealt_by_weight_and_runs_beyond_them_share():
     assert {device for own in own_devices(cores, [1, 2]) for device in own} == {*cores}
 
 
-def test_memory_that_all_runs_need_together_is_summed_before_they_start():
-    assert too_much("gpu:0", {"a": 30e9, "b asleep": 1e9}, 40e9) == ""
+def test_memory_that_all_runs_need_together_is_summed_and_those_that_fit_are_named():
+    config, machine = load_recipe("pointmass_ppo"), Topology((Node("", 2, memory_bytes=4e9),))
+    plan = make_plan({"sim,policy": "cpu:0", "learner": "cpu:0"}, machine, 16)
+    check_memory([("a", config, plan), ("b", config, plan)], machine)
+    with pytest.raises(ConfigError) as caught:
+        check_memory([(name, config, plan) for name in "abc"], machine)
+    assert "memory: this machine: a 1.5 + b 1.5 + c 1.5 = 4.5 of 4.0 GB" in str(caught.value)
+    assert "these fit: a, b" in str(caught.value)
     assert too_much("gpu:0", {"a": 30e9, "b asleep": 12e9}, 40e9) == "gpu:0: a 30.0 + b asleep 12.0 = 42.0 of 40.0 GB"
 
 

@@ -253,8 +253,8 @@ def prepare(
     anything starts."""
     taken = {run.name for run in shared.runs}
     found: list[SharedRun] = []
-    plans = []
     going = [run for run in shared.runs if not run.ended]
+    plans = [(run.name, *planned(run, load_run(run.words))) for run in going]  # they stay in memory, too
     free = tuple(device for device in shared.devices if all(device not in run.own for run in going))
     if free:
         owns = own_devices(free, weights)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from embodied.runtime.cluster import Cluster
 
 SOCKET = "EMBODIED_SHARE"  # names the parent's socket
-ANSWER_S = 60.0  # the parent answers at once; silence for so long means that it is gone
+ANSWER_S = 300.0  # the parent answers at once, but for planning a run that joins; later it counts as gone
 LOOK_S = 1.0
 BEGINNING = "initialise"  # the gang of a run that builds its workers
 
