@@ -84,9 +84,9 @@ class GatedPolicy(PolicyWorker):
         commit(arrive(self.name, "weights"))
         return super().load_weights(*args)
 
-    def _answer(self, request, temperature, stream):
-        self.place = "evaluation" if stream == "eval" else "rollout"
-        return super()._answer(request, temperature, stream)
+    def _answer(self, request, rule):
+        self.place = "evaluation" if rule.stream == "eval" else "rollout"
+        return super()._answer(request, rule)
 
 
 class GatedLearner(LearnerWorker):

@@ -16,6 +16,7 @@ import torch
 
 from embodied.core import rng
 from embodied.core.arrays import Observation, finite_rows, join_rows, map_obs, num_rows, text_lists
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
@@ -25,6 +26,7 @@ from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.runtime.weights import Publication, WeightReader
 
 ONE_BY_ONE = Merging()
+ALL_ACTIONS = SamplingRule()
 COMPILING_S = 900.0  # at most, on a busy machine
 
 
@@ -99,8 +101,7 @@ class PolicyWorker(Worker):
         requests: Channel,
         replies: dict[str, Channel],
         version: int,
-        temperature: float = 1.0,
-        stream: str = "train",
+        rule: SamplingRule = ALL_ACTIONS,
         mine: Collection[str] | None = None,
     ) -> int:
         """Answer these sources with this version until the round is over (None comes); requests of other sources are of
@@ -108,12 +109,12 @@ class PolicyWorker(Worker):
         `mine` are the sources that ask this worker at first (None: all)."""
         decisions, batcher = 0, RequestBatcher(requests, replies, self.merging, mine)
         while taken := self._take(batcher):
-            for reply in self._answers(taken, version, temperature, stream):
+            for reply in self._answers(taken, version, rule):
                 decisions += 0 if reply.output is None else len(reply.values)
                 replies[reply.source].put(reply)
         return decisions
 
-    def _answers(self, requests: list[ActRequest], version: int, temperature: float, stream: str) -> Iterator[ActReply]:
+    def _answers(self, requests: list[ActRequest], version: int, rule: SamplingRule) -> Iterator[ActReply]:
         """Answer in one batch; if that fails, one by one, so that a bad request leaves no other without an answer."""
         if not requests:
             return
@@ -124,7 +125,7 @@ class PolicyWorker(Worker):
                 self.weights.acting(version),
                 self.alive(COMPILING_S) if self.config.compile else nullcontext(),  # when a network is first used
             ):
-                replies = self._answer(requests, temperature, stream)
+                replies = self._answer(requests, rule)
         except Exception as err:
             if len(requests) == 1:
                 raise
@@ -135,7 +136,7 @@ class PolicyWorker(Worker):
         failure: Exception | None = None
         for request in requests:
             try:
-                yield from self._answers([request], version, temperature, stream)
+                yield from self._answers([request], version, rule)
             except Exception as err:
                 failure = failure or err
         if failure:
@@ -145,13 +146,13 @@ class PolicyWorker(Worker):
         with self.timers.measure("wait"):
             return batcher.take()
 
-    def _answer(self, requests: list[ActRequest], temperature: float, stream: str) -> list[ActReply]:
+    def _answer(self, requests: list[ActRequest], rule: SamplingRule) -> list[ActReply]:
         """One call of the policy for all decisions, one for values alone, one for those of final observations."""
         numbered = dict(enumerate(requests))
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             final_values = self._values({i: r.final_obs for i, r in numbered.items() if r.final_obs is not None})
             values = self._values({i: r.obs for i, r in numbered.items() if r.value_only})
-            outputs = self._act({i: r for i, r in numbered.items() if not r.value_only}, temperature, stream)
+            outputs = self._act({i: r for i, r in numbered.items() if not r.value_only}, rule)
         values |= {i: output.values for i, output in outputs.items()}
         version = self.weights.version
         return [
@@ -159,12 +160,12 @@ class PolicyWorker(Worker):
             for i, r in numbered.items()
         ]
 
-    def _act(self, requests: dict[int, ActRequest], temperature: float, stream: str) -> dict[int, PolicyOutput]:
+    def _act(self, requests: dict[int, ActRequest], rule: SamplingRule) -> dict[int, PolicyOutput]:
         if not requests:
             return {}
         asked = list(requests.values())
-        noise = self._noise(asked, stream)
-        output = self.policy.act(text_lists(join_rows([request.obs for request in asked])), noise, temperature)
+        noise = self._noise(asked, rule.stream)
+        output = self.policy.act(text_lists(join_rows([request.obs for request in asked])), noise, rule.temperature)
         check_output(output, len(noise), self.action_dim)
         for what in ("actions", "logprobs", "values"):
             self._check_finite(what.replace("logprobs", "log-probs"), getattr(output, what))

@@ -22,12 +22,14 @@ Said = str | tuple[Message, ...]  # text that is continued as it is, or messages
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """How a language policy's tokens are drawn: from logits divided by the temperature (0: the likeliest token), among
-    the `top_k` likeliest (0: all) and the fewest of these whose probabilities reach `top_p`."""
+    """How a policy's actions or tokens are drawn. Robot policies know the temperature alone. Tokens are drawn from
+    logits divided by the temperature (0: the likeliest token), among the `top_k` likeliest (0: all) and the fewest of
+    these whose probabilities reach `top_p`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    stream: str = "train"  # of random numbers, train or eval
     logprob_temperature: float = 1.0
     """That of the log-probs that come with answers, of all tokens: in rollouts the one that tokens are drawn at, since
     losses compare with them."""
@@ -35,14 +37,6 @@ class SamplingRule:
     @property
     def draws_from_all(self) -> bool:
         return self.top_p == 1.0 and not self.top_k
-
-
-@dataclass(frozen=True)
-class SamplingOverride:
-    """Sampling settings of one prompt, in place of the round's."""
-
-    stream: str  # of random numbers, train or eval
-    rule: SamplingRule
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ class Prompt:
     said: Said  # new; empty where an answer was interrupted and goes on
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
     max_tokens: int | None = None  # of the answer; None: the policy's own limit
-    override: SamplingOverride | None = None  # None: that of the round
+    override: SamplingRule | None = None  # None: that of the round
     has_more_turns: bool = False  # whether the env may reply to the answer, and ask for another one
     written: WrittenTokens | None = None  # of the answer, by a worker that had to stop
 

@@ -224,7 +224,7 @@ class LearnerWorker(Worker):
 
     def needs(self, shared: bool = False) -> Needs:
         """Weights, gradients, the optimizer's two averages of them, the reference, and what updates took besides;
-        weights that others act with stay."""
+        weights shared with policy workers are not offloaded."""
         self.shares = shared
         weights, trained = num_bytes(self._weights()), num_bytes(self.optimizer.masters)
         aside = num_bytes(self.optimizer.masters_aside()) + num_bytes(self._reference())

@@ -62,7 +62,7 @@ class EngineAnswers(DirectChannel):
     def __init__(self, policy: LanguageWorker) -> None:
         super().__init__()
         self.policy = policy
-        policy.begin(0, "profile", SamplingRule())
+        policy.begin(0, SamplingRule(stream="profile"))
 
     def put(self, batch: PromptBatch) -> None:
         self.waiting += [(batch.source, prompt) for prompt in batch.prompts]

@@ -22,6 +22,7 @@ import torch
 
 from embodied.config.recipe import RunConfig
 from embodied.core.arrays import num_rows, take_rows, text_lists
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import DeadlineExceeded
 from embodied.core.types import (
     ActReply,
@@ -373,7 +374,7 @@ class PolicyAnswers(DirectChannel):
     def answer(self) -> ActReply:
         asked = self.waiting.popleft()
         with self.policy.computing.measured():
-            return self.policy._answer([asked] * self.copies, 1.0, "train")[0]
+            return self.policy._answer([asked] * self.copies, SamplingRule())[0]
 
 
 class NoiseAnswers(DirectChannel):

@@ -243,7 +243,7 @@ class PolicyServer:
             self.clients.pop(number, None)
 
     def has_room(self) -> bool:
-        """True if another client may connect. If all places are taken, one that has been silent too long loses its."""
+        """True if another client may connect. When all connections are in use, the longest idle one is closed."""
         if len(self.clients) < (self.config.max_clients or CLIENTS):
             return True
         number, client = max(self.clients.items(), key=lambda item: item[1].silent_s)

@@ -34,8 +34,7 @@ class Answering:
         sims: Iterable[int],
         stages: int,
         policies: list[int],
-        sampling: float | SamplingRule,
-        stream: str,
+        sampling: SamplingRule,
     ) -> None:
         """`policies` take part from the beginning."""
         self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
@@ -43,7 +42,7 @@ class Answering:
         self.replies = {source: manager.replies[sim][stage] for source, (sim, stage) in self.sources.items()}
         self.stages = stages
         self.calls: dict[int, Handle] = {}  # of the sims
-        self.how = (manager.weight_sync.version, sampling, stream) if policies else ()
+        self.how = (manager.weight_sync.version, sampling) if policies else ()
         self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
         self.serving: dict[int, Handle] = {}
         self.names: dict[int, str] = {}  # of those that serve; every successor has another one

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, RolloutStats, Route, Unit, env_blocks
 from embodied.placement.balance import balance_ratio
@@ -126,7 +127,7 @@ class HorizonCollector(Collector):
             self.begin_early(batch.number)
         while missing:
             begin = partial(self._collect, batch.number)
-            calls, routes = rollouts.play(missing, begin, self.config.pipeline.stages, 1.0, "train")
+            calls, routes = rollouts.play(missing, begin, self.config.pipeline.stages, SamplingRule())
             for sim, call in calls.items():
                 if call.succeeded():
                     batch.stats[sim] = call.wait()[0]

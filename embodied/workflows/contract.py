@@ -191,7 +191,7 @@ class Workflow(Protocol):
         """Conversations of the last iteration, as lines of samples.jsonl."""
 
     def take_dropped(self) -> int:
-        """Batches collected ahead of a checkpoint that a run resumed from it recollects, since the last call."""
+        """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
 
     def timeline(self, trace: Path, iterations: int) -> AbstractContextManager[Timeline]:
         """Record where the time goes from now on; the first `iterations` in detail, into `trace`."""

@@ -196,15 +196,13 @@ class Evaluator:
             return workers.sims[sim].evaluate(share, route, recording, workers.notes, alone, expert)
 
         with workers.device_sharing.phase(ROLLOUT):
-            answered = speaks(env_class(self.config.env))
-            sampling = rule_of(self.config.eval) if answered else self.config.eval.temperature
-            options = (sampling, bool(expert), heard, stop)
+            options = (rule_of(self.config.eval), bool(expert), heard, stop)
             return play_fixed(workers.rollouts, episodes, begin, workers.notes, *options)
 
 
 def rule_of(options: EvalSection) -> SamplingRule:
     """How the answers of an evaluation are drawn; the log-probs in its transcripts are at temperature 1."""
-    return SamplingRule(options.temperature, options.top_p, options.top_k)
+    return SamplingRule(options.temperature, options.top_p, options.top_k, "eval")
 
 
 def play_fixed(
@@ -212,7 +210,7 @@ def play_fixed(
     episodes: list[EpisodeSpec],
     begin: Callable[[int, list[EpisodeSpec], Route, frozenset[int]], Handle],
     notes: Channel,
-    sampling: float | SamplingRule,
+    sampling: SamplingRule,
     by_expert: bool = False,
     heard: Heard = ignore,
     stop: Callable[[], bool] = never,
@@ -230,7 +228,7 @@ def play_fixed(
         alone = frozenset(attempts)
         share = partial(begin_share, begin, left, alone)
         listener = NoteListener(rollouts, notes, heard, stop)
-        calls, routes = rollouts.play(left, share, 1, sampling, "eval", asked=not by_expert, background=listener)
+        calls, routes = rollouts.play(left, share, 1, sampling, asked=not by_expert, background=listener)
         noted = listener.all_notes()
         for sim, call in calls.items():
             mine = [note for note in noted if note.source == routes[sim][0].source]

@@ -102,7 +102,7 @@ class GroupCollector(Collector):
         self.text = workers.spec.text  # episodes are conversations
         # Losses compare with the log-probs of tokens as they were drawn.
         drawn_at = config.policy.temperature if self.text else 1.0
-        self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at) if self.text else 1.0
+        self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at)
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
         self.dealer = Dealer(config, self.learners, self.text)
         self.experience = Experience(self.rollouts, config.learner.in_step, self.relays.groups)
@@ -278,9 +278,7 @@ class GroupCollector(Collector):
         workers = rollouts.sims.workers
         self.experience.keep_at({workers[sim]: [spec.index for spec in share] for sim, share in shares.items()})
         background = self if noted else None
-        calls, _ = rollouts.play(
-            shares, begin, self.config.pipeline.stages, self.sampling, "train", background=background
-        )
+        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, self.sampling, background=background)
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats

@@ -240,7 +240,7 @@ class EmbodiedLoop:
         return self.source.samples if isinstance(self.source, GroupCollector) else []
 
     def take_dropped(self) -> int:
-        """Batches collected ahead of a checkpoint that a run resumed from it recollects, since the last call."""
+        """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
         count, self.dropped = self.dropped, 0
         return count
 

@@ -98,23 +98,21 @@ class RolloutManager:
         sims: Iterable[int],
         begin: Callable[[int, Route], Handle],
         stages: int,
-        sampling: float | SamplingRule,
-        stream: str,
+        sampling: SamplingRule,
         asked: bool = True,
         background: BackgroundTask | None = None,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
-        """A round: call `begin` for these sims, with actions as random as `sampling` says (for policies that act their
-        temperature), and let the policy workers serve so many stages of each, if they are
+        """A round: call `begin` for these sims, and let the policy workers serve so many stages of each, if they are
         asked at all. Returns the calls, which have succeeded but for sims that died, and the routes they took. What is
         due in the `background` is done while they play."""
         self.settle()
         self.rounds += 1
-        answering = Answering(self, sims := list(sims), stages, self._acting() if asked else [], sampling, stream)
+        answering = Answering(self, sims := list(sims), stages, self._acting() if asked else [], sampling)
         routes = {sim: answering.route(sim) for sim in sims}
         answering.calls = calls = {sim: begin(sim, route) for sim, route in routes.items()}
         tasks = [task for task in (answering, background, *self.background) if task]
         while losses := self._losses(calls.values(), tasks):
-            if stream != "eval":  # there an episode that fails costs itself alone
+            if sampling.stream != "eval":  # there an episode that fails costs itself alone
                 self._refuse_repeated(losses.values())
             answering.begin_again(self._replace(losses))
         ending = answering.end()

@@ -24,7 +24,7 @@ from embodied.core.conversations import (
     Prompt,
     PromptBatch,
     Said,
-    SamplingOverride,
+    SamplingRule,
 )
 from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import Waiting
@@ -90,7 +90,7 @@ class TextWorker(PlayerWorker):
         mine = self._part(self.config, episodes, rows)
         parts, noting = [mine], nullcontext()
         if beside:
-            parts.append(self._evaluated(beside.episodes, override=SamplingOverride("eval", beside.rule)))
+            parts.append(self._evaluated(beside.episodes, override=beside.rule))
             noting = self._noting(route, beside.recording, beside.notes)
         with noting as note:
             for over in play_conversations(parts, ConversationClient(route, self.timers), self.timers, self.steps):
@@ -184,7 +184,7 @@ class Part:
     rows: int
     begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
     alone: frozenset[int] = frozenset()  # the last of them: each is held with no other beside it
-    override: SamplingOverride | None = None  # of their answers; None: that of the round
+    override: SamplingRule | None = None  # of their answers; None: that of the round
 
     def __post_init__(self) -> None:
         self.waiting, self.free, self.open = deque(self.specs), [], 0

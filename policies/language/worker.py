@@ -19,7 +19,6 @@ from embodied.core.conversations import (
     Completion,
     CompletionBatch,
     Prompt,
-    SamplingOverride,
     SamplingRule,
     Vacancy,
     WrittenTokens,
@@ -76,12 +75,12 @@ class LanguageWorker(PolicyWorker):
         self.belongings.measured("offload", "engine", self.engine.offload)
         super().offload()
 
-    def begin(self, version: int, stream: str, rule: SamplingRule) -> None:
+    def begin(self, version: int, rule: SamplingRule) -> None:
         """Begin a round. An engine that lost its weights when it left its device, and was given no newer ones, loads
         those of the policy."""
         if self.engine.needs_load:
             self._load_engine(version)
-        self.engine.begin(version, self.seed, stream, rule)
+        self.engine.begin(version, self.seed, rule.stream, rule)
 
     def serve(
         self,
@@ -89,7 +88,6 @@ class LanguageWorker(PolicyWorker):
         replies: dict[str, Channel],
         version: int,
         rule: SamplingRule = SamplingRule(),  # noqa: B008  frozen
-        stream: str = "train",
         mine: Collection[str] | None = None,
         name: str = "",
         vacancies: Channel | None = None,
@@ -99,9 +97,9 @@ class LanguageWorker(PolicyWorker):
         hears under this `name` how much room there is, and then which prompts were answered."""
         waiting: deque[tuple[str, Prompt]] = deque()
         before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
-        show = stream == "eval"
+        show = rule.stream == "eval"
         with self.weights.acting(version), torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-            self.begin(version, stream, rule)
+            self.begin(version, rule)
             if vacancies:
                 room = self.engine.room
                 vacancies.put(Vacancy(name, room))
@@ -176,17 +174,12 @@ class LanguageWorker(PolicyWorker):
         self.no_room += 1
         return self._completion(replace(asked, said=()), NOTHING, version)
 
-    def _sampling(self, override: SamplingOverride | None) -> Sampling | None:
+    def _sampling(self, override: SamplingRule | None) -> Sampling | None:
         """None: that of the round."""
         if override is None:
             return None
         assert self.config.engine == "transformers", "others know only the sampling of the round"
-        return Sampling(
-            self.seed,
-            f"act/{override.stream}",
-            override.rule,
-            frozenset(self.policy.tokenizer.stops),
-        )
+        return Sampling(self.seed, f"act/{override.stream}", override, frozenset(self.policy.tokenizer.stops))
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:
         if not self.engine.running:

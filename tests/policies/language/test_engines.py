@@ -19,7 +19,7 @@ from language_models import (
 )
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingOverride, SamplingRule
+from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.language.slots import choose
@@ -82,7 +82,7 @@ def test_greedy_answers_are_those_of_generate(name):
 
 
 def sampling(engine, override):
-    return override and Sampling(3, f"act/{override.stream}", override.rule, engine.stops)
+    return override and Sampling(3, f"act/{override.stream}", override, engine.stops)
 
 
 @SHAPES
@@ -90,16 +90,16 @@ def test_each_conversation_has_its_own_manner_whoever_is_written_beside_it(name)
     model = MODELS[name]()
     overrides = [
         None,
-        SamplingOverride("eval", SamplingRule(0.0)),
-        SamplingOverride("eval", SamplingRule(1.0)),
-        SamplingOverride("eval", SamplingRule(0.4, top_p=0.8, top_k=5)),
-        SamplingOverride("train", SamplingRule(1.0)),
+        SamplingRule(0.0, stream="eval"),
+        SamplingRule(1.0, stream="eval"),
+        SamplingRule(0.4, top_p=0.8, top_k=5, stream="eval"),
+        SamplingRule(1.0, stream="train"),
     ]
     asked = questions()
     engine = engine_of(model)
     mixed = answers(engine, [replace(r, sampling=sampling(engine, overrides[i % 5])) for i, r in enumerate(asked)])
     for place, override in enumerate(overrides):
-        how = {"stream": override.stream, **vars(override.rule)} if override else {}
+        how = vars(override) if override else {}
         alone = answers(engine_of(model), asked, **how)
         for request in asked[place::5]:
             assert mixed[request.key].tokens.tolist() == alone[request.key].tokens.tolist()
