@@ -70,7 +70,10 @@ def costliest_first(
 ) -> list[int]:
     """Give each unit to the rank where the maxima of its steps grow least, of these to the one that has least to do."""
     rank_of = [0] * len(costs)
-    of = [[number for number, step in enumerate(steps) if unit in step] for unit in range(len(costs))]
+    of: list[list[int]] = [[] for _ in costs]  # by unit, its steps
+    for number, step in enumerate(steps):
+        for unit in step:
+            of[unit].append(number)
     loads, room = np.zeros((len(steps), num_ranks)), np.full(num_ranks, most_items)
     for unit in sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit)):
         size = items[unit] if items else 0
