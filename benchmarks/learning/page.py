@@ -22,7 +22,7 @@ from benchmarks.learning.seeds import rate
 TASKS = {"grpo_pickcube": "PickCube-v1", "grpo_libero": "libero_object/2"}
 VLAS = {"vla_oft": "OpenVLA-OFT", "vla_pi0": "Pi0"}
 CARROTS = {"vla_carrot_pi0": "Pi0"}
-ROBUST = {"state": "state policy"}  # on LIBERO-Pro
+ROBUST = {"state": "state policy", "pi0": "small Pi0"}  # on LIBERO-Pro
 PARTS = 6  # of a run, whose means are its training curve
 
 
