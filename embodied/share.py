@@ -74,7 +74,7 @@ def start(argv: list[str]) -> int:
     else:
         shared = new_runs(order)
         if order.dry or order.plan:
-            predicted = describe_prediction(predict(shared), shared.rule) if order.plan else ()
+            predicted = describe_prediction(predict(shared, launch.say), shared.rule) if order.plan else ()
             launch.say("\n".join([*describe(shared), *predicted]))
             return 0
         shared.folder.mkdir(parents=True)
@@ -181,7 +181,7 @@ def describe(shared: SharedRuns) -> list[str]:
 def write_prediction(shared: SharedRuns) -> None:
     """predicted.jsonl, for the report, where all runs have been measured."""
     try:
-        lines = predict(shared)[shared.rule]
+        lines = predict(shared, launch.say)[shared.rule]
     except ConfigError as err:
         launch.say(f"predicted   nothing: {str(err).splitlines()[0]}")
         return

@@ -24,7 +24,7 @@ HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps
 SHOW_S, REPORT_S = 1.0, 60.0  # between two tables: on a terminal, off it
 GANTT_NOTE = (
     "A row is a device, a colour a run. The rows below show when a run asked for devices and had none. "
-    "Predictions are of iterations: they begin when the first run has built its workers, and end before evaluations."
+    "Predictions are of iterations: they begin when a run has built its workers, and end before its last evaluation."
 )
 
 

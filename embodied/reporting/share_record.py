@@ -131,15 +131,17 @@ class ShareRecord:
         """Until the last run ended, or now."""
         return max((run.ended_s if run.ended_s is not None else self.now_s for run in self.runs.values()), default=0.0)
 
-    def begun_s(self) -> float:
-        """When the first run had built its workers."""
-        return min((hold.start_s for hold in self.holds_until(self.now_s) if hold.phase != BUILDING), default=0.0)
+    def begun_s(self, run: str | None = None) -> float:
+        """When a run, or the first of all, had built its workers."""
+        holds = [hold for hold in self.holds_until(self.now_s) if run in (None, hold.run)]
+        built = {hold.run: hold.end_s for hold in sorted(holds, key=lambda h: h.end_s) if hold.phase == BUILDING}
+        return min(built.values(), default=min((hold.start_s for hold in holds), default=0.0))
 
     def trained_s(self, run: str | None = None) -> float:
-        """Seconds from then on until the last iteration of a run, or of all, ended."""
+        """Seconds from then on until the last iteration of the run, or of all, ended."""
         runs = [self.runs[run]] if run else self.runs.values()
         ends = [one.trained_s for one in runs if one.trained_s is not None]
-        return max(0.0, max(ends, default=0.0) - self.begun_s())
+        return max(0.0, max(ends, default=0.0) - self.begun_s(run))
 
     def device_seconds(self) -> dict[str, float]:
         """By run."""

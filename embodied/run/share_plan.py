@@ -14,6 +14,7 @@ from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.placement_errors import number
 from embodied.placement.profile import read_profile
+from embodied.plan import load_warning
 from embodied.profiling import stored_profiles
 from embodied.reporting.share_page import aligned
 from embodied.reporting.share_record import record_of
@@ -34,6 +35,7 @@ class IterationCost:
     fixed_s: float
     switch_s: tuple[float, float]  # for a policy worker to stop, and to load weights
     iterations: int
+    warnings: Sequence[str]  # of the profile
 
 
 def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
@@ -73,6 +75,7 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
         flow.fixed_s,
         (float(call.seconds.at(flow["policy"].items)), float(profile.sync.copy_s.at(1))),
         run.iterations or max(1, (run.env_steps or 1) // flow.env_steps),
+        load_warning(profile),
     )
 
 
@@ -88,7 +91,7 @@ def run_work(name: str, config: RunConfig, own: int, weight: float, cost: Iterat
     return RunWork(name, cost.iterations, batch, cost.update_s, cost.fixed_s, weight, borrows=divides, stays=stays)
 
 
-def predict(shared: SharedRuns) -> dict[str, list[dict[str, Any]]]:
+def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: None) -> dict[str, list[dict[str, Any]]]:
     """What happens under each rule, as lines of share.jsonl. Raises ConfigError where a run has not been measured."""
     configs = {run.name: load_run(run.words).config for run in shared.runs}
     own = {run.name: run.own for run in shared.runs}
@@ -101,6 +104,8 @@ def predict(shared: SharedRuns) -> dict[str, list[dict[str, Any]]]:
         return made, [*costs.values()]
 
     together, costs = works({name: len(mine) for name, mine in own.items()}, len(own))
+    for line in dict.fromkeys(line for cost in costs for line in cost.warnings):
+        warn(line)
     alone, _ = works(dict.fromkeys(own, len(devices)), 1)
     switch_s = max(cost.switch_s[0] for cost in costs), max(cost.switch_s[1] for cost in costs)
     whole_s = sum(

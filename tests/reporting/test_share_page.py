@@ -58,6 +58,15 @@ def test_a_record_says_who_had_what_how_long_and_who_waited():
     assert ended.makespan_s() == 10.0 and ended.device_seconds()["a"] == 3 + 4  # a goes on
 
 
+def test_iterations_are_counted_from_when_a_run_has_built_its_workers():
+    late = [has("cpu:1", "b", "initialise", 3.0), has("cpu:1", None, None, 5.0), has("cpu:1", "b", "update", 5.5)]
+    late += [has("cpu:1", None, None, 7.0), {"at": 8.0, "run": "b", "progress": None}]
+    early = [has("cpu:0", "a", "initialise", 1.0), has("cpu:0", None, None, 2.0)]
+    record = record_of([HEADER, joins("a", ["cpu:0"]), joins("b", ["cpu:1"]), *early, *late])
+    assert (record.begun_s("a"), record.begun_s("b"), record.begun_s()) == (2.0, 5.0, 2.0)
+    assert (record.trained_s("b"), record.trained_s()) == (3.0, 6.0)
+
+
 def test_the_table_in_the_terminal_shows_who_holds_what_and_how_far_everybody_is(tmp_path):
     rows = [{"iteration": 2, "steps_per_s": 10.0}, {"iteration": 3, "steps_per_s": 1234.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 4, "st')
