@@ -1,7 +1,8 @@
 """Groups of neighbouring ranks that compute a sequence together and exchange numbers in the middle of a pass.
 
 Groups of 2, 4, ... ranks are nested: rank 2 of 4 is in the group of ranks 2 and 3, and in that of all. All ranks of a
-group must make the same calls in the same order. Every call has a deadline, and its time is measured as "exchange".
+group must make the same calls in the same order. Every call has a deadline, and its time is measured as "sync". As with
+`collective.Gloo`, every rank listens on a port: of the loopback interface where all ranks are on one machine.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RankGroup:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        with self.worker.timers.measure("exchange"), self.worker.waiting():
+        with self.worker.timers.measure("sync"), self.worker.waiting():
             yield
 
 

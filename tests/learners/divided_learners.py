@@ -35,7 +35,7 @@ WAYS = {
     "periodic": (GRPO | {"epochs": 1, "minibatch_size": None}, {"sequence_degree": "auto"}, {}),
     "values": ({"name": "ppo", **BASE}, {"sequence_degree": 2}, {"value_head": True}),
 }
-USED: set[int] = set()  # degrees
+USED: list[set[int]] = [set()]  # degrees of this rank's passes, table by table
 
 
 def conversations() -> Trajectory:
@@ -101,19 +101,19 @@ def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
 
 def watched(table: PassTable, *inputs) -> list:
     passes = plain(table, *inputs)
-    USED.update(1 if each.shared is None else each.shared.group.size for each in passes)
+    USED.append({1 if each.shared is None else each.shared.group.size for each in passes})
     return passes
 
 
 plain, PassTable.passes = PassTable.passes, watched
 for name in WAYS:
     wanted, alone = learned(name, 0, 1)
-    USED.clear()
+    del USED[1:]
     weights, numbers = learned(name, rank, ranks)
     first = build(preset="tiny_gpt2", dtype="float64").state_dict()
     moved = max(float((wanted[key] - first[key]).abs().max()) for key in first)
     apart = max((float((weights[key] - wanted[key]).abs().max()) for key in weights), default=0.0)
     same = max(abs(numbers[key] - alone[key]) / (1e-6 + abs(alone[key])) for key in alone if "time" not in key)
-    print(name, max(apart, same), moved, "".join(map(str, sorted(USED))), sep=",", flush=True)
+    print(name, max(apart, same), moved, "".join(map(str, sorted(max(USED, key=len)))), sep=",", flush=True)
 sys.stdout.flush()
 os._exit(0)
