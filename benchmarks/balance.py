@@ -81,7 +81,7 @@ def main() -> None:
     arguments.add_argument("--draws", type=int, default=200)
     arguments.add_argument("--tflops", type=float, default=400.0, help="that a rank does, for predicted seconds")
     given = arguments.parse_args()
-    found = {"example": example(), "draws": draws(given.draws, given.tflops)}
+    found = {"example": example(), "ratios": draws(given.draws, given.tflops)}
     print(
         "32K, two of 16K, eight of 8K on 4 ranks:", *(f"{way} {ratio:.2f}" for way, ratio in found["example"].items())
     )
@@ -149,7 +149,7 @@ def table(found: dict) -> list[list[str]]:
             *(f"{one['ratio'][name]:.2f} ({one['p90'][name]:.2f})" for name in NAMES),
             *(f"{one['seconds'][name]:.3g} s" for name in ("neighbours", "cut")),
         ]
-        for one in found["draws"]
+        for one in found["ratios"]
     ]
 
 
