@@ -249,7 +249,9 @@ class LeaseServer:
         self._dispatch(self.coordinator.release(f"{run}/{gang}"))
 
     def _do_cancel(self, run: str, gang: str) -> None:
-        self._dispatch(self.coordinator.cancel(f"{run}/{gang}"))
+        """It may have got its devices meanwhile, which the run has not heard yet."""
+        waits = f"{run}/{gang}" in self.coordinator.waiting
+        self._dispatch((self.coordinator.cancel if waits else self.coordinator.release)(f"{run}/{gang}"))
 
     def _do_done(self, run: str, verb: str, worker: str, gang: str) -> None:
         self._dispatch(self.coordinator.done(Action(verb, f"{run}/{worker}", gang)))

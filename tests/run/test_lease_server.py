@@ -93,6 +93,19 @@ def joined(parent, run, own, borrowed, follow=lambda actions: None):
     return parent.connect(run, [own]).join(gangs(own, borrowed), TIERS, follow)
 
 
+def test_a_run_may_give_up_waiting_before_it_hears_that_it_has_the_device(parent, stopped):
+    owner, borrower = joined(parent, "owner", "fake:0", "fake:1"), joined(parent, "borrower", "fake:1", "fake:0")
+    owner.acquire("rollout")
+    borrower.acquire("borrower")
+    owner.release("rollout")
+    with parent.lock:
+        parent.ahead_s = 30.0
+        parent.server.coordinator.pass_time(30.0)
+    borrower.cancel("borrower")
+    owner.acquire("update")
+    assert owner.granted("update") and not stopped and not borrower.alone
+
+
 def test_an_idle_device_is_lent_taken_back_and_its_holder_ended_if_it_keeps_it(parent):
     owner, borrower = joined(parent, "owner", "fake:0", "fake:1"), joined(parent, "borrower", "fake:1", "fake:0")
     owner.acquire("rollout")
