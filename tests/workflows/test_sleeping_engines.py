@@ -4,6 +4,8 @@ The engine is a stand-in for vLLM that raises where it is used asleep or before 
 vLLM itself does the same steps.
 """
 
+import importlib.util
+
 import numpy as np
 import pytest
 from sleeping_vllm import CACHE_BYTES, SleepyLoop, SleepyLoopOnGPU, SleepyVLLM
@@ -11,6 +13,7 @@ from stepped import strike
 from talking_runs import Talk, far, told
 
 from embodied.learners.worker import LearnerWorker
+from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.workers import Workers
 
 ITERATIONS = 20
@@ -90,3 +93,20 @@ def test_kills_at_random_moments_change_nothing_of_what_a_sleeping_engine_answer
         assert struck == len(run.lines) > 5
         assert far(run.weights(), weights) < 1e-6
         assert run.moves.count(("offload", "policy-0")) >= ITERATIONS
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
+def test_vllm_itself_leaves_for_updates_and_answers_as_if_it_had_stayed(tmp_path):
+    options = ["policy.engine=vllm", "policy.preset=tiny", "policy.dtype=float32", "policy.max_length=64"]
+    patient, found, memory = ["faults.timeout_s=500", "faults.hang_s=400"], [], []
+    for name in ("stays", "leaves"):
+        asked = (*options, *patient, *memory)
+        with Sleepy(tmp_path / name, *asked, kind=EmbodiedLoop, placement=COLLOCATED, backend="local") as run:
+            rows = run.some(3)
+            assert all(row["train/logprob_gap"] < 1e-4 for _, row in rows)
+            assert run.moves.count(("offload", "policy-0")) == (4 if memory else 0)
+            found.append((told(rows), run.weights()))
+            assert run.claims["policy-0"] > 2**30  # vLLM's least cache on a CPU
+            memory = [f"cluster.memory_gb={(run.claims['policy-0'] + 1000) / 1e9}"]
+    assert found[0][0] == found[1][0] and far(found[1][1], found[0][1]) < 1e-6
