@@ -178,6 +178,8 @@ def test_runs_whose_command_is_killed_end_their_step_save_and_stop(tmp_path):
     long = "run.iterations=100000"
     process = start(tmp_path, "share", "folder=s", *changed(ROBOT, long), *changed(TALKER, long))
     until(lambda: rows(tmp_path, "s-pointmass_ppo") and rows(tmp_path, "s-sums_grpo"), tmp_path, process)
+    socket = Path(read_shared_runs(tmp_path / "s").socket)
+    assert socket.exists()
     process.kill()
     process.wait()
     for name in ("s-pointmass_ppo", "s-sums_grpo"):
@@ -185,6 +187,7 @@ def test_runs_whose_command_is_killed_end_their_step_save_and_stop(tmp_path):
         until(lambda: json.loads(path.read_text())["state"] == "stopped", tmp_path, process)  # noqa: B023
         assert (path.parent / "checkpoints" / "latest").is_file()
     assert "resume=" in (tmp_path / "s" / "logs" / "sums_grpo.log").read_text()
+    assert not socket.parent.exists()
 
 
 @pytest.mark.parametrize(

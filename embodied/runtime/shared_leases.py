@@ -70,6 +70,7 @@ class SharedLeases:
     """Has the methods of `Coordinator` that a run uses. `self.told` is what the parent has said last."""
 
     def __init__(self, path: str) -> None:
+        self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(path)
@@ -241,6 +242,9 @@ class SharedLeases:
             self.alone = True
             self._heard.notify_all()
         self._news.set()
+        with suppress(OSError):  # where it was killed it has left its socket
+            os.unlink(self._path)
+            os.rmdir(os.path.dirname(self._path))
         stop_this_run()
 
     def _hand_on(self) -> None:
