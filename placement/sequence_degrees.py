@@ -21,6 +21,7 @@ PRODUCTS = {"cpu": (60.0, 2.2e6), "cuda": (900.0, 6e9)}
 """Products that a device computes while it sends a number to others, and while it waits for an exchange of none. On
 cores as measured (`benchmarks/sequence_exchange.py`): 3 ns and 0.11 ms, at 20 products a nanosecond. On GPUs from data
 sheets, of H100s with NVLink in bfloat16."""
+TRIED = 8  # sequences of the busiest rank whose degrees may be raised: light ones save less than their exchange
 BALANCED = 1.05  # maximum over mean load at which no degree is raised any more
 
 
@@ -116,10 +117,11 @@ def raised_degrees(
     chosen: list[int],
     at: Division,
 ) -> Iterator[list[int]]:
-    """All ways to raise the degree of one sequence of the busiest rank, that of its heaviest first."""
+    """All ways to raise the degree of one of the heaviest sequences of the busiest rank, that of its heaviest first."""
     busiest = at.loads.index(max(at.loads))
     numbers = [number for number, ranks in enumerate(at.ranks) if busiest in ranks]
-    for number in sorted(numbers, key=lambda number: -exchange.load(sequences[number], chosen[number])):
+    heaviest = sorted(numbers, key=lambda number: -exchange.load(sequences[number], chosen[number]))
+    for number in heaviest[:TRIED]:
         for degree in degrees:
             if degree > chosen[number]:
                 yield [*chosen[:number], degree, *chosen[number + 1 :]]
