@@ -211,7 +211,7 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
             memory = {f"gpu:{gpu.index}": gpu.memory_bytes for gpu in nodes[name].gpus}
             gpus.append(Need(name, device, min(limit, memory[device]), tuple(there)))
     for need in gpus:  # what leaves a GPU is copied to the host's memory, which is kept for the next time
-        if need.whole > need.has:
+        if need.whole > need.has and need.whole > need.least:
             copied = sum(load.bytes - load.discarded for load in need.loads if load.phase)
             aside = Load("set aside from GPUs", copied, need.node)
             by_place.setdefault((need.node, ""), []).append(aside)
