@@ -213,7 +213,7 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
     for need in gpus:  # what leaves a GPU is copied to the host's memory, which is kept for the next time
         if need.whole > need.has and need.whole > need.least:
             copied = sum(load.bytes - load.discarded for load in need.loads if load.phase)
-            aside = Load("set aside from GPUs", copied, need.node)
+            aside = Load("set aside from GPUs", copied, need.node, phase=UPDATE)  # not yet at the start
             by_place.setdefault((need.node, ""), []).append(aside)
     on_hosts = {name: there for (name, device), there in by_place.items() if not device}
     return [*gpus, *(Need(name, "", nodes[name].memory_bytes, tuple(there)) for name, there in on_hosts.items())]
