@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from embodied import share
+from embodied import share, train
 from embodied.run.shared_runs import read_shared_runs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "sharing.md").read_text()
 COMMANDS = [shlex.split(line)[3:] for line in re.findall(r"^python -m embodied\.share .*", PAGE, re.M)]
-DRY, (WHOLE,), (RESUMED,), (JOINING,) = (
+DRY, (PLANNED,), (WHOLE,), (RESUMED,), (JOINING,) = (
     [words for words in COMMANDS if "--dry-run" in words],
-    [words for words in COMMANDS if not {*words} & {"--dry-run"} and "=" not in words[0]],
+    [words for words in COMMANDS if "--plan" in words],
+    [words for words in COMMANDS if not {*words} & {"--dry-run", "--plan"} and "=" not in words[0]],
     [words for words in COMMANDS if words[0].startswith("resume=")],
     [words for words in COMMANDS if words[0].startswith("join=")],
 )
@@ -25,6 +26,19 @@ def test_a_dry_run_says_who_owns_what_and_starts_nothing(words, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     assert share.main(words) == 0
     assert "pointmass_ppo-2 owns" in capsys.readouterr().out and not Path("runs").exists()
+
+
+def test_a_plan_needs_profiles_and_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert share.main(PLANNED) == 2 and not Path("runs").exists()
+    assert "python -m embodied.profiling recipe=pointmass_ppo measures it" in capsys.readouterr().err
+
+
+def test_seeds_that_share_devices_are_many_at_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (words,) = re.findall(r"^python -m embodied\.train (.*)", PAGE, re.M)
+    assert train.main(shlex.split(words)) == 0
+    assert "at once, each on devices that they lend to each other" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -1,8 +1,11 @@
 """What several runs gain by sharing devices: predicted by the rules that decide, and played by processes."""
 
+import json
+
 import pytest
 
 from benchmarks import sharing
+from benchmarks.common import RESULTS, ROOT
 from benchmarks.sharing import CASES, FakeRun, errors, play, row, simulated, table
 
 
@@ -32,3 +35,11 @@ def test_processes_lend_a_device_while_their_last_conversation_is_written_elsewh
     updated = min(line["at"] for line in lines if line.get("phase") == "update" and line["run"] == "tail")
     assert min(borrowed) < updated
     assert ends["wide"] < 400 / 8 * 0.3 + 1  # on its own device alone
+
+
+def test_the_table_of_the_page_is_that_of_the_last_measurement():
+    found = json.loads((RESULTS / "sharing.json").read_text())["real"]
+    page = (ROOT / "docs" / "sharing.md").read_text()
+    shown = page.partition("<!-- sharing: begin -->\n")[2].partition("\n<!-- sharing: end -->")[0]
+    assert shown == table([found[case.what] for case in CASES])
+    assert max(abs(error) for one in found.values() for error in one["error"].values()) < 0.1
