@@ -34,7 +34,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from embodied.config.recipe_files import recipe_names, recipe_words
+from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, replace_text
 from embodied.placement import PlacementError
@@ -105,7 +105,7 @@ def read_order(argv: Sequence[str]) -> ShareOrder:
     common: list[str] = []
     for word in words:
         name = word.removeprefix("recipe=")
-        if word.startswith("recipe=") or name in recipe_names() or ("=" not in word and word.endswith(".yaml")):
+        if word.startswith("recipe=") or not ("=" in word or word.startswith("-")):
             order.runs.append([f"recipe={name}"])
         else:
             (order.runs[-1] if order.runs else common).append(word)
@@ -157,8 +157,10 @@ def new_runs(order: ShareOrder) -> SharedRuns:
             raise ConfigError(f"devices={order.devices}: {err}") from None
         cores = there.nodes[0].core_numbers
         named = [(slot.kind, device) for slot in slots for device in slot.devices]
-        if wrong := [f"{kind}:{n}" for kind, n in named if kind == "cpu" and n >= len(cores)]:
-            raise ConfigError(f"devices={order.devices}: {wrong[0]} is not there: this machine has {len(cores)} cores")
+        known = {"cpu": range(len(cores)), "gpu": [gpu.index for gpu in there.nodes[0].gpus]}
+        if wrong := [f"{kind}:{n}" for kind, n in named if n not in known.get(kind, (n,))]:
+            has = f"this machine has {len(cores)} cores and {len(there.nodes[0].gpus)} GPUs"
+            raise ConfigError(f"devices={order.devices}: {wrong[0]} is not there: {has}")
         devices = tuple(f"{kind}:{cores[n] if kind == 'cpu' else n}" for kind, n in named)
     folder = order.folder or first.run.dir / f"share-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():

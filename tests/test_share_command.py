@@ -19,7 +19,7 @@ from embodied.core.errors import ConfigError
 from embodied.placement import Topology, make_plan
 from embodied.placement.topology import Node
 from embodied.run.shared_runs import SharedRuns, check_memory, own_devices, read_shared_runs, too_much
-from embodied.share import read_order
+from embodied.share import new_runs, read_order
 
 ROBOT = [
     "recipe=pointmass_ppo",
@@ -198,11 +198,13 @@ def test_runs_whose_command_is_killed_end_their_step_save_and_stop(tmp_path):
         (["pointmass_ppo", "weights=1,2"], "weights=1,2: should be a positive number for each of the 1 runs"),
         (["resume=somewhere", "pointmass_ppo"], "leave pointmass_ppo out"),
         (["join=somewhere"], "adds one run"),
+        (["pointmas_ppo", "sums_grpo"], "recipe=pointmas_ppo: no such recipe, did you mean 'pointmass_ppo'?"),
+        (["devices=gpu:900", "pointmass_ppo"], "gpu:900 is not there: this machine has"),
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(words, said):
     with pytest.raises(ConfigError) as caught:
-        read_order(words)
+        new_runs(read_order(words))
     assert said in str(caught.value)
 
 
