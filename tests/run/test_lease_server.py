@@ -54,8 +54,12 @@ class Parent:
         return SharedLeases(str(self.server.path))
 
     def close(self):
+        """Runs that this process plays hear of it before they would stop the process."""
         self.over.set()
         self.thread.join()
+        for thread in threading.enumerate():
+            if thread.name == "share_listen":
+                thread.join(DEADLINE_S)
 
 
 @pytest.fixture
