@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -123,7 +123,7 @@ class PolicyWorker(Worker):
                 self.timers.measure("act"),
                 self.computing.measured(),
                 self.weights.acting(version),
-                self.alive(COMPILING_S) if self.config.compile else nullcontext(),  # when a network is first used
+                self._patience(),
             ):
                 replies = self._answer(requests, rule)
         except Exception as err:
@@ -141,6 +141,10 @@ class PolicyWorker(Worker):
                 failure = failure or err
         if failure:
             raise failure
+
+    def _patience(self) -> AbstractContextManager[None]:
+        """Allow for the time that compiling takes when a network is first used."""
+        return self.alive(COMPILING_S) if self.config.compile else nullcontext()
 
     def _take(self, batcher: RequestBatcher) -> list[ActRequest]:
         with self.timers.measure("wait"):

@@ -3,12 +3,12 @@ under the batch's number, and learners begin when the batch is complete, or earl
 
 `HorizonCollector` collects rollouts of a fixed length, as PPO learns from: so many decisions of every env row, whose
 episodes go on in the next rollout. Sims put slices of env rows straight into the channels of the learner ranks that own
-the rows. `group_collector.py` collects whole episodes.
+the rows. `group_collector.py` collects whole episodes. `Relays` lets both pass through roles of a program's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -21,12 +21,79 @@ from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, RolloutStats, Route, Unit, env_blocks
 from embodied.placement.balance import balance_ratio
-from embodied.runtime import Handle
+from embodied.runtime import Channel, Handle
 from embodied.workflows.contract import BatchSource
-from embodied.workflows.relay import Relays
 
 if TYPE_CHECKING:
+    from embodied.workflows.experience import Experience
     from embodied.workflows.workers import Workers
+
+
+class Relays:
+    """The roles that relay, in the order in which a program declares them."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.rollouts, self.ranks = workers.rollouts, len(workers.learners)
+        self.groups = [workers.groups[role.name] for role in workers.roles if role.relays]
+        channel = workers.cluster.channel
+        self.channels = [
+            [
+                channel(f"{group.role}-{place}", home=group[place % len(group)], capacity=None)
+                for place in range(max(self.ranks, len(group)))
+            ]
+            for group in self.groups
+        ]
+        self.passed = 0  # rounds of groups
+
+    def inlets(self, learners: list[Channel]) -> list[Channel]:
+        """Where sims put rollouts for each learner rank."""
+        return self.channels[0][: self.ranks] if self.groups else learners
+
+    def pass_rollouts(self, batch: int, sources: Sequence[Sequence[str]], learners: list[Channel]) -> dict[str, float]:
+        """Let the rollouts of a batch pass through; `sources` by learner rank. Returns the metrics."""
+        metrics: dict[str, float] = {}
+        ways = [*(channels[: self.ranks] for channels in self.channels), learners]
+        for group, channels, outlets in zip(self.groups, ways, ways[1:], strict=False):
+            shares = [
+                (batch, *(way[rank :: len(group)] for way in (channels, sources, outlets)))
+                for rank in range(len(group))
+            ]
+            self.rollouts.settle(passing := group.pass_rollouts.each(shares))
+            metrics |= passing.wait()[0]
+        return metrics
+
+    def pass_groups(
+        self, groups: Iterable[tuple[int, ...]], experience: Experience
+    ) -> tuple[dict[int, float], dict[str, float]]:
+        """Let these groups of episodes pass through, whose keepers the workers of the last role are then. Returns each
+        episode's total reward, without those whose sim has died meanwhile, and the metrics."""
+        rewards: dict[int, float] = {}
+        metrics: dict[str, float] = {}
+        left = sorted(groups)
+        for group, channels in zip(self.groups, self.channels, strict=True):
+            self.passed += 1
+            dealt = [left[rank :: len(group)] for rank in range(len(group))]
+            sending = [
+                experience.hand_in([one for episodes in mine for one in episodes], channel, self.passed)
+                for mine, channel in zip(dealt, channels, strict=False)
+            ]
+            self.rollouts.settle(*(call for calls in sending for call in calls.values()))
+            shares = []
+            for rank, calls in enumerate(sending):
+                dealt[rank] = [episodes for episodes in dealt[rank] if not experience.gone(episodes)]
+                there = [source for source, call in calls.items() if call.succeeded() and call.wait()[0]]
+                shares.append((self.passed, channels[rank], there, dealt[rank]))
+            self.rollouts.settle(passing := group.pass_groups.each(shares))
+            rewards, metrics = {}, metrics | passing.wait()[0][1]
+            for found, _ in passing.wait():
+                rewards |= found
+            experience.keep_at(
+                dict(
+                    zip(group.workers, ([one for episodes in mine for one in episodes] for mine in dealt), strict=True)
+                )
+            )
+            left = sorted(episodes for mine in dealt for episodes in mine)
+        return rewards, metrics
 
 
 class Collector(BatchSource):

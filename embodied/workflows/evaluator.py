@@ -265,6 +265,8 @@ class NoteListener:
         """Hand on what is finished."""
         new = [self.notes.get() for _ in range(self.notes.qsize())]
         self.noted += new
+        for note in new:
+            self.rollouts.warn(note.warning)
         try:
             self.heard(result for note in new for result in note.finished)
         except Exception as err:  # a full disk: what cannot be kept is not played on

@@ -26,7 +26,6 @@ import numpy as np
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.types import EpisodeList, EpisodeResult, Route
-from embodied.envs.episode_player import EpisodeTracker
 from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
 from embodied.runtime.supervision import Repetitions
@@ -261,6 +260,8 @@ class EpisodeCounter:
 
     def abandoned(self) -> dict[str, np.ndarray]:
         """The state of all env rows after their open episodes were given up, without their simulators."""
+        from embodied.envs.episode_player import EpisodeTracker  # imports a simulator's packages
+
         rows = len(self.begun)
         state = {f"rows.{name}": np.zeros(rows, np.int64) for name in EpisodeTracker.ARRAYS}
         state |= {"rows.started": self.settled + (self.begun > self.settled), "rows.length": np.ones(rows, np.int64)}
