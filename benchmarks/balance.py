@@ -1,4 +1,4 @@
-"""What it saves that learner ranks get units by what they cost, and not in equal numbers.
+"""Time saved by dealing units to learner ranks by cost instead of in equal numbers.
 
     python -m benchmarks.balance            the worked example, draws of lengths, predicted update times
     python -m benchmarks.balance --measure  and updates of two learner processes, seconds of one thread's CPU time each

@@ -1,4 +1,4 @@
-"""What it costs and saves that two ranks compute one sequence together: a pass forward and back over a sequence of some
+"""Costs and savings of two ranks that compute one sequence together: a pass forward and back over a sequence of some
 length, on one of two processes, and divided over both, which exchange over gloo.
 
 Every length and width alone and divided in turns; the fastest round counts, since other programs can only add time.

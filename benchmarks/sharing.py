@@ -76,7 +76,7 @@ class Case:
     def works(self) -> list[RunWork]:
         return [run.work(name, seed) for seed, (name, run) in enumerate(self.runs.items())]
 
-    def own(self) -> dict[str, list[str]]:
+    def owned_devices(self) -> dict[str, list[str]]:
         """Every run owns as many devices as the others."""
         each = self.devices // len(self.runs)
         return {name: [f"fake:{i * each + j}" for j in range(each)] for i, name in enumerate(self.runs)}
@@ -105,16 +105,16 @@ CASES = (
 
 def simulated(case: Case) -> dict[str, dict[str, float]]:
     """When each run ends, by rule."""
-    return {rule: ends(replay(case.works(), case.own(), rule)) for rule in RULES}
+    return {rule: ends(replay(case.works(), case.owned_devices(), rule)) for rule in RULES}
 
 
 # In real time
 
 
 def played(case: Case) -> dict[str, dict[str, float]]:
-    """The same by processes in real time; those that are alone all at once."""
+    """The same cases played by processes in real time. Runs that are played alone go on at the same time."""
     every = [f"fake:{i}" for i in range(case.devices)]
-    together = {name: (run, seed, case.own()[name]) for seed, (name, run) in enumerate(case.runs.items())}
+    together = {name: (run, seed, case.owned_devices()[name]) for seed, (name, run) in enumerate(case.runs.items())}
     found = {rule: play(together, every, rule) for rule in ("remaining", "lend")}
     on_all = {name: (run, seed, every) for name, (run, seed, _) in together.items()}
     with ThreadPoolExecutor(2 * len(together)) as pool:

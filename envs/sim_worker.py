@@ -108,7 +108,7 @@ class SimWorker(PlayerWorker):
         for each from then on."""
         before, make = self.timers.totals(), partial(Record, horizon=horizon)
         if noted:
-            make = partial(EpisodeStream, store=self.kept, journal=self.journal)
+            make = partial(EpisodeStream, store=self.kept_episodes, journal=self.journal)
         records = [make(servers.source) for servers in route]
         for stage, servers in zip(self.stages, route, strict=True):
             stage.client = PolicyClient(servers)
@@ -122,7 +122,7 @@ class SimWorker(PlayerWorker):
             self._deliver(records, out, batch, horizon)
         elif not noted:
             for played in [record.trajectory() for record in records if record.decisions]:
-                self.kept |= dict.fromkeys(played.ids.tolist(), played)
+                self.kept_episodes |= dict.fromkeys(played.ids.tolist(), played)
         finished = tuple(result for record in records for result in record.finished)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return RolloutStats(sum(record.env_steps for record in records), finished, *spent)

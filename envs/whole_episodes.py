@@ -20,7 +20,7 @@ class EpisodeKeeper(Worker):
     """Keeps whole episodes until learners want them."""
 
     @cached_property
-    def kept(self) -> dict[int, Trajectory]:
+    def kept_episodes(self) -> dict[int, Trajectory]:
         """By episode, the trajectory that it is in, with others maybe."""
         return {}
 
@@ -28,27 +28,29 @@ class EpisodeKeeper(Worker):
     def hand_in(self, episodes: list[int], source: str, channel: Channel, batch: int, keep: bool = False) -> bool:
         """Send these episodes, which have ended, and forget them unless they are to be kept; False where not all are
         here."""
-        if not self.kept.keys() >= {*episodes}:
+        if not self.kept_episodes.keys() >= {*episodes}:
             return False
-        parts = parts_of({episode: self.kept[episode] if keep else self.kept.pop(episode) for episode in episodes})
+        parts = parts_of(
+            {episode: self.kept_episodes[episode] if keep else self.kept_episodes.pop(episode) for episode in episodes}
+        )
         channel.put(replace(join(parts), source=source), key=batch)
         return True
 
     def keep(self, episodes: tuple[int, ...]) -> None:
         """Forget all kept episodes but these."""
-        left = parts_of({episode: part for episode, part in self.kept.items() if episode in episodes})
-        self.kept = {episode: part for part in left for episode in part.ids.tolist()}
+        left = parts_of({episode: part for episode, part in self.kept_episodes.items() if episode in episodes})
+        self.kept_episodes = {episode: part for part in left for episode in part.ids.tolist()}
 
     def get_kept(self) -> dict[str, np.ndarray]:
         """The whole episodes that are kept, as arrays for a checkpoint; empty if there are none."""
-        return arrays_of(join(parts_of(self.kept))) if self.kept else {}
+        return arrays_of(join(parts_of(self.kept_episodes))) if self.kept_episodes else {}
 
     def set_kept(self, arrays: dict[str, np.ndarray]) -> list[int]:
         """Keep this worker's part of what all workers kept; returns which episodes these are."""
         kept = trajectory_from(arrays)
-        self.kept = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
-        self.keep(tuple(self.kept))
-        return [*self.kept]
+        self.kept_episodes = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
+        self.keep(tuple(self.kept_episodes))
+        return [*self.kept_episodes]
 
 
 class PlayerWorker(EpisodeKeeper):

@@ -109,7 +109,7 @@ class PipelineSection(Strict):
 
     @property
     def lag(self) -> int:
-        """By how many versions the weights of a rollout are older than those of the learners."""
+        """Number of versions by which a rollout's weights are older than the learners' weights."""
         return self.async_level if self.schedule == "async" else 0
 
     @property

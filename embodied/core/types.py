@@ -322,7 +322,7 @@ class Servers:
     source: str
     channels: dict[str, Any]
     others: frozenset[str] = frozenset()  # that take no more from it, and still answer what they have
-    replies: Any = None  # the Channel in which the answers come, of those that the source begins with
+    replies: Any = None  # the Channel of the answers, where a source begins to ask
 
 
 Route = tuple[Servers, ...]

@@ -36,7 +36,7 @@ from embodied.runtime.collective import Collective
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
-    """This rank's items of an iteration: tensors [items, ...], with what they are worth."""
+    """This rank's items of an iteration: tensors [items, ...], with advantages, weights and the like."""
 
     obs: Observation
     actions: Tensor
@@ -110,7 +110,7 @@ class RankBatch:
     def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[Pass]:
         """Items of these units, part by part: where all ranks must run the network equally often, padding, which does
         not count, makes up for the passes of others. `size` items at a time where the learner's options leave that
-        open. Where ranks divide sequences, some passes help with those of others."""
+        open. Where ranks divide sequences, some passes help with sequences of other ranks."""
         if self.groups is None:
             parts = list(units.split(model.config.micro_batch_size or size or len(units))) if len(units) else []
             padding = torch.zeros(1, dtype=torch.int64)
@@ -122,7 +122,7 @@ class RankBatch:
         return [Pass(part) for part in parts] + [Pass(padding, counts=False)] * missing
 
     def _packs(self, model: Model, units: Tensor) -> list[Tensor]:
-        """Tokens of these conversations, those of a pack together, in the order of conversations."""
+        """Tokens of these conversations, pack by pack, in the order of conversations."""
         if not len(units):
             return []
         begins = np.cumsum(np.bincount(self.of.cpu(), minlength=len(self.numbers) + 1))
@@ -185,7 +185,7 @@ class AllRanks:
     """The sequences of all ranks, in the order of their ids."""
 
     def __init__(self, unit: Unit, collective: Collective) -> None:
-        """This rank has those of `unit`."""
+        """This rank has the sequences of `unit`."""
         self.collective, self.num_own = collective, 0 if unit.is_padding else len(unit.ids)
         ids = np.concatenate(collective.gather(unit.ids[: self.num_own]))
         self.order = np.argsort(ids)
@@ -196,7 +196,7 @@ class AllRanks:
         return np.concatenate(self.collective.gather(rows[: self.num_own]))[self.order]
 
     def moments(self, numbers: np.ndarray, lengths: np.ndarray, exists: np.ndarray) -> Moments:
-        """Moments of the numbers [K] of all sequences that exist (bool [K]); `lengths` are those of this rank's."""
+        """Moments of the numbers [K] of all sequences that exist (bool [K]); `lengths` are of this rank's sequences."""
         cuts = np.cumsum(lengths)[:-1]
         parts = zip(np.split(numbers, cuts), np.split(exists.astype(numbers.dtype), cuts), strict=True)
         return merge_moments(self.gather(np.array([moments(*part) for part in parts])))
@@ -383,7 +383,7 @@ def compared_in_groups(
     all_ranks: AllRanks,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """Advantages [K], and what to log. Where decisions pay for their `divergence` [K] from the reference, scores less
-    the divergences that follow are compared with those of all decisions of the iteration."""
+    the divergences that follow are compared with divergences of all decisions of the iteration."""
     lengths = trajectory.lengths
     if divergence is None:
         return {"advantages": np.repeat(unit.advantages, lengths)}, {}

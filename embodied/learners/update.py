@@ -127,7 +127,7 @@ def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:
 
 
 def check_divisor(model: Model, config: AlgoConfig) -> None:
-    """Refuse losses that one count cannot divide, where it is known at the end."""
+    """Refuse losses that are not divided by a count known only at the end of a batch."""
     if (own := model.policy.own_losses) and config.weighting == "episode":
         raise ConfigError(
             f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
@@ -136,7 +136,7 @@ def check_divisor(model: Model, config: AlgoConfig) -> None:
 
 
 def check_version(played: Trajectory, version: int) -> None:
-    """Refuse episodes that other weights played than those that learn from them."""
+    """Refuse episodes that were played with another version of the weights than the learner has."""
     if odd := {*played.versions[played.mask.any(axis=1)].tolist()} - {version}:
         raise EmbodiedError(
             f"episodes {played.ids[0]} to {played.ids[-1]} were played with version {min(odd)} of the weights, but "

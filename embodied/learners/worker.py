@@ -188,7 +188,7 @@ class LearnerWorker(Worker):
         return self.algo.epochs > 1 and not self.config.shard and not self.policy.speaks
 
     def _observe(self, played: Trajectory, unit: Unit) -> None:
-        """Keep the moments of observations, if the policy tracks them; those that its start was trained with stay."""
+        """Keep the moments of observations, if the policy tracks them and did not start from trained weights."""
         if self.started or unit.is_padding:
             return
         moments = moments_of(played, self.policy.observation_moments)

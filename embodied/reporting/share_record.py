@@ -50,7 +50,7 @@ class SharingRun:
     how: str = ""  # it ended
     progress: float | None = None  # of its batch
     asks: set[str] = field(default_factory=set)  # phases that wait for devices
-    waits: list[tuple[float, float]] = field(default_factory=list)  # from when to when it had none of what it asked for
+    waits: list[tuple[float, float]] = field(default_factory=list)  # begins and ends of waits without any device
     waits_since: float | None = None
 
 
@@ -92,7 +92,7 @@ class ShareRecord:
         self._note_waiting(run, now)
 
     def _begin(self, line: Mapping[str, Any]) -> None:
-        """The first line of a share, or of one that goes on: its times follow those before."""
+        """The first line of a share. Where a share is resumed, its times follow the earlier times."""
         self.holds, self.held, self.resumed_s = self.holds_until(self.now_s), {}, self.now_s
         self.rule, self.devices, self.started = line["rule"], [*line["devices"]], self.started or line["started"]
 
@@ -119,7 +119,7 @@ class ShareRecord:
     # What it shows
 
     def holds_until(self, now: float) -> list[Hold]:
-        """All holds so far; those that go on end now."""
+        """All holds so far; open holds end now."""
         return [*self.holds, *(replace(hold, end_s=now) for hold in self.held.values() if now > hold.start_s)]
 
     def waited_s(self, run: str) -> float:

@@ -2,7 +2,7 @@
 
 The socket lies in a folder of its own and only this user can open it (mode 0600, and the kernel says who connects).
 A process that was started as a run speaks for that run alone; any other of the same user may ask to add one. What a run
-says and hears: `runtime/shared_leases.py`. A connection that ends ends the run's leases; others never notice.
+says and hears: `runtime/shared_leases.py`. A connection that ends ends the run's leases; other runs never notice.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class LeaseServer:
     # What a run says
 
     def _do_begin(self, run: str, capacity: dict[str, float]) -> None:
-        """It builds on its own devices, and on all of which it may fill the memory: there others give theirs back."""
+        """The run builds on its own devices. It may fill their memory, so other runs give their memory there back."""
         self._limit(capacity)
         gang, coordinator = f"{run}/{BEGINNING}", self.coordinator
         limited = {device for device in capacity if device in self.devices}
@@ -227,7 +227,7 @@ class LeaseServer:
     ) -> None:
         self._limit(capacity)
         named = {f"{run}/{name}": [self._claim(run, claim) for claim in claims] for name, claims in gangs.items()}
-        for gang, claims in named.items():  # whoever cannot give way needs its devices as their owner does
+        for gang, claims in named.items():  # a gang that cannot give way needs its devices as their owner does
             if gang.removeprefix(f"{run}/") not in preemptible:
                 self.turns.runs[run].own |= {device for claim in claims for device in claim.devices}
         mine = ({f"{run}/{gang}": tier for gang, tier in tiers.items()}, [f"{run}/{gang}" for gang in preemptible])
@@ -294,20 +294,20 @@ class LeaseServer:
         coordinator, start = self.coordinator, f"{run}/"
         mine = sorted(coordinator.gangs_of.get(run, ()))
 
-        def own(names: Iterable[str]) -> list[str]:
+        def without_run(names: Iterable[str]) -> list[str]:
             return [name.removeprefix(start) for name in names if name.startswith(start)]
 
         waiting = [gang for gang in mine if gang in coordinator.waiting]
         return {
-            "granted": own(gang for gang in mine if coordinator.granted(gang)),
-            "holding": own(gang for gang in mine if gang in coordinator.holding),
-            "waiting": own(waiting),
-            "leaving": own(sorted(leaving)),
+            "granted": without_run(gang for gang in mine if coordinator.granted(gang)),
+            "holding": without_run(gang for gang in mine if gang in coordinator.holding),
+            "waiting": without_run(waiting),
+            "leaving": without_run(sorted(leaving)),
             "in_the_way": {
                 gang.removeprefix(start): [name.removeprefix(start) for name in sorted(coordinator.in_the_way(gang))]
                 for gang in waiting
             },
-            "resident": own(coordinator.resident),
+            "resident": without_run(coordinator.resident),
         }
 
 

@@ -96,7 +96,7 @@ class Need:
 
 
 def describe_sum(loads: list[Load]) -> list[str]:
-    """Loads as text, those of the same name together."""
+    """Loads as text, grouped by name."""
     merged = gather((load.what, load.bytes) for load in loads)
     return [
         f"{f'{len(each)} x ' if len(each) > 1 else ''}{what} {number(sum(each) / len(each))}"

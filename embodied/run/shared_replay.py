@@ -120,7 +120,7 @@ class RunWork:
     wait_s: float = 0.0
     weight: float = 1.0
     joins_s: float = 0.0
-    borrows: bool = True  # generates on devices of others
+    borrows: bool = True  # generates on devices of other runs
     stays: bool = False  # keeps its own devices until its batch is whole: its simulators are there
 
 

@@ -49,7 +49,7 @@ class Turns:
         return self.tiers.get(gang, 0)
 
     def order(self, waiting: Collection[str]) -> list[str]:
-        """The waiting gangs, whoever comes first in front."""
+        """The waiting gangs, the next one first."""
         return sorted(waiting, key=lambda gang: (self.tier(gang), self.place[gang]))
 
     def gives_way(self, holder: str, waiting: str) -> bool:
@@ -82,7 +82,7 @@ class Turns:
         """Time has come to this."""
 
     def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
-        """The gangs of a run, in the order of its workflow; those it had before are gone."""
+        """The gangs of a run, in the order of its workflow. Earlier gangs of this run are forgotten."""
         raise NotImplementedError("these are the turns of one run")
 
 

@@ -131,7 +131,7 @@ class SharedLeases:
         self._ask("progress", fraction=None)
 
     def rest(self, gangs: Collection[str]) -> None:
-        """These gangs have nothing to do in their phase for now, all others have."""
+        """These gangs have nothing to do in their phase for now; all other gangs have."""
         if self._resting != {*gangs}:
             self._resting = {*gangs}
             self._ask("rest", gangs=sorted(gangs))
@@ -248,11 +248,11 @@ class SharedLeases:
         stop_this_run()
 
     def _hand_on(self) -> None:
-        """Has the run do what it was asked, and look again."""
+        """Has the run carry out the actions that the parent asked for."""
         while True:
             self._news.wait()
             self._news.clear()
             with self._heard:
                 actions, self._actions = self._actions, []
-            with suppress(WorkerFailed):  # which whoever waits for that worker hears too
+            with suppress(WorkerFailed):  # every caller that waits for that worker hears it too
                 self._follow(actions)

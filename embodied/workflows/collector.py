@@ -87,11 +87,8 @@ class Relays:
             rewards, metrics = {}, metrics | passing.wait()[0][1]
             for found, _ in passing.wait():
                 rewards |= found
-            experience.keep_at(
-                dict(
-                    zip(group.workers, ([one for episodes in mine for one in episodes] for mine in dealt), strict=True)
-                )
-            )
+            kept = [[one for episodes in mine for one in episodes] for mine in dealt]
+            experience.keep_at(dict(zip(group.workers, kept, strict=True)))
             left = sorted(episodes for mine in dealt for episodes in mine)
         return rewards, metrics
 
@@ -222,16 +219,16 @@ class HorizonCollector(Collector):
         def mean(what: Callable[[RolloutStats], float]) -> float:
             return float(np.mean([what(part) for part in batch.stats.values()]))
 
-        missing = self.config.env.num_envs - len(batch.env_ids)
-        ranks = [rank for rank, block in enumerate(self.blocks) for env in batch.env_ids if env in block]
+        ids = batch.env_ids
+        loads = [int(np.isin(ids, block).sum()) for block in self.blocks]
         return {
             "env_steps": sum(part.env_steps for part in batch.stats.values()),
             "time/rollout_s": batch.seconds,
             "time/step_s": mean(lambda part: part.step_s),
             "time/reset_s": mean(lambda part: part.reset_s),
             "time/act_s": mean(lambda part: part.wait_s),
-            "faults/lost_decisions": missing * self.horizon,
-            "train/balance_ratio": balance_ratio([1.0] * len(ranks), ranks, len(self.blocks)),
+            "faults/lost_decisions": (self.config.env.num_envs - len(ids)) * self.horizon,
+            "train/balance_ratio": balance_ratio(loads, range(len(loads)), len(loads)),
             **batch.relayed,
         }
 

@@ -258,7 +258,7 @@ class NoteListener:
         self.problem: Exception | None = None
 
     def due(self) -> bool:
-        """True if there are notes, or the sims are to be stopped."""
+        """True if notes have come, or the sims should be stopped."""
         return self.notes.qsize() > 0 or (not self.stopping and self.stop())
 
     def go_on(self) -> None:

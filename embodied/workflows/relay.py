@@ -46,7 +46,7 @@ class RelayWorker(EpisodeKeeper):
         parts = received(channel, key, sources)
         whole = join(parts) if parts else None
         relayed, metrics = self.relay([choose(whole, group) for group in groups])
-        self.kept |= {episode: part for part in relayed for episode in part.ids.tolist()}
+        self.kept_episodes |= {episode: part for part in relayed for episode in part.ids.tolist()}
         rewards = [zip(part.ids.tolist(), total_rewards(part), strict=True) for part in relayed]
         return {episode: reward for each in rewards for episode, reward in each}, metrics
 

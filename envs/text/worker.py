@@ -106,7 +106,7 @@ class TextWorker(PlayerWorker):
                         problems.append(one.problem)
                         continue
                     results.append(one.result())
-                    self.kept[one.spec.index] = one.trajectory()
+                    self.kept_episodes[one.spec.index] = one.trajectory()
                 if noted and (finished := tuple(one.result() for one in ended if not one.problem)):
                     self.journal.put(Note(route[0].source, finished=finished))
         spent = self.timers.seconds_since(before, "step", "reset", "wait")

@@ -1,37 +1,17 @@
 """Learner ranks that divide passes learn what one rank alone learns, and never wait for each other in a circle."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_processes import run_ranks
 
 HERE = Path(__file__).parent
-
-
-def run_ranks(program, folder, ranks):
-    """The lines that all ranks of a program print that have three commas."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, HERE / program, folder, str(rank), str(ranks)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    rows = []
-    for process in started:
-        output, _ = process.communicate(timeout=580)
-        assert process.returncode == 0, output
-        rows += [line.split(",") for line in output.splitlines() if line.count(",") == 3]
-    return rows
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_learners_that_divide_passes_end_with_the_weights_of_one(tmp_path, ranks):
     """With passes of several degrees in one step, references, sharded weights, values, and groups as they come."""
-    rows = run_ranks("divided_learners.py", tmp_path, ranks)
+    rows = run_ranks(HERE / "divided_learners.py", tmp_path, ranks)
     assert len(rows) == 5 * ranks
     for way, apart, moved, degrees in rows:
         assert float(apart) < 1e-10 < 1e-4 < float(moved), way
@@ -40,7 +20,7 @@ def test_learners_that_divide_passes_end_with_the_weights_of_one(tmp_path, ranks
 
 
 def test_ranks_run_any_table_to_its_end_and_refuse_a_shuffled_one(tmp_path):
-    rows = run_ranks("divided_tables.py", tmp_path, 4)
+    rows = run_ranks(HERE / "divided_tables.py", tmp_path, 4)
     assert len(rows) == 4
     for _, tables, degrees, told in rows:
         assert int(tables) == 60 and degrees == "124"

@@ -223,7 +223,8 @@ def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
     hand_in = SimWorker.hand_in
 
     def older(sim, episodes, *to, **how):
-        sim.kept |= {one: replace(sim.kept[one], versions=sim.kept[one].versions - 1) for one in episodes}
+        kept = sim.kept_episodes
+        kept |= {one: replace(kept[one], versions=kept[one].versions - 1) for one in episodes}
         return hand_in(sim, episodes, *to, **how)
 
     older.served_while_busy = True

@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,6 +42,8 @@ ONE_SIM = {"sim": "cpu:0", "policy,learner": "cpu:0"}
 TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 FOUR_SIMS = {"sim": "cpu:0-3*4", "policy,learner": "cpu:0"}
 CORES = (0, 1, 2, 3)
+FAULTS = (Path(__file__).parents[1] / "faulty_env.py").read_text().splitlines()
+LINE = 1 + FAULTS.index('        raise RuntimeError("the gripper fell off")')
 
 
 class Run:
@@ -131,7 +134,9 @@ def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_
 
 def test_an_error_that_the_first_restart_does_not_mend_ends_the_run(tmp_path):
     with Run(tmp_path, TWO_SIMS, *faulty("exception", "first_step", tmp_path, once=False)) as run:
-        with pytest.raises(WorkerFailed, match=r"the gripper fell off \(faulty_env.py:\d+ .* not tried a third time"):
+        with pytest.raises(
+            WorkerFailed, match=rf"the gripper fell off \(faulty_env.py:{LINE} .* not tried a third time"
+        ):
             run.iterate(0)
         assert len(run.told) == 1, "the budget is five"
 

@@ -1,11 +1,10 @@
 """Ranks that compute conversations together score and learn as one rank alone does."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_processes import run_ranks
 from tiny_language import answers, inputs_of, write
 from transformers import Starcoder2Config
 
@@ -21,20 +20,7 @@ def test_divided_conversations_have_the_scores_and_gradients_of_one_rank(tmp_pat
     """With shared prompts, several turns, layers that are frozen or computed again, and fewer tokens than ranks."""
     words = {"vocab_size": 100, "eos_token_id": 1, "bos_token_id": None, "max_position_embeddings": 256}
     folder = write(tmp_path / "model", Starcoder2Config(**words, **LAYER_NORMS, intermediate_size=48))
-    started = [
-        subprocess.Popen(
-            [sys.executable, PROGRAM, tmp_path / "meet", str(rank), str(ranks), folder],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    rows = []
-    for process in started:
-        output, _ = process.communicate(timeout=400)
-        assert process.returncode == 0, output
-        rows += [line.split(",") for line in output.splitlines() if line.count(",") == 4]
+    rows = run_ranks(PROGRAM, tmp_path / "meet", ranks, folder, cells=5)
     models = {name for name, *_ in rows}
     assert len(models) == 5 and {int(degree) for _, degree, *_ in rows} == {2, ranks}
     for name, degree, scores, gradient, others in rows:
