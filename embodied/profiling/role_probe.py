@@ -242,7 +242,7 @@ class ProbeWorker(Worker):
             return 0.0
         part.sim.keep(())
         stats = part.sim.collect([episodes[i] for i in range(num_envs)], route)
-        part.sim.hand_in([*part.sim.kept], "probe", part.kept, 0)
+        part.sim.hand_in([*part.sim.kept_episodes], "probe", part.kept, 0)
         return stats.reset_s
 
     def _learn(self, learner: LearnerWorker, part: ProbedPart) -> None:
