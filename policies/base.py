@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,10 @@ class Policy(nn.Module):
 
     def merge_observation_moments(self, rows: np.ndarray) -> None:
         """Merge the moments of all ranks, in env order, after an update."""
+
+    def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Called on all ranks after a gradient step; returns numbers for the log, the same names every time."""
+        return {}
 
     def reference(self) -> Policy:
         """The policy as it is now, for comparisons later on. What is not trained is not copied but shared."""

@@ -89,6 +89,7 @@ class ImitationLearner(LearnerWorker):
                 rows.append({**losses, "grad_norm": norm})
                 check_finite(rows[-1], iteration, 0)
                 self.optimizer.step(norm, factor)
+                rows[-1] |= self.policy.end_step(self.collective.sum)
             check_weights(self.optimizer, iteration)
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}

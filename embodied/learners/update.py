@@ -75,6 +75,7 @@ class GradientSteps:
         self.history.append(numbers | {"grad_norm": norm})
         check_finite(self.history[-1], end.iteration, epoch)
         self.optimizer.step(norm, self.lr_factor(end))
+        self.history[-1] |= self.model.policy.end_step(self.optimizer.collective.sum)
         return numbers
 
     def step_once(self, end: BatchEnd) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,11 @@ from embodied.reporting.evaluation_page import MEASURES
 from embodied.reporting.html import Html, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import wilson
-from embodied.reporting.svg import Series, line_chart, percent, short
+from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
 
 LOSSES = "train/"
 AGE = "train/staleness_"  # and how many versions old
+LOAD = "train/max_violation_"  # and which layer of experts
 OVER_EPISODES = (*MEASURES, "return", "length")  # means over the last episodes
 FEWEST = 10  # episodes whose mean is drawn
 
@@ -51,30 +53,45 @@ def in_both(run: Run, key: str) -> list[Series]:
 def learning_charts(run: Run) -> list[Html]:
     """A chart for each number of the learner; those that never changed are listed in words."""
     names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith(LOSSES))
-    ages = sorted((name for name in names if name.startswith(AGE) and name[len(AGE) :].isdigit()), key=age_of)
-    names = [name for name in names if name not in ages]
+    ages, layers = (numbered(names, begin) for begin in (AGE, LOAD))
+    names = [name for name in names if name not in (*ages, *layers)]
     curves = {name: curve(run, name, name.removeprefix(LOSSES)) for name in names}
     fixed = {name: one.y[0] for name, one in curves.items() if len(set(one.y)) == 1 and len(one.y) > 1}
     drawn = [line_chart(name.removeprefix(LOSSES), [one]) for name, one in curves.items() if name not in fixed]
     same = ", ".join(f"{name.removeprefix(LOSSES)} {short(value)}" for name, value in fixed.items())
     if len(ages) > 1:
         drawn.append(staleness_chart(run, ages))
+    if layers:
+        drawn.append(experts_chart(run, layers))
     return [
         tag("div", *drawn, class_="charts"),
         *([tag("p", f"The same all the time: {same}.", class_="note")] if same else []),
     ]
 
 
-def age_of(name: str) -> int:
-    return int(name.removeprefix(AGE))
+def numbered(names: Iterable[str], begin: str) -> list[str]:
+    """Those of these names that are `begin` and a number, by number."""
+    return sorted((name for name in names if name.startswith(begin) and name[len(begin) :].isdigit()), key=number_of)
+
+
+def number_of(name: str) -> int:
+    return int(name.rpartition("_")[2])
 
 
 def staleness_chart(run: Run, names: list[str]) -> Html:
     """Share of the decisions that were so many versions old when they were learned from."""
     steps = [row["env_steps"] for row in run.metrics]
-    shares = [Series(f"{age_of(name)} old", steps, [row.get(name, 0.0) for row in run.metrics]) for name in names]
+    shares = [Series(f"{number_of(name)} old", steps, [row.get(name, 0.0) for row in run.metrics]) for name in names]
     shares = [replace(one, color=place) for place, one in enumerate(shares)]
     return line_chart("decisions by versions of staleness", shares, (0.0, 1.0), percent)
+
+
+def experts_chart(run: Run, names: list[str]) -> Html:
+    """How uneven the loads of a layer's experts are, of the layers that end as the most uneven ones."""
+    lines = [curve(run, name, f"layer {number_of(name)}") for name in names]
+    worst = sorted(sorted(lines, key=lambda one: -one.y[-1])[:COLORS], key=lines.index)
+    worst = [replace(one, color=place) for place, one in enumerate(worst)]
+    return line_chart("MaxViolation of experts: (max - mean) / mean load", worst, from_zero=True)
 
 
 def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -> Series:

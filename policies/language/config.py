@@ -89,6 +89,12 @@ class LanguageConfig(PolicyOptions):
     lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
     lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     lora_targets: LoraTargets = Field("linear", description="As for openvla.")
+    expert_bias_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Mixtures of experts: after every gradient step an expert's routing bias moves by this towards an "
+        "even load, without a loss (0.001 is usual); null: it stays.",
+    )
     value_head: bool = Field(
         False,
         description="Predict what the rest of a conversation is worth before every token, a linear map of what the "

@@ -162,6 +162,24 @@ def head_size(shape: Any) -> int:
     return getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
 
 
+def longest(max_length: int | None, shape: PreTrainedConfig) -> int:
+    """Tokens of a whole conversation, at most: as many as are asked for, else as the model has positions for."""
+    limits = {"positions": getattr(shape, "max_position_embeddings", None)}
+    window = getattr(shape, "sliding_window", None)
+    if "sliding_attention" in (getattr(shape, "layer_types", None) or ["sliding_attention"]):
+        limits["tokens that a layer sees"] = window
+    known = {what: number for what, number in limits.items() if number}
+    if not known and max_length is None:
+        raise ConfigError("this model does not say how many positions it has; set policy.max_length")
+    for what, number in known.items():
+        if max_length and max_length > number:
+            raise ConfigError(
+                f"policy.max_length={max_length} is more than this model's {number} {what}; "
+                f"try policy.max_length={number}"
+            )
+    return max_length or min(known.values())
+
+
 def behind_blocks(model: Any) -> list[nn.Module]:
     """The modules that the hidden states go through behind the blocks: the final norm."""
     parts = list(_body(model).children())

@@ -8,7 +8,7 @@ folder it lies apart, so that what others load is the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from embodied.policies.language.chunked_scores import LOGITS_BYTES, InParts
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.divided_rows import DIVIDED, DividedPass
 from embodied.policies.language.engine import token_bytes
+from embodied.policies.language.experts import BIAS, ExpertLoads
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.policy_folder import CONFIG, published_family, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
@@ -72,9 +73,10 @@ class LanguagePolicy(PublishedPolicy):
         self.exact = torch.promote_types(self.dtype, torch.float32)  # what log-probs are computed in
         model = files.empty_model(shape, self.dtype)
         check_kind(model, where)
-        self.max_length = longest(config, shape)
+        self.max_length = files.longest(config.max_length, shape)
         self.tied = files.tie(model)
         self.choose_trained(model)
+        self.experts = ExpertLoads(model, config.expert_bias_rate, config.engine)
         files.allocate(model)
         self.adopt(model)
         self.temperature = config.temperature
@@ -189,7 +191,9 @@ class LanguagePolicy(PublishedPolicy):
         seen = attention.attention_mask(packed, way, self.device)
         more = {"use_cache": False} | ({} if ranks is None else {"ranks": ranks})
         attention.use_kernel(self.model, way if ranks is None else DIVIDED)
-        states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, **more)
+        blocks = packed.blocks if ranks is None else packed.blocks[:, ranks.group.place :: ranks.group.size]
+        with self.experts.counting(tensor_of(blocks >= 0, self.device)):
+            states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, **more)
         return states.last_hidden_state.flatten(0, 1)[sources]
 
     def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -224,6 +228,9 @@ class LanguagePolicy(PublishedPolicy):
         if self.tied:
             return scaled(F.linear(hidden, self.model.get_input_embeddings().weight), self.model.config)
         return scaled(self.model.get_output_embeddings()(hidden), self.model.config)
+
+    def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        return self.experts.end_step(sum_over_ranks)
 
     def blocks(self) -> list[nn.Module]:
         return files.blocks_of(self.model)
@@ -286,20 +293,24 @@ class LanguagePolicy(PublishedPolicy):
         return files.read_weights(folder, self.model, self._tied_head())
 
     def is_extra(self, name: str) -> bool:
-        return is_adapter(name) or not self.is_models(name)
+        return is_adapter(name) or self.is_ours(name)
 
     def is_models(self, name: str) -> bool:
         """True if a weight is the language model's own, or an adapter's, and not the value head's."""
         return not name.startswith(self.value_names)
+
+    def is_ours(self, name: str) -> bool:
+        """True if transformers' model of this kind has no such weight, adapters apart."""
+        return not self.is_models(name) or (self.experts.adds_bias and name.endswith(BIAS))
 
     def model_weights(self) -> dict[str, Tensor]:
         """The weights that write answers, for engines."""
         return {name: tensor for name, tensor in self.state_dict().items() if self.is_models(name)}
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
-        """Begin with these weights of a policy, which may lack a value head: then ours stays as it is."""
+        """Begin with these weights of a policy, which may lack a value head or biases: then ours stay as they are."""
         own = self.state_dict()
-        heads = {name: host(tensor) for name, tensor in own.items() if not self.is_models(name)}
+        heads = {name: host(tensor) for name, tensor in own.items() if self.is_ours(name)}
         self.load_weights(heads | {name: each for name, each in tensors.items() if name in own or self.is_models(name)})
 
     def _tied_head(self) -> str | None:
@@ -347,6 +358,7 @@ class LanguagePolicy(PublishedPolicy):
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """The folder that other programs read: nothing of ours, adapters merged, large weights in shards."""
+        self.experts.check_publishable()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_shards(folder, self.published_weights(), shard_bytes)
@@ -392,6 +404,7 @@ class FirstLayers(LanguagePolicy):
             "lora_rank": None,
             "train_layers": None,
             "value_head": False,
+            "expert_bias_rate": None,
             "max_length": None,
         }
         super().__init__(config.model_copy(update=plain), spec)
@@ -469,21 +482,3 @@ def check_kind(model: Any, where: str) -> None:
     others = [key for key, kind in SCALED.items() if not shape.model_type.startswith(kind)]
     if odd := [key for key in (*UNKNOWN, *others) if getattr(shape, key, None) not in (None, 1, 1.0)]:
         raise ConfigError(f"{where} is a {shape.model_type}, whose {odd[0]} is not supported; take another model")
-
-
-def longest(config: LanguageConfig, shape: PreTrainedConfig) -> int:
-    """Tokens of a whole conversation, at most: as many as are asked for, else as the model has positions for."""
-    limits = {"positions": getattr(shape, "max_position_embeddings", None)}
-    window = getattr(shape, "sliding_window", None)
-    if "sliding_attention" in (getattr(shape, "layer_types", None) or ["sliding_attention"]):
-        limits["tokens that a layer sees"] = window
-    known = {what: number for what, number in limits.items() if number}
-    if not known and config.max_length is None:
-        raise ConfigError("this model does not say how many positions it has; set policy.max_length")
-    for what, number in known.items():
-        if config.max_length and config.max_length > number:
-            raise ConfigError(
-                f"policy.max_length={config.max_length} is more than this model's {number} {what}; "
-                f"try policy.max_length={number}"
-            )
-    return config.max_length or min(known.values())

@@ -1,0 +1,137 @@
+"""How evenly a mixture of experts spreads its tokens, and a bias that evens it out without a loss.
+
+Routers are hooked where transformers calls them. While a learner scores, the tokens that each expert gets are counted.
+After every gradient step the bias of an expert with more than the mean load falls by a constant, that of the others
+rises (Wang et al., 2024, "Auxiliary-loss-free load balancing"): the bias says which experts a token goes to, never with
+which weight. DeepSeek-V3 and its relatives have such a bias; Qwen's and Mixtral's routers get one of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from embodied.core.errors import ConfigError
+
+BIAS = "e_score_correction_bias"  # transformers' name of it
+SOFTMAX = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
+"""Routers that take the largest of a softmax, to which a bias can be added."""
+
+
+class ExpertLoads:
+    """Counts, in each layer with experts, the tokens that every expert gets; balances them with `rate`."""
+
+    def __init__(self, model: Any, rate: float | None, engine: str) -> None:
+        routers = {name: part for name, part in model.named_modules() if is_router(part)}
+        self.rate, self.routers = rate, list(routers.values())
+        self.adds_bias = rate is not None and not all(hasattr(router, BIAS) for router in self.routers)
+        self.places: Tensor | None = None  # bool, which of the tokens that pass now are counted
+        self.counts = [torch.zeros(0)] * len(routers)
+        if rate is not None:
+            self._check(model.config.model_type, engine)
+            for router in self.routers:
+                known = getattr(router, BIAS, torch.zeros(num_experts(router), device="meta"))
+                router.register_buffer(BIAS, known.float())  # steps are too small for half precision
+        for layer, router in enumerate(self.routers):
+            router.register_forward_hook(_Routed(self, layer))
+
+    def _check(self, kind: str, engine: str) -> None:
+        given = f"policy.expert_bias_rate={self.rate:g}"
+        if not self.routers:
+            raise ConfigError(f"{given} balances experts, and a {kind} has none; leave it out")
+        odd = [type(router).__name__ for router in self.routers if not hasattr(router, BIAS)]
+        if unknown := sorted({*odd} - {*SOFTMAX}):
+            raise ConfigError(f"{given}: a {kind}'s {unknown[0]} takes no bias; leave it out")
+        if odd and engine != "transformers":
+            raise ConfigError(
+                f"{given} gives a {kind}'s routers a bias that policy.engine={engine} does not know; "
+                "try policy.engine=transformers"
+            )
+
+    def check_publishable(self) -> None:
+        if self.adds_bias:
+            raise ConfigError(
+                "policy.expert_bias_rate gave this model's routers biases that other programs do not know: what is "
+                "published would answer otherwise; train without it to publish"
+            )
+
+    @contextmanager
+    def counting(self, places: Tensor) -> Iterator[None]:
+        """Count these tokens (bool, of all that pass) where gradients are taken."""
+        self.places = places.reshape(-1) if self.routers and torch.is_grad_enabled() and not places.is_meta else None
+        try:
+            yield
+        finally:
+            self.places = None
+
+    def route(self, layer: int, router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What a router returns, chosen with its bias where that is ours."""
+        if self.adds_bias:
+            output = biased(router, *output)
+        if self.places is not None:
+            chosen = output[-1].reshape(len(self.places), -1)
+            if not len(self.counts[layer]):
+                self.counts[layer] = chosen.new_zeros(num_experts(router), dtype=torch.float64)
+            counted = self.places.double()[:, None].expand(chosen.shape)
+            self.counts[layer].index_add_(0, chosen.reshape(-1), counted.reshape(-1))
+        return output
+
+    @torch.no_grad()
+    def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Forget what was counted, let the biases follow, and return MaxViolation, (max - mean) / mean: of every layer,
+        and the largest of them."""
+        if not self.routers:
+            return {}
+        sizes = [num_experts(router) for router in self.routers]
+        device = self.routers[0].weight.device
+        counts = [
+            count if len(count) else torch.zeros(size, dtype=torch.float64, device=device)
+            for count, size in zip(self.counts, sizes, strict=True)
+        ]
+        loads = sum_over_ranks(torch.cat(counts)).split(sizes)
+        self.counts = [torch.zeros(0)] * len(sizes)
+        if self.rate is not None:
+            for router, load in zip(self.routers, loads, strict=True):
+                bias = getattr(router, BIAS)
+                bias += self.rate * torch.sign(load.mean() - load).to(bias)
+        found = [max_violation(load) for load in loads]
+        layers = {f"max_violation_{number}": each for number, each in enumerate(found)}
+        return {"max_violation": max(found)} | layers
+
+
+class _Routed:
+    """A forward hook; an object, so that a copy of the policy counts for itself."""
+
+    def __init__(self, loads: ExpertLoads, layer: int) -> None:
+        self.loads, self.layer = loads, layer
+
+    def __call__(self, router: Any, _: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self.loads.route(self.layer, router, output)
+
+
+def is_router(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("topkrouter")
+
+
+def num_experts(router: Any) -> int:
+    return int(router.weight.shape[0])
+
+
+def biased(router: Any, logits: Tensor, weights: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a softmax router returns when its bias is added to the probabilities that experts are chosen by."""
+    likely = logits.softmax(-1, dtype=torch.float)
+    chosen = (likely + getattr(router, BIAS)).topk(router.top_k, dim=-1).indices
+    kept = likely.gather(-1, chosen)
+    if getattr(router, "norm_topk_prob", True):
+        kept = kept / kept.sum(-1, keepdim=True)
+    return logits, kept.to(weights.dtype), chosen
+
+
+def max_violation(load: Tensor) -> float:
+    """Loads 4, 1 and 1: (4 - 2) / 2 = 1. 0 where no token came."""
+    mean = float(load.mean())
+    return (float(load.max()) - mean) / mean if mean else 0.0
