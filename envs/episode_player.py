@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -202,7 +201,7 @@ class Stage(EpisodePlayer):
         self.initial[rows] = np.where(retried, self.initial[rows], next_index)
         if self.journal is not None:
             self.journal.put(Note(self.name, begun=tuple(next_index.tolist())))
-        self.begin(rows, specs_of(next_index, self.initial[rows], episodes), elapsed)
+        self.begin(rows, episodes.at(self.initial[rows], next_index), elapsed)
 
     def reset_all(self, episodes: EpisodeList) -> None:
         """Begin the next episode of every row: when a run begins, when it is resumed without the simulator's state, and
@@ -260,11 +259,6 @@ class Stage(EpisodePlayer):
         """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
         record.value(self, self.receive())
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
-
-
-def specs_of(index: np.ndarray, initial: np.ndarray, episodes: EpisodeList) -> list[EpisodeSpec]:
-    """Episodes of these numbers that begin in the initial states of others of the list, or in their own."""
-    return [replace(episodes[i], index=number) for number, i in zip(index.tolist(), initial.tolist(), strict=True)]
 
 
 def step_stages(

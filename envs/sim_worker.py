@@ -26,7 +26,7 @@ from embodied.core.types import (
 )
 from embodied.envs import make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
-from embodied.envs.episode_player import Record, Refill, Stage, specs_of, step_stages
+from embodied.envs.episode_player import Record, Refill, Stage, step_stages
 from embodied.envs.evaluation import play_episodes
 from embodied.envs.request_client import PolicyClient
 from embodied.envs.whole_episodes import EpisodeStream, PlayerWorker
@@ -216,7 +216,7 @@ def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeL
     at = places(stage, state)
     rows = {name[5:]: array[at] for name, array in state.items() if name.startswith("rows.")}
     stage.initial[:] = rows.get("initial", rows["episode"])  # older checkpoints know of no retries
-    stage.rows.set_state(rows, specs_of(rows["episode"], stage.initial, episodes))
+    stage.rows.set_state(rows, episodes.at(stage.initial, rows["episode"]))
     if saved := env_state(stage, state):
         stage.obs = text_arrays(stage.env.set_state(saved))
         stage.playing[:] = True

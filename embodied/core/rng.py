@@ -7,6 +7,7 @@ run's seed, the episode and the decision only, never on batching or placement. O
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 
 import numpy as np
 
@@ -74,3 +75,79 @@ def normal(seed: int, name: str, episodes: np.ndarray, decisions: np.ndarray, wi
     radius = np.sqrt(-2.0 * np.log(pairs[:, 0::2]))
     angle = 2.0 * np.pi * pairs[:, 1::2]
     return np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=2).reshape(len(pairs), -1)[:, :width]
+
+
+# The seeds of many episodes: `generator(seed, "episode", stream, turn).integers(2**31 - 1)` of every turn, bit for bit,
+# without building a generator for each.
+
+SEED_BOUND = 2**31 - 1
+FEW = 8  # turns below which generators are faster
+_P0, _P1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157  # Philox4x64's factors and the steps of its key
+_K0, _K1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+
+
+def episode_seeds(seed: int, stream_name: str, turns: np.ndarray) -> np.ndarray:
+    """int64 [n]: the seeds of a stream's episodes of these turns."""
+    if len(turns) < FEW or turns.max() >= 2**32:
+        return np.array([episode_seed(seed, stream_name, turn) for turn in turns.tolist()], np.int64)
+    words = [seed >> shift & 0xFFFFFFFF for shift in range(0, max(seed.bit_length(), 1), 32)]
+    words += [stream("episode"), stream(stream_name)]
+    first = philox64(seed_keys([np.full(len(turns), word, np.uint32) for word in words] + [turns.astype(np.uint32)]))
+    product = (first & _LOW) * np.uint64(SEED_BOUND)
+    seeds = (product >> _SHIFT).astype(np.int64)
+    for row in np.flatnonzero((product & _LOW) < 2**32 % SEED_BOUND):  # NumPy draws again, to be fair to every number
+        seeds[row] = episode_seed(seed, stream_name, int(turns[row]))
+    return seeds
+
+
+@lru_cache(maxsize=1024)
+def episode_seed(seed: int, stream_name: str, turn: int) -> int:
+    """The seed of the episodes that begin alike; those of a group ask for it one after the other."""
+    return int(generator(seed, "episode", stream_name, turn).integers(SEED_BOUND))
+
+
+def seed_keys(entropy: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """NumPy's SeedSequence of each row, four or more words of uint32 [n]: two keys of uint64 [n]."""
+    sixteen, factor = np.uint32(16), 0x43B0D7E5
+
+    def scrambled(value: np.ndarray, step: int) -> np.ndarray:
+        nonlocal factor
+        value = value ^ np.uint32(factor)
+        factor = factor * step & 0xFFFFFFFF
+        value *= np.uint32(factor)
+        return value ^ (value >> sixteen)
+
+    def mixed(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        value = one * np.uint32(0xCA01F9DD) - scrambled(other, 0x931E8875) * np.uint32(0x4973F715)
+        return value ^ (value >> sixteen)
+
+    pool = [scrambled(word, 0x931E8875) for word in entropy[:4]]
+    for source in range(len(entropy)):
+        for place in range(4):
+            if source != place:
+                pool[place] = mixed(pool[place], pool[source] if source < 4 else entropy[source])
+    factor = 0x8B51F9DD
+    low0, high0, low1, high1 = (scrambled(word, 0x58F38DED).astype(np.uint64) for word in pool)
+    return low0 | high0 << _SHIFT, low1 | high1 << _SHIFT
+
+
+def philox64(keys: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """The first word of Philox4x64-10, as NumPy counts, for each pair of keys: uint64 [n]."""
+    key0, key1 = keys
+    c0, (c1, c2, c3) = np.ones_like(key0), np.zeros((3, 1), np.uint64)
+    with np.errstate(over="ignore"):
+        for number in range(10):
+            if number:
+                key0, key1 = key0 + np.uint64(_K0), key1 + np.uint64(_K1)
+            (high0, low0), (high1, low1) = product128(c0, _P0), product128(c2, _P1)
+            c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+    return c0
+
+
+def product128(value: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
+    """The upper and the lower 64 bits."""
+    low, high = np.uint64(factor & 0xFFFFFFFF), np.uint64(factor >> 32)
+    value_low, value_high = value & _LOW, value >> _SHIFT
+    middle = value_high * low + (value_low * low >> _SHIFT)
+    cross = value_low * high + (middle & _LOW)
+    return value_high * high + (middle >> _SHIFT) + (cross >> _SHIFT), value * np.uint64(factor)

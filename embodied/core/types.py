@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from embodied.core.arrays import Observation, concatenate, map_obs, room_for, take_rows, write
-from embodied.core.rng import generator
+from embodied.core.rng import episode_seeds, generator
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
@@ -52,10 +52,7 @@ class EpisodeList:
     questions: tuple[int, ...] = ()  # of each task, asked once in an epoch, in an order shuffled anew; empty: drawn
 
     def __getitem__(self, index: int) -> EpisodeSpec:
-        turn, task = divmod(index // self.group_size, len(self.tasks))
-        seed = episode_seed(self.seed, self.stream, turn)
-        state = turn % self.stored_states if self.stored_states else -1
-        return EpisodeSpec(self.tasks[task], state, seed, index, self._question(turn, task))
+        return self.at(np.array([index]))[0]
 
     def _question(self, turn: int, task: int) -> int:
         """Of three questions, turns 0 to 2 are epoch 0 and may ask 2 0 1; turns 3 to 5 are epoch 1."""
@@ -65,13 +62,18 @@ class EpisodeList:
         return int(shuffled(self.seed, self.tasks[task], epoch, self.questions[task])[place])
 
     def first(self, count: int) -> list[EpisodeSpec]:
-        return [self[index] for index in range(count)]
+        return self.at(np.arange(count))
 
-
-@lru_cache(maxsize=1024)
-def episode_seed(seed: int, stream: str, turn: int) -> int:
-    """The seed of the episodes that begin alike; those of a group ask for it one after the other."""
-    return int(generator(seed, "episode", stream, turn).integers(2**31 - 1))
+    def at(self, initial: np.ndarray, index: np.ndarray | None = None) -> list[EpisodeSpec]:
+        """These episodes of the list; with other numbers if `index` gives some."""
+        turns, tasks = np.divmod(initial // self.group_size, len(self.tasks))
+        seeds = episode_seeds(self.seed, self.stream, turns)
+        states = turns % self.stored_states if self.stored_states else np.full(len(turns), -1)
+        columns = (tasks, turns, states, seeds, initial if index is None else index)
+        return [
+            EpisodeSpec(self.tasks[task], state, seed, number, self._question(turn, task))
+            for task, turn, state, seed, number in zip(*(column.tolist() for column in columns), strict=True)
+        ]
 
 
 @lru_cache(maxsize=16)

@@ -32,6 +32,7 @@ from mani_skill.utils.structs.articulation_joint import ArticulationJoint
 from mani_skill.utils.structs.pose import Pose, to_sapien_pose
 
 from embodied.envs.maniskill.cpu_physics import BatchedCpuPhysics
+from embodied.envs.maniskill.episode_draws import EpisodeDraws, RowsOfNormals, RowsOfUniforms
 from embodied.envs.maniskill.state_numbers import action_bounds, for_robots
 from embodied.envs.maniskill.tasks import DRAWING
 
@@ -181,7 +182,6 @@ DRAWN_TOGETHER = (
     "RollBall-v1",
     "PokeCube-v1",
 )
-TORCH_RAND = torch.rand
 
 
 @torch.no_grad()
@@ -219,13 +219,12 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int], states: list[in
 
 def initialize_together(env: Any, rows: np.ndarray, seeds: list[int]) -> None:
     """The very draws of `initialize_one_by_one`, in one call of the task's code."""
-    own = BatchedRNG.from_seeds(seeds, backend=env._batched_rng_backend)
+    draws, before = EpisodeDraws(np.array(seeds)), env._episode_rng
     env._episode_seed[rows] = seeds
-    env._batched_episode_rng[rows] = own.rngs
-    env._episode_rng = RowsOfNormals(own.rngs)
-    with replaced_rand(RowsOfUniforms(seeds, env.device)):
+    env._episode_rng = RowsOfNormals(draws)
+    with replaced_rand(RowsOfUniforms(draws, env.device)):
         env._initialize_episode(torch.as_tensor(rows, device=env.device), {})
-    env._episode_rng = own[0]
+    env._episode_rng = before  # these tasks draw from it here only, and from the generators of single rows never
 
 
 def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: list[int], mask: torch.Tensor) -> None:
@@ -242,32 +241,6 @@ def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: 
             seed_draws(seed)
             options = {"episode_id": torch.tensor([state])} if state >= 0 else {}
             env._initialize_episode(torch.tensor([row], device=env.device), options)
-
-
-class RowsOfUniforms:
-    """Replaces `torch.rand`: row i of what it returns comes from a CPU generator seeded for row i, on any device."""
-
-    def __init__(self, seeds: list[int], device: torch.device) -> None:
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.device = device
-
-    def __call__(self, *size: Any, **options: Any) -> torch.Tensor:
-        size = options.get("size", size)
-        shape = torch.Size(size if len(size) != 1 or isinstance(size[0], int) else size[0])
-        assert shape[0] == len(self.generators), f"a draw of shape {list(shape)} for {len(self.generators)} rows"
-        drawn = [TORCH_RAND(1, *shape[1:], generator=generator, device="cpu") for generator in self.generators]
-        return torch.cat(drawn).to(self.device)
-
-
-class RowsOfNormals:
-    """Replaces a numpy generator: row i of what it returns comes from the i-th of these."""
-
-    def __init__(self, generators: list[np.random.RandomState]) -> None:
-        self.generators = generators
-
-    def normal(self, mean: float, deviation: float, size: tuple[int, ...]) -> np.ndarray:
-        assert size[0] == len(self.generators), f"a draw of shape {list(size)} for {len(self.generators)} rows"
-        return np.stack([generator.normal(mean, deviation, size[1:]) for generator in self.generators])
 
 
 @contextmanager

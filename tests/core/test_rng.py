@@ -53,3 +53,11 @@ def test_normal_noise_has_the_moments_of_a_standard_normal():
 def test_generators_with_other_names_differ():
     assert rng.generator(1, "a").random() != rng.generator(1, "b").random()
     assert rng.generator(1, "a", 2).random() == rng.generator(1, "a", 2).random()
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**40, 2**70])
+@pytest.mark.parametrize("first", [0, 2**32 - 20])
+def test_the_seeds_of_many_episodes_are_those_of_a_generator_each(seed, first):
+    turns = np.arange(first, first + 20)
+    one_by_one = [int(rng.generator(seed, "episode", "train", turn).integers(2**31 - 1)) for turn in turns.tolist()]
+    assert rng.episode_seeds(seed, "train", turns).tolist() == one_by_one
