@@ -323,6 +323,7 @@ def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console:
     state["train_s"] += elapsed
     folder.log.row(console.iteration(state, finished, numbers, elapsed, total))
     folder.log.samples(state["iteration"], loop.take_samples())
+    folder.log.answers(state["iteration"], loop.take_ends())
 
 
 def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:

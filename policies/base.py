@@ -95,6 +95,11 @@ class Policy(nn.Module):
         cost alike. A robot's decisions all cost the same."""
         return 1.0, 0.0
 
+    def take_work(self) -> tuple[int, float]:
+        """Tokens that gradients were taken of since the last call, and the products of all passes: `pass_cost` of a
+        forward pass, twice that of a backward pass. Policies that do not speak are not asked."""
+        return 0, 0.0
+
     def exchange_size(self) -> tuple[int, int]:
         """The numbers of a token that learners exchange in a forward pass that they run together, and how often."""
         raise NotImplementedError

@@ -376,6 +376,7 @@ class RolloutStats:
     wait_s: float  # for the policy's answers
     problems: tuple[str, ...] = ()  # of other episodes that ended: why each counts for nothing
     samples: tuple[dict[str, Any], ...] = ()  # conversations to be written down, as in samples.jsonl
+    ends: tuple[tuple[int, float], ...] = ()  # of conversations: sampled tokens, and seconds since the rollout began
 
 
 FIELDS = ("actions", "logprobs", "rewards", "terminated", "truncated", "mask", "versions", "episodes")

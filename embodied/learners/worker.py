@@ -26,6 +26,7 @@ from embodied.learners.divided_passes import PassTable
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.sharding import form_shards, leave, load_whole, local_weights, shard, whole_tensors
+from embodied.learners.throughput import Throughput
 from embodied.learners.train_batch import RankBatch, build_batch, frozen_features, moments_of, step_items
 from embodied.learners.update import GradientSteps, check_divisor, check_version, update_policy
 from embodied.policies import check_methods, make_policy
@@ -77,6 +78,7 @@ class LearnerWorker(Worker):
         self.started = start is not None
         self.reference = self._copied_policy() if self.algo.kl_coef else None
         self.model = Model(self.policy, self.config, self.tick)
+        self.throughput = Throughput(self.model)
         self.observed: list[tuple[np.ndarray, np.ndarray]] = []  # ids of sequences, moments of their observations
         specs = {name: spec_of(tensor) for name, tensor in self.policy.state_dict().items()}
         self.dtypes = {name: getattr(torch, spec.dtype) for name, spec in specs.items()}
@@ -144,18 +146,20 @@ class LearnerWorker(Worker):
                 units.append(unit)
                 continue
             played = buffer.take(unit.sources)
-            with self.computing.measured():
+            with self.computing.measured(), self.throughput.measured():
                 check_version(played, version)
                 steps.add_all(build_batch(played, unit, version, self.algo, Alone(), self.model, self.reference))
             self._observe(played, unit)
         if not one_by_one:
-            share = self._gathered(buffer, join_units(units), version)
-        with self.store.updating(), self.computing.measured():
+            with self.throughput.measured():
+                share = self._gathered(buffer, join_units(units), version)
+        with self.store.updating(), self.computing.measured(), self.throughput.measured():
             if one_by_one:
                 numbers = steps.step_once(buffer.end)
             else:
                 numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, buffer.end)
             self._merge_observed()
+        numbers |= self.throughput.numbers(self.collective)
         if self.model.first_backward is None:  # all items were other ranks'
             return numbers
         self.timers.mark("first backward", self.model.first_backward)

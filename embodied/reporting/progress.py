@@ -25,7 +25,7 @@ from embodied.core.errors import printable
 from embodied.core.files import encode, replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
-from embodied.reporting.transcripts import SAMPLES, TRANSCRIPTS, as_line, read_samples
+from embodied.reporting.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
 from embodied.reporting.wandb_logger import WandbLogger
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
@@ -279,6 +279,12 @@ class RunLog:
             with self.conversations.open("ab", buffering=0) as file:
                 file.write(b"".join(as_line({"iteration": iteration, **sample}) for sample in samples))
 
+    def answers(self, iteration: int, ends: Sequence[tuple[int, float]]) -> None:
+        """Add an iteration's line to answers.jsonl."""
+        if ends:
+            with (self.path / ANSWERS).open("ab", buffering=0) as file:
+                file.write(ends_line(iteration, ends))
+
     def evaluated(self, version: int, results: dict) -> None:
         """Add an evaluation's figures to the row of the iteration that made this version, and to the curves."""
         rows = self._rows()
@@ -299,6 +305,9 @@ class RunLog:
         if self.conversations.is_file():
             kept = [sample for sample in read_samples(self.path) if sample["iteration"] <= iteration]
             replace_text(self.conversations, b"".join(map(as_line, kept)).decode())
+        if (self.path / ANSWERS).is_file():
+            ends = [row for row in read_ends(self.path) if row["iteration"] <= iteration]
+            replace_text(self.path / ANSWERS, b"".join(map(as_line, ends)).decode())
         return missing_rows([0, *sorted({row["iteration"] for row in rows}), iteration + 1])
 
     def close(self, failed: bool = False) -> None:

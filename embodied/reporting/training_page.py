@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,8 @@ from embodied.reporting.evaluation_page import MEASURES
 from embodied.reporting.html import Html, tag
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import wilson
-from embodied.reporting.svg import COLORS, Series, line_chart, percent, short
+from embodied.reporting.svg import COLORS, Series, histogram, line_chart, percent, short
+from embodied.reporting.transcripts import read_ends
 
 LOSSES = "train/"
 AGE = "train/staleness_"  # and how many versions old
@@ -36,13 +38,51 @@ def result_charts(run: Run) -> list[Html]:
 
 def text_charts(run: Run) -> list[Html]:
     """Charts of a language policy's rewards and answers."""
-    speed = [curve(run, "text/tokens_per_s", "rollout and update")]
+    of = {"text/tokens_per_s": "sampled, rollout and update", "engine/tokens_per_s": "engines while they write"}
+    of["text/trainer_tokens_per_s"] = "learners while they update, prompts too"
+    speed = [curve(run, key, name, color) for color, (key, name) in enumerate(of.items())]
+    mfu = [curve(run, "text/mfu", "MFU")]
     return [
         line_chart("reward of a conversation", in_both(run, "return")),
         line_chart("answers cut off", in_both(run, "text/truncated"), (0.0, 1.0), percent),
         line_chart("tokens an answer", in_both(run, "text/tokens"), from_zero=True),
-        line_chart("sampled tokens per second", speed, from_zero=True),
+        line_chart("tokens per second", speed, from_zero=True),
+        *([line_chart("MFU of learners", mfu, show=percent, from_zero=True)] if mfu[0].x else []),
+        *tail_charts(read_ends(run.folder), {row["iteration"]: row["env_steps"] for row in run.metrics}),
     ]
+
+
+def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[Html]:
+    """How long conversations are, in the last iteration and over time, and how many a rollout still waits for."""
+    rows = [row for row in rows if row["iteration"] in env_steps]
+    if not rows:
+        return []
+    last, steps = rows[-1], [env_steps[row["iteration"]] for row in rows]
+    places = {"half": 0.5, "90%": 0.9, "all": 1.0}
+    lengths = [
+        Series(f"{name} have at most", steps, [row["tokens"][at(share, row)] for row in rows], color=color)
+        for color, (name, share) in enumerate(places.items())
+    ]
+    chosen = dict.fromkeys(round(number * (len(rows) - 1) / 3) for number in range(4))
+    waited = [unfinished(rows[number], color) for color, number in enumerate(chosen)]
+    title = f"tokens of a conversation's answers, iteration {last['iteration']}"
+    return [
+        histogram(title, {"played": last["tokens"]}, "tokens", whole=True),
+        line_chart("tokens of a conversation's answers", lengths, from_zero=True),
+        line_chart("unfinished conversations", waited, (0.0, 1.0), percent, x_name="seconds of a rollout"),
+    ]
+
+
+def at(share: float, row: dict[str, Any]) -> int:
+    """The place in a sorted list of `ends_line` that so large a share comes up to."""
+    return max(0, math.ceil(share * len(row["tokens"])) - 1)
+
+
+def unfinished(row: dict[str, Any], color: int) -> Series:
+    """The share of a rollout's conversations that have not ended, second by second."""
+    ends, count = row["ended_s"], len(row["ended_s"])
+    left = [1 - number / count for number in range(count + 1)]
+    return Series(f"iteration {row['iteration']}", [0.0, *ends], left, color=color)
 
 
 def in_both(run: Run, key: str) -> list[Series]:

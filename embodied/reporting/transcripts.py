@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from embodied.core.types import EpisodeResult, Recording
 
 TRANSCRIPTS = "transcripts.jsonl"  # of all conversations, beside results.json
 SAMPLES = "samples.jsonl"  # some conversations of every iteration of training, beside metrics.jsonl
+ANSWERS = "answers.jsonl"  # lengths of every iteration's conversations, and when each ended, beside metrics.jsonl
+MOST_ENDS = 256  # conversations of an iteration in ANSWERS, at most
 PARTS = "transcripts"  # the folder of what each sim worker has written so far
 
 
@@ -85,6 +88,28 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     samples = [json.loads(line) for line in lines if episode_of(line) is not None]
     return [sample for sample in samples if type(sample.get("iteration")) is int]
+
+
+def ends_line(iteration: int, ends: Sequence[tuple[int, float]]) -> bytes:
+    """A line of answers.jsonl: tokens and seconds of conversations, sorted apart; of many, as many as MOST_ENDS at even
+    distances, the longest among them."""
+    count = min(len(ends), MOST_ENDS)
+    places = [round((number + 1) * len(ends) / count) - 1 for number in range(count)]
+    tokens, seconds = (sorted(each) for each in zip(*ends, strict=True))
+    shown = {"tokens": [tokens[at] for at in places], "ended_s": [round(seconds[at], 3) for at in places]}
+    return as_line({"iteration": iteration, "conversations": len(ends), **shown})
+
+
+def read_ends(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's answers.jsonl, without damaged ones; of an iteration that came twice the later one."""
+    path, found = run / ANSWERS, {}
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            numbers = [list(map(float, row[name])) for name in ("tokens", "ended_s")]
+            if type(row["iteration"]) is int and numbers[0] and len(numbers[0]) == len(numbers[1]):
+                found[row["iteration"]] = row
+    return [found[iteration] for iteration in sorted(found)]
 
 
 def plain(value: Any) -> Any:

@@ -190,6 +190,9 @@ class Workflow(Protocol):
     def take_samples(self) -> list[dict[str, Any]]:
         """Conversations of the last iteration, as lines of samples.jsonl."""
 
+    def take_ends(self) -> list[tuple[int, float]]:
+        """The tokens of the last iteration's conversations, and how long after the rollout's begin each ended."""
+
     def take_dropped(self) -> int:
         """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
 

@@ -60,6 +60,7 @@ class GroupedEpisodes:
     groups: list[Group] = field(default_factory=list)  # that learners have
     units: list[list[Unit]] = field(default_factory=list)  # that learner ranks have
     balance_ratio: float = 1.0  # of what these cost
+    ends: list[tuple[int, float]] = field(default_factory=list)  # of conversations, as in RolloutStats, over all rounds
     reported: dict[str, float] = field(default_factory=dict)  # by roles that groups pass through, and by engines
 
     @property
@@ -104,6 +105,7 @@ class GroupCollector(Collector):
         drawn_at = config.policy.temperature if self.text else 1.0
         self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at)
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
+        self.ends: list[tuple[int, float]] = []  # of its conversations
         self.dealer = Dealer(config, self.learners, self.text)
         self.experience = Experience(self.rollouts, config.learner.in_step, self.relays.groups)
         workers.cluster.watch(workers.journal)
@@ -169,7 +171,7 @@ class GroupCollector(Collector):
         return replace(self.episodes[prompt * self.algo.group_size], index=index)
 
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
-        self.samples = batch.samples
+        self.samples, self.ends = batch.samples, batch.ends
         self._count_empty(batch)
         if not self.learning:
             if not batch.groups:
@@ -282,6 +284,7 @@ class GroupCollector(Collector):
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats
+        batch.ends += [(tokens, batch.seconds + seconds) for part in stats for tokens, seconds in part.ends]
         batch.seconds += max((call.seconds() for call in played), default=0.0)
         batch.rounds += 1
         self.add(self._relayed([result for part in stats for result in part.finished], batch), batch)

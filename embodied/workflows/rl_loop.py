@@ -239,6 +239,10 @@ class EmbodiedLoop:
         """Conversations of the last iteration for samples.jsonl; none where no language policy plays."""
         return self.source.samples if isinstance(self.source, GroupCollector) else []
 
+    def take_ends(self) -> list[tuple[int, float]]:
+        """The tokens of the last iteration's conversations, and how long after the rollout's begin each ended."""
+        return self.source.ends if isinstance(self.source, GroupCollector) else []
+
     def take_dropped(self) -> int:
         """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
         count, self.dropped = self.dropped, 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ class TextWorker(PlayerWorker):
         held at the same time, and written down. `shown` are the episodes whose conversations are returned as
         samples."""
         before, results, steps = self.timers.totals(), [], 0
+        started, ends = perf_counter(), []
         problems: list[str] = []
         samples: list[dict[str, Any]] = []
         rows = max(1, self.config.num_envs // self.world_size)
@@ -100,6 +102,7 @@ class TextWorker(PlayerWorker):
                     note([one for one in over if one.part is not mine])
                 for one in ended:
                     steps += len(one.turns)
+                    ends.append((one.num_sampled, perf_counter() - started))
                     if one.spec.index in shown:
                         samples.append(one.sample())
                     if one.problem:
@@ -110,7 +113,7 @@ class TextWorker(PlayerWorker):
                 if noted and (finished := tuple(one.result() for one in ended if not one.problem)):
                     self.journal.put(Note(route[0].source, finished=finished))
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
-        return RolloutStats(steps, tuple(results), *spent, tuple(problems), tuple(samples))
+        return RolloutStats(steps, tuple(results), *spent, tuple(problems), tuple(samples), tuple(ends))
 
     def evaluate(
         self,
@@ -271,6 +274,11 @@ class Conversation:
         """True if an answer was cut off."""
         return any(bool(each.any()) for each in self.cut_off)
 
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy chose."""
+        return int(sum(chosen.sum() for chosen in self.sampled))
+
     def result(self) -> EpisodeResult:
         spec = self.spec
         counted = not self.problem
@@ -285,7 +293,7 @@ class Conversation:
             success_at_end=self.success[-1] if counted else None,
             error=self.problem,
             truncated=self.truncated if counted else None,
-            tokens=int(sum(chosen.sum() for chosen in self.sampled)),
+            tokens=self.num_sampled,
             prompt_tokens=int((~self.sampled[0]).sum()) if self.sampled else 0,
             all_tokens=sum(map(len, self.sampled)),
         )

@@ -42,6 +42,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from embodied.core.errors import CheckpointError, ConfigError
+from embodied.policies.language.experts import is_router, num_experts
 from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
 from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, tensor_of
@@ -139,12 +140,19 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def pass_cost(model: Any) -> tuple[float, float]:
-    """Products per token, those of all weights but the embedding, which the head may share; and per L^2 of L tokens,
-    where attention's two products of its width are each done for half of the pairs."""
+    """Products per token, those of all weights but the embedding, which the head may share, and of experts that no
+    token chose; and per L^2 of L tokens, where attention's two products of its width are each done for half of the
+    pairs."""
     head = model.get_input_embeddings().weight.numel()
-    weights = head + sum(p.numel() for block in blocks_of(model) for p in block.parameters())
+    weights = head + sum(products(block) for block in blocks_of(model))
     heads, _ = heads_of(shape := model.config.get_text_config())
     return float(weights), float(shape.num_hidden_layers * heads * head_size(shape))
+
+
+def products(block: nn.Module) -> float:
+    """The number of a block's weights that each token is multiplied with."""
+    share = next((part.top_k / num_experts(part) for part in block.modules() if is_router(part)), 1.0)
+    return sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in block.named_parameters())
 
 
 def exchange_size(model: Any) -> tuple[int, int]:

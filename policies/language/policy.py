@@ -80,6 +80,7 @@ class LanguagePolicy(PublishedPolicy):
         files.allocate(model)
         self.adopt(model)
         self.temperature = config.temperature
+        self.trained_tokens, self.products = 0, 0.0  # of passes, until `take_work`
         self.value_head = None
         if config.value_head:
             self.value_head = ValueHead(model.config.hidden_size, 1, device="cpu", dtype=self.exact)
@@ -192,6 +193,7 @@ class LanguagePolicy(PublishedPolicy):
         more = {"use_cache": False} | ({} if ranks is None else {"ranks": ranks})
         attention.use_kernel(self.model, way if ranks is None else DIVIDED)
         blocks = packed.blocks if ranks is None else packed.blocks[:, ranks.group.place :: ranks.group.size]
+        self.count_work(packed.positions[blocks >= 0])
         with self.experts.counting(tensor_of(blocks >= 0, self.device)):
             states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, **more)
         return states.last_hidden_state.flatten(0, 1)[sources]
@@ -245,6 +247,17 @@ class LanguagePolicy(PublishedPolicy):
 
     def exchange_size(self) -> tuple[int, int]:
         return files.exchange_size(self.model)
+
+    def count_work(self, positions: np.ndarray) -> None:
+        """Count a pass of tokens at these places of their conversations."""
+        (token, pair), taught = self.pass_cost(), torch.is_grad_enabled()
+        products = token * len(positions) + 2 * pair * float((positions + 1).sum())
+        self.trained_tokens += taught * len(positions)
+        self.products += (3 if taught else 1) * products
+
+    def take_work(self) -> tuple[int, float]:
+        found, self.trained_tokens, self.products = (self.trained_tokens, self.products), 0, 0.0
+        return found
 
     # Weights
 

@@ -13,12 +13,21 @@ from embodied.core.types import EpisodeResult
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.partial_evaluation import PartialEvaluation
-from embodied.reporting.progress import Console, text_numbers
+from embodied.reporting.progress import Console, RunLog, text_numbers
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run
 from embodied.reporting.success_stats import summarize
-from embodied.reporting.transcripts import PARTS, SAMPLES, TRANSCRIPTS, TranscriptWriter, as_line, join_transcripts
+from embodied.reporting.training_page import unfinished
+from embodied.reporting.transcripts import (
+    PARTS,
+    SAMPLES,
+    TRANSCRIPTS,
+    TranscriptWriter,
+    as_line,
+    join_transcripts,
+    read_ends,
+)
 
 EVIL = '<script>alert("x")</script><b onclick=y>'
 
@@ -179,9 +188,29 @@ def write_run(folder, told, **more):
 def test_a_runs_page_has_the_curves_of_text(tmp_path, page_checker):
     run = write_run(tmp_path / "run", [(spoken(i, i > 0), [turn("95")]) for i in range(3)])
     page = page_checker(report(read_run(run), run))
-    for words in ("answers cut off", "tokens an answer", "sampled tokens per second", "reward of a conversation"):
+    for words in ("answers cut off", "tokens an answer", "tokens per second", "reward of a conversation"):
         assert words in page.text
     assert {"training", "evaluation"} <= set(classes(page, "g", "data-name") + classes(page, "polyline", "data-name"))
+
+
+def test_a_runs_page_shows_the_long_tail_of_its_answers(tmp_path, page_checker):
+    """What answers.jsonl keeps: all conversations of a few, the longest one of many, nothing of iterations undone."""
+    run = write_run(tmp_path / "run", [(spoken(0, True), [turn("95")])])
+    log = RunLog(run)
+    for iteration in (1, 2, 3):
+        log.answers(iteration, [(9, 0.75), (2, 0.25), *[(4, 0.5)] * iteration])
+    log.answers(2, [(number, number / 10) for number in range(1, 1001)])
+    with (run / "answers.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "tok')
+    few, many, _ = read_ends(run)
+    assert (few["tokens"], few["ended_s"], few["conversations"]) == ([2, 4, 9], [0.25, 0.5, 0.75], 3)
+    assert (len(many["tokens"]), many["tokens"][-1], many["ended_s"][-1], many["conversations"]) == (256, 1000, 100, 1000)
+    assert unfinished(few, 0).y == pytest.approx([1, 2 / 3, 1 / 3, 0])
+    page = page_checker(report(read_run(run), run))
+    for words in ("tokens of a conversation's answers, iteration 3", "unfinished conversations", "all have at most"):
+        assert words in page.text
+    log.keep_rows(1)
+    assert [row["iteration"] for row in read_ends(run)] == [1]
 
 
 def test_two_evaluations_at_other_temperatures_stand_apart(tmp_path, page_checker):

@@ -96,6 +96,11 @@ def test_a_language_models_cost_is_that_of_its_weights_and_of_attention_over_all
     assert token == pytest.approx(sum(p.numel() for p in policy.model.parameters()) - embedding, rel=0.01)
     shape = policy.model.config
     assert pair == shape.num_hidden_layers * shape.hidden_size
+    # Work is counted in the same unit: a shared prompt of 3 passes once with answers of 2 and 1, forward and back.
+    talks = {"actions": np.array([5, 6, 7, 8, 9, 5, 6, 7, 8]), "mask": np.array([0, 0, 0, 1, 1, 0, 0, 0, 1], bool)}
+    policy(talks | {"lengths": np.array([5, 4]), "groups": np.array([0, 0])})
+    trained, products = policy.take_work()
+    assert trained == 6 and products == pytest.approx(3 * (6 * token + 2 * pair * (1 + 2 + 3 + 4 + 5 + 4)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""How fast a language model is trained: tokens a second, and MFU, the share of what its devices can compute.
+
+MFU counts two operations for each product of the forward pass and four of the backward pass, of frozen weights too,
+and nothing for what is computed twice. What a device can compute is measured once: the best rate of a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+import torch
+
+from embodied.learners.model import Model
+from embodied.runtime.collective import Collective
+
+SIDES = {"cuda": 4096}  # of the matrices that are multiplied
+TRIES = 5
+
+
+class Throughput:
+    """The seconds of a learner's updates, and what its network did in them."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.seconds, self.peak = model, 0.0, 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        started = perf_counter()
+        yield
+        self.seconds += perf_counter() - started
+
+    def numbers(self, collective: Collective) -> dict[str, float]:
+        """Of all ranks since the last call, which take part; {} for policies that do not speak."""
+        if not self.model.policy.speaks:
+            return {}
+        tokens, products = self.model.policy.take_work()
+        if not self.peak:
+            dtype = (
+                torch.bfloat16 if self.model.config.precision == "bf16" else next(self.model.policy.parameters()).dtype
+            )
+            self.peak = peak_rate(self.model.device, dtype)
+        mine = np.array([[tokens, 2.0 * products, self.peak, self.seconds]])
+        self.seconds = 0.0
+        rows = np.concatenate(collective.gather(mine))
+        trained, operations, peak, _ = rows.sum(axis=0).tolist()
+        longest = float(rows[:, 3].max())
+        if not trained:
+            return {}
+        return {"text/trainer_tokens_per_s": trained / longest, "text/mfu": operations / longest / peak}
+
+
+@torch.no_grad()
+def peak_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations a second of a product of two large matrices, the best of a few."""
+    side = SIDES.get(device, 512)
+    one, best = torch.full((side, side), 0.01, dtype=dtype, device=device), float("inf")
+    for _ in range(TRIES):
+        started = perf_counter()
+        (one @ one)[0, 0].item()  # waits for a GPU
+        best = min(best, perf_counter() - started)
+    return 2.0 * side**3 / best
