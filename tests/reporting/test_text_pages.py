@@ -204,7 +204,12 @@ def test_a_runs_page_shows_the_long_tail_of_its_answers(tmp_path, page_checker):
         file.write('{"iteration": 3, "tok')
     few, many, _ = read_ends(run)
     assert (few["tokens"], few["ended_s"], few["conversations"]) == ([2, 4, 9], [0.25, 0.5, 0.75], 3)
-    assert (len(many["tokens"]), many["tokens"][-1], many["ended_s"][-1], many["conversations"]) == (256, 1000, 100, 1000)
+    assert (len(many["tokens"]), many["tokens"][-1], many["ended_s"][-1], many["conversations"]) == (
+        256,
+        1000,
+        100,
+        1000,
+    )
     assert unfinished(few, 0).y == pytest.approx([1, 2 / 3, 1 / 3, 0])
     page = page_checker(report(read_run(run), run))
     for words in ("tokens of a conversation's answers, iteration 3", "unfinished conversations", "all have at most"):
