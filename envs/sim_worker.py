@@ -23,8 +23,9 @@ from embodied.core.types import (
     Route,
     choose,
     env_blocks,
+    rows_of_sims,
 )
-from embodied.envs import make_env
+from embodied.envs import env_class, make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
 from embodied.envs.episode_player import Record, Refill, Stage, step_stages
 from embodied.envs.evaluation import play_episodes
@@ -47,11 +48,11 @@ class SimWorker(PlayerWorker):
         if not self.num_stages:
             return self.eval_spec()
         if not self.stages:
-            per_worker = self.config.num_envs // self.world_size
-            per_stage = per_worker // self.num_stages
+            tasks = len(env_class(self.config).tasks(self.config))
+            mine = rows_of_sims(self.config.num_envs, self.world_size, tasks)[self.rank]
+            per_stage = len(mine) // self.num_stages
             for stage in range(self.num_stages):
-                first = self.rank * per_worker + stage * per_stage
-                ids = np.arange(first, first + per_stage)
+                ids = mine[stage * per_stage : (stage + 1) * per_stage]
                 with self.memory.measured():
                     env = make_env(self.config, per_stage)
                 self.stages.append(

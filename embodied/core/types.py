@@ -451,3 +451,26 @@ def env_blocks(num_envs: int, ranks: int) -> list[range]:
     """The global env ids that each learner rank owns: contiguous, as equal as possible."""
     borders = [num_envs * rank // ranks for rank in range(ranks + 1)]
     return [range(a, b) for a, b in pairwise(borders)]
+
+
+def rows_of_sims(num_envs: int, num_sims: int, num_tasks: int) -> list[np.ndarray]:
+    """The env rows that each sim worker owns: neighbours, or where tasks divide the rows those of as few tasks as can
+    be, since row e always plays task e % num_tasks then.
+
+    Six rows of three tasks for two sims: 0 3 1 and 4 2 5.
+    """
+    size = num_envs // num_sims
+    if num_envs % num_tasks:
+        return [np.arange(sim * size, (sim + 1) * size) for sim in range(num_sims)]
+    return [np.array(rows) for rows in deal_by_task(np.arange(num_envs) % num_tasks, num_sims)]
+
+
+def deal_by_task(tasks: Sequence[Any] | np.ndarray, num_sims: int) -> list[list[int]]:
+    """The places in this list that each sim worker gets. Tasks have equal parts of the workers, so a worker has the
+    same few tasks in every list that names all tasks, however often it names each."""
+    names, task, counts = np.unique(np.asarray(tasks), return_inverse=True, return_counts=True)
+    dealt: list[list[int]] = [[] for _ in range(num_sims)]
+    for number, count in enumerate(counts.tolist()):
+        for place, at in enumerate(np.flatnonzero(task == number).tolist()):
+            dealt[(number * count + place) * num_sims // (len(names) * count)].append(at)
+    return dealt

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
+from embodied.core.types import deal_by_task
 from embodied.envs import env_class
 from embodied.placement import PlacementError, PlacementPlan, Topology
 from embodied.placement.topology import read_topology
@@ -344,13 +348,32 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
 
 
 def sim_bytes(config: RunConfig, num_sims: int, learn: bool) -> float:
-    """Bytes of each of so many sim workers: in training it plays all tasks in turn, in an evaluation those of its
-    share of the episodes."""
-    env, tasks = config.env, len(env_class(config.env).tasks(config.env))
+    """Bytes of each of so many sim workers: of the one that plays most tasks."""
+    env, tasks = config.env, most_tasks(config, num_sims, learn)
     if learn:
         return env.worker_bytes(-(-env.num_envs // num_sims), tasks)
     share, num_envs = -(-config.eval.episodes // num_sims), config.eval.num_envs or env.num_envs
-    return env.worker_bytes(min(-(-num_envs // num_sims), share), min(tasks, share))
+    return env.worker_bytes(min(-(-num_envs // num_sims), share), tasks)
+
+
+def most_tasks(config: RunConfig, num_sims: int, learn: bool) -> int:
+    """The most tasks that one of so many sim workers plays: those of its env rows, or all where tasks do not divide
+    them, and those of its share of an evaluation."""
+    num_tasks = len(env_class(config.env).tasks(config.env))
+    if num_tasks == 1:
+        return 1
+    played = [{at % num_tasks for at in dealt} for dealt in deal(config.eval.episodes, num_sims, num_tasks)]
+    if learn:
+        groups = config.algo.groups if config.algo.whole_episodes else config.env.num_envs
+        if groups % num_tasks:
+            return num_tasks
+        rows = deal(groups, num_sims, num_tasks)
+        played = [tasks | {at % num_tasks for at in dealt} for tasks, dealt in zip(played, rows, strict=True)]
+    return max(map(len, played))
+
+
+def deal(count: int, num_sims: int, num_tasks: int) -> list[list[int]]:
+    return deal_by_task(np.arange(count) % num_tasks, num_sims)
 
 
 def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float, learn: bool = True) -> None:
@@ -373,6 +396,12 @@ def smaller_simulators(config: RunConfig, num_sims: int, memory_bytes: float, le
     def fits(workers: int, **options: int) -> bool:
         return workers * sim_bytes(config.with_values("env", **options), workers, learn) <= memory_bytes
 
+    num_tasks = len(env_class(env).tasks(env))
+    if learn and not config.algo.whole_episodes and env.num_envs % num_tasks:  # each worker has rows of every task
+        step = lcm(num_tasks, num_sims * config.pipeline.stages)
+        rows = max(1, env.num_envs // step) * step
+        if fits(num_sims, num_envs=rows):
+            yield f"env.num_envs={rows}, which {num_tasks} tasks divide, so that a worker plays few of them"
     for tasks in range(getattr(env, "tasks_in_memory", 1) - 1, 0, -1):
         if fits(num_sims, tasks_in_memory=tasks):
             yield f"env.tasks_in_memory={tasks}"

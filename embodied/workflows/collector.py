@@ -139,17 +139,17 @@ class RolloutParts:
     number: int  # of the batch, in its channels
     version: int
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
-    sources: dict[str, range] = field(default_factory=dict)  # source -> its env rows
+    sources: dict[str, np.ndarray] = field(default_factory=dict)  # source -> its env rows
     seconds: float = 0.0
     relayed: dict[str, float] = field(default_factory=dict)  # metrics of roles that rollouts pass through
 
     @property
     def env_ids(self) -> np.ndarray:
-        return np.sort(np.concatenate([np.array(rows) for rows in self.sources.values()]))
+        return np.sort(np.concatenate([*self.sources.values()]))
 
     def sources_of(self, block: range) -> tuple[str, ...]:
         """The sources that give rows to the learner rank that owns this block."""
-        return tuple(s for s, rows in self.sources.items() if rows.start < block.stop and block.start < rows.stop)
+        return tuple(source for source, rows in self.sources.items() if np.isin(rows, block).any())
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -253,7 +253,7 @@ class HorizonCollector(Collector):
         where = (tuple(self.inlets), batch, self.config.pipeline.granularity or 0)
         return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where)
 
-    def _parts(self, sim: int, route: Route) -> dict[str, range]:
+    def _parts(self, sim: int, route: Route) -> dict[str, np.ndarray]:
         """The env rows that each stage of a sim plays."""
         rows, stages = self.rollouts.rows(sim), len(route)
         size = len(rows) // stages

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodied.core.conversations import EvaluationShare, SamplingRule
 from embodied.core.errors import ChannelClosed, EvaluationStopped
-from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Note, Recording, Route
+from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Note, Recording, Route, deal_by_task
 from embodied.datasets.episode_buffer import EpisodeRecorder
 from embodied.envs import env_class, speaks
 from embodied.envs.evaluation_protocols import EvaluationProtocol, choose_protocol
@@ -221,6 +221,9 @@ def play_fixed(
     num_sims = len(rollouts.sims)
     results: dict[int, EpisodeResult] = {}
     left = {sim: episodes[sim::num_sims] for sim in range(num_sims)}
+    if not rollouts.spec.text and len({spec.task for spec in episodes}) > 1:  # a sim loads the scenes of few tasks
+        dealt = enumerate(deal_by_task([spec.task for spec in episodes], num_sims))
+        left = {sim: [episodes[at] for at in places] for sim, places in dealt}
     attempts: Counter[int] = Counter()
     while left := {sim: specs for sim, specs in left.items() if specs}:
         if stop():

@@ -28,6 +28,7 @@ from embodied.core.types import (
     RolloutStats,
     Route,
     Unit,
+    deal_by_task,
     env_blocks,
 )
 from embodied.envs import env_class
@@ -261,10 +262,13 @@ class GroupCollector(Collector):
     # Inside
 
     def _play(self, specs: list[EpisodeSpec], batch: GroupedEpisodes) -> None:
-        """A round of episodes. Neighbours go to the same sim, so one that dies takes few groups along."""
+        """A round of episodes. Neighbours go to the same sim, so one that dies takes few groups along; where a batch
+        has as many groups of every task, a sim plays the same few tasks in each."""
         rollouts = self.rollouts
-        blocks = enumerate(env_blocks(len(specs), len(rollouts.sims)))
-        shares = {sim: specs[block.start : block.stop] for sim, block in blocks if block}
+        by_task = not self.text and self.algo.groups % rollouts.num_tasks == 0 and rollouts.num_tasks > 1
+        num_sims = len(rollouts.sims)
+        blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else env_blocks(len(specs), num_sims)
+        shares = {sim: [specs[at] for at in block] for sim, block in enumerate(blocks) if block}
         beside, rollouts.beside = rollouts.beside, {}
         shares = {sim: [] for sim in beside} | shares
 

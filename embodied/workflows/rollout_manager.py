@@ -19,13 +19,13 @@ How far a rollout's weights may lag behind the learners' is decided in `lagging_
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from embodied.core.conversations import SamplingRule
-from embodied.core.types import EpisodeList, EpisodeResult, Route
+from embodied.core.types import EpisodeList, EpisodeResult, Route, rows_of_sims
 from embodied.runtime import Budget, Handle
 from embodied.runtime.failures import Failure
 from embodied.runtime.supervision import Repetitions
@@ -59,7 +59,7 @@ class RolloutManager:
         self.divides = workers.config.merged_rows > 1  # requests, among policy workers
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
-        self.episode_counter = EpisodeCounter(workers.config.env.num_envs)
+        self.episode_counter, self.num_tasks = EpisodeCounter(workers.config.env.num_envs), len(workers.tasks)
         self.background: list[BackgroundTask] = []  # done while a round is played, whichever it is
         self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
         self.rounds = 0
@@ -85,10 +85,9 @@ class RolloutManager:
         self.budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
         self.cluster.supervise([self.sims, self.policies], [self.policies], self.budget)
 
-    def rows(self, sim: int) -> range:
+    def rows(self, sim: int) -> np.ndarray:
         """The env rows of a sim worker."""
-        size = len(self.episode_counter.begun) // len(self.sims)
-        return range(sim * size, (sim + 1) * size)
+        return rows_of_sims(len(self.episode_counter.begun), len(self.sims), self.num_tasks)[sim]
 
     # Work
 
@@ -192,7 +191,7 @@ class RolloutManager:
         self.read_journal()
         rows = self.rows(sim)
         abandoned = self.episode_counter.abandon(rows)
-        self.sims[sim].begin(self.episodes, self.episode_counter.begun[rows.start : rows.stop].copy())
+        self.sims[sim].begin(self.episodes, self.episode_counter.begun[rows])
         return abandoned
 
     def take_abandoned(self) -> int:
@@ -251,9 +250,8 @@ class EpisodeCounter:
         for result in results:
             self.settled[result.index % len(self.begun)] += 1
 
-    def abandon(self, envs: range) -> int:
+    def abandon(self, rows: Sequence[int] | np.ndarray) -> int:
         """Give up what these rows have begun; returns how many episodes."""
-        rows = slice(envs.start, envs.stop)
         lost = int((self.begun[rows] - self.settled[rows]).sum())
         self.settled[rows] = self.begun[rows]
         return lost

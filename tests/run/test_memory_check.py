@@ -60,7 +60,19 @@ def test_an_evaluation_counts_the_tasks_that_it_plays():
     two, many = (load([*suite, f"eval.episodes={count}"]).config for count in (2, 50))
     assert sim_bytes(two, 1, learn=False) == pytest.approx(0.7e9 + 2 * 0.3e9)
     assert sim_bytes(two, 2, learn=False) == pytest.approx(0.7e9 + 1 * 0.3e9)  # one episode each
-    assert sim_bytes(many, 2, learn=False) == sim_bytes(two, 2, learn=True) == pytest.approx(0.7e9 + 10 * 0.3e9)
+    assert sim_bytes(many, 2, learn=False) == pytest.approx(0.7e9 + 5 * 0.3e9)
+    assert sim_bytes(two, 2, learn=True) == pytest.approx(0.7e9 + 10 * 0.3e9)  # 4 rows play all tasks in turn
+
+
+def test_a_sim_worker_owns_the_rows_of_one_or_two_tasks_where_tasks_divide_the_rows():
+    """64 workers of all ten scenes would be 557 GB; eval.episodes names tasks as often as the rows do."""
+    suite = ["recipe=libero_ppo_pi0", "env.task=libero_spatial", "algo.minibatch_size=64", "eval.episodes=100"]
+    even, uneven = (load([*suite, f"env.num_envs={rows}", "env.tasks_in_memory=10"]).config for rows in (640, 512))
+    assert sim_bytes(uneven, 64, learn=True) == pytest.approx(0.7e9 + 10 * 0.8e9)
+    assert sim_bytes(even, 64, learn=True) == pytest.approx(0.7e9 + 2 * 0.8e9)
+    check_simulators(even, 64, 150e9)
+    with pytest.raises(ConfigError, match=r"try env\.num_envs=320, which 10 tasks divide, so that a worker plays few"):
+        check_simulators(uneven, 64, 150e9)
 
 
 def test_layers_too_wide_for_a_gpu_are_refused_with_the_arithmetic(capsys):

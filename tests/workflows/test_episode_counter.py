@@ -1,8 +1,9 @@
 """Which episodes were begun, ended and given up: arithmetic on their numbers."""
 
 import numpy as np
+import pytest
 
-from embodied.core.types import EpisodeResult
+from embodied.core.types import EpisodeResult, deal_by_task, rows_of_sims
 from embodied.workflows.rollout_manager import EpisodeCounter
 
 
@@ -51,3 +52,14 @@ def test_envs_without_a_saved_state_begin_the_next_or_the_same_again():
     episode_counter = EpisodeCounter(2)
     episode_counter.restore(state())
     assert episode_counter.begun.tolist() == [4, 2] and episode_counter.abandon(range(0, 2)) == 2
+
+
+@pytest.mark.parametrize(("envs", "sims", "tasks", "most"), [(640, 64, 10, 2), (320, 64, 10, 2), (40, 2, 10, 5)])
+def test_rows_stay_what_they_are_and_a_sim_owns_those_of_few_tasks(envs, sims, tasks, most):
+    owned = rows_of_sims(envs, sims, tasks)
+    assert sorted(np.concatenate(owned).tolist()) == list(range(envs))
+    assert {len(rows) for rows in owned} == {envs // sims}
+    assert max(len(set(rows % tasks)) for rows in owned) == most
+    dealt = deal_by_task([f"task {at % tasks}" for at in range(3 * tasks)], sims)  # an evaluation, of the same tasks
+    names = [{f"task {row % tasks}" for row in rows} for rows in owned]
+    assert all({f"task {at % tasks}" for at in share} <= known for share, known in zip(dealt, names, strict=True))
