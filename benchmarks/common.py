@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,12 +142,6 @@ def children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def process_cpu_s(pid: int) -> float:
-    """CPU seconds of a running process and all its threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
 def tree_bytes(pid: int) -> int:
     """Resident memory of a process and all below it; one that ends meanwhile counts nothing."""
     try:
@@ -157,17 +150,6 @@ def tree_bytes(pid: int) -> int:
     except (OSError, IndexError):
         return 0
     return resident + sum(tree_bytes(int(child)) for told in children for child in told)
-
-
-def hosts(logs: Path) -> dict[str, int]:
-    """Name -> pid of the processes that write their logs there now, on any backend."""
-    found = {}
-    for output in Path("/proc").glob("[0-9]*/fd/1"):
-        with suppress(OSError):  # ended meanwhile, or somebody else's
-            log = Path(os.readlink(output))
-            if log.parent == logs.resolve():
-                found[log.stem] = int(output.parts[2])
-    return found
 
 
 def only_run(parent: Path) -> Path:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 PRODUCTS = {"cpu": (60.0, 2.2e6), "cuda": (900.0, 6e9)}
 """Products that a device computes while it sends a number to others, and while it waits for an exchange of none. On
-cores as measured (`benchmarks/sequence_exchange.py`): 3 ns and 0.11 ms, at 20 products a nanosecond. On GPUs from data
+cores as measured (docs/results.md): 3 ns and 0.11 ms, at 20 products a nanosecond. On GPUs from data
 sheets, of H100s with NVLink in bfloat16."""
 TRIED = 8  # sequences of the busiest rank whose degrees may be raised: light ones save less than their exchange
 BALANCED = 1.05  # maximum over mean load at which no degree is raised any more

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS / "support"), str(TESTS)]  # for what tests of several folders share
 
 BESIDE = Path(__file__).parents[2] / "shared" / "assets"  # other people's files: read where they are, never copied
 if (BESIDE / "data").is_dir():

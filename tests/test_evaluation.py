@@ -23,7 +23,7 @@ SWITCH = [*INLINE, "env.name=scripted:Switch", "env.on_success=continue", "env.n
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch, tmp_path):
     """`scripted:Switch` and its policies can be named; results go to a folder of the test's own."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "support"))
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("scripted", None)

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from scored_loop import ScoredLoop
 
 import embodied
 from embodied import benchmark, plan
@@ -16,8 +17,6 @@ from embodied.placement.topology import one_machine, read_topology
 from embodied.profiling import measure
 from embodied.run import launch
 from embodied.workflows.rl_loop import EmbodiedLoop
-
-from .scored_loop import ScoredLoop
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
 REWARD = (*EMBODIED, PlacedRole("reward"))

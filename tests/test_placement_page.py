@@ -13,7 +13,7 @@ from embodied.placement.topology import read_topology
 from embodied.profiling import measure
 from embodied.reporting.timeline import read_trace
 
-PAGES = ("placement.md", "placement_reference.md", "placement_measurements.md")
+PAGES = ("placement.md", "placement_reference.md", "results.md")
 PAGE = "\n".join((Path(__file__).parents[1] / "docs" / name).read_text() for name in PAGES)
 COMMANDS = re.findall(r"^python -m embodied\.(\w+) (.*)", PAGE, re.M)
 PUBLISHED = [arguments for command, arguments in COMMANDS if command == "plan" and "recipe=" not in arguments]

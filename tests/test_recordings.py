@@ -24,7 +24,7 @@ KEPT = [*SWITCH, "eval.episodes=5", "eval.dataset=true", "eval.videos=0"]
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch, tmp_path):
     """`scripted:Switch` and its policies can be named; results go to a folder of the test's own."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "support"))
     monkeypatch.chdir(tmp_path)
     yield
     sys.modules.pop("scripted", None)

@@ -38,7 +38,7 @@ TALKER = [word for word in TALK if not word.startswith("run.iterations")] + ["ru
 ENV = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}",
+    "PYTHONPATH": f"{Path(__file__).parent / 'support'}:{os.environ.get('PYTHONPATH', '')}",
 }
 LONG_S = 300
 

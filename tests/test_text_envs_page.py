@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from verifiers_stand_in import stand_in
 
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.text.config import TOY_TASKS
-from tests.verifiers_stand_in import stand_in
 
 PAGE = (Path(__file__).parents[1] / "docs" / "text_envs.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)

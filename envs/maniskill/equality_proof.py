@@ -35,7 +35,7 @@ from embodied.envs.maniskill.tasks import BATCHED_GAIN, find_task, is_listed, to
 from embodied.envs.own_modules import file_name, where
 from embodied.envs.vector_env import VectorEnv
 
-RESULT = "benchmarks/results/maniskill_stepping.json"
+RESULT = "docs/results.md"
 ROWS, TOLERANCE = 6, 1e-4
 TIMED_ROWS, TIMED_STEPS = 32, 20
 DECIDES = ("task", "control_mode", "reward_mode", "robot", "modules", "object_set", "solver_iterations")

@@ -21,7 +21,7 @@ from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in
 from embodied.system.vulkan_driver import ensure_vulkan
 
-# Proven equal to single envs by benchmarks/maniskill_equality.py, with their own step limits; none needs a download.
+# Proven equal to single envs by playing both ways, with their own step limits; none needs a download.
 DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
 BATCHED_TASKS = {
     "PushCube-v1": 50,
@@ -40,7 +40,7 @@ BATCHED_TASKS = {
 BATCHED_BRIDGE = (f"{PLATES}Single-v1",)  # the same of bridge tasks, whose arm has one control mode
 ROLLING = ("RollBall-v1",)  # of these, tasks whose things may leave the table: every scene needs the ground
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
-BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, by benchmarks/results/maniskill_stepping.json
+BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, docs/results.md
 
 UNDECLARED = {  # how names of tasks begin -> what these need and do not declare to ManiSkill: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),

@@ -18,7 +18,7 @@ N, CHUNK = 3, 4
 
 @pytest.fixture(autouse=True)
 def watched_env(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "support"))
     yield
     sys.modules.pop("watched_env", None)
 

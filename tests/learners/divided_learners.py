@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tiny_language import SPEC, build
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig

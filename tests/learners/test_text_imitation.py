@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from imitating_policy import Characters
 
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
@@ -21,7 +22,6 @@ from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous
 from embodied.runtime.timers import Timers
-from tests.imitating_policy import Characters
 
 HERE = "tests.learners.test_text_imitation"
 
@@ -66,7 +66,7 @@ def env(kind="Doubling"):
 
 
 def learner(config, env_config=None, rank=0, ranks=1, room=None, pack_tokens=4096, **kwargs):
-    policy = ExternalPolicyConfig(name="tests.imitating_policy:ImitatingPolicy", kwargs=kwargs)
+    policy = ExternalPolicyConfig(name="imitating_policy:ImitatingPolicy", kwargs=kwargs)
     options = LearnerConfig(pack_tokens=pack_tokens)
     made = TextImitationLearner(env_config or env(), policy, config, options, 3, room)
     made.rank, made.world_size, made.timers = rank, ranks, Timers()
@@ -207,7 +207,7 @@ def test_an_env_without_solutions_names_both_ways_out():
 
 
 def test_answers_that_the_policy_could_not_say_are_refused():
-    policy = make_policy(ExternalPolicyConfig(name="tests.imitating_policy:ImitatingPolicy"), None, 0)
+    policy = make_policy(ExternalPolicyConfig(name="imitating_policy:ImitatingPolicy"), None, 0)
     policy.config, policy.max_length = SimpleNamespace(max_tokens=3), 9
     assert len(ExampleTokens(policy, [(("1234=", "56"),)], 0, 1)) == 1
     with pytest.raises(ConfigError, match=r"example 8 \('1='\): an answer of 4 tokens.*try policy\.max_tokens=4"):

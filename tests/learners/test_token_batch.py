@@ -21,7 +21,7 @@ from embodied.runtime import Timers
 from embodied.runtime.collective import Alone, Threads
 from embodied.runtime.rendezvous import InProcessRendezvous
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from speaking_policy import MAX_TOKENS, Speaking, pack_groups, talks
 
 GROUPS, SIZE = 5, 3

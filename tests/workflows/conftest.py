@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # for the benchmark whose cases are played here, and its faults
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(autouse=True)
 def faulty_env(monkeypatch):
     """`faulty_env:FaultyEnv` can be named, here and in the hosts."""
-    monkeypatch.syspath_prepend(str(ROOT / "tests"))
+    monkeypatch.syspath_prepend(str(SUPPORT))
     yield
     sys.modules.pop("faulty_env", None)

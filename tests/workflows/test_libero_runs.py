@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_processes import hosts
 
-from benchmarks.common import hosts
 from embodied.collect import main as collect
 from embodied.evaluate import main as evaluate
 from embodied.sft import main as sft

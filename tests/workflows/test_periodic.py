@@ -91,7 +91,7 @@ def far(ours, theirs):
 def uneven_env():
     """`uneven_env:Uneven` can be named in the hosts too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(os.path.dirname(os.path.dirname(__file__)))
+        patch.syspath_prepend(os.path.join(os.path.dirname(os.path.dirname(__file__)), "support"))
         yield
 
 

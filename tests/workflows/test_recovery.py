@@ -42,7 +42,7 @@ ONE_SIM = {"sim": "cpu:0", "policy,learner": "cpu:0"}
 TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 FOUR_SIMS = {"sim": "cpu:0-3*4", "policy,learner": "cpu:0"}
 CORES = (0, 1, 2, 3)
-FAULTS = (Path(__file__).parents[1] / "faulty_env.py").read_text().splitlines()
+FAULTS = (Path(__file__).parents[1] / "support" / "faulty_env.py").read_text().splitlines()
 LINE = 1 + FAULTS.index('        raise RuntimeError("the gripper fell off")')
 
 
@@ -142,7 +142,7 @@ def test_an_error_that_the_first_restart_does_not_mend_ends_the_run(tmp_path):
 
 
 def test_so_does_one_of_a_policy_beside_its_sims(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(os.path.dirname(os.path.dirname(__file__)))
+    monkeypatch.syspath_prepend(os.path.join(os.path.dirname(os.path.dirname(__file__)), "support"))
     fault = "policy.kwargs={fault: exception, place: first_step, worker: policy-0}"
     with Run.shipped(tmp_path, "pointmass_ppo", "local", "policy.name=faulty_policy:FaultyPolicy", fault) as run:
         with pytest.raises(WorkerFailed, match=r"the gripper fell off .* not tried a third time"):

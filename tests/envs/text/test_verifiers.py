@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from pydantic import TypeAdapter
+from verifiers_stand_in import stand_in
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.types import EpisodeSpec
@@ -20,7 +21,6 @@ from embodied.envs.text import verifiers
 from embodied.envs.text.text_env_checker import check_text_env
 from embodied.envs.text.verifiers import Verifiers
 from embodied.envs.text.verifiers_child import Problem, splits, turns_of, what_counts
-from tests.verifiers_stand_in import stand_in
 
 
 @pytest.fixture

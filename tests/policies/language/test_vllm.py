@@ -23,7 +23,7 @@ from embodied.policies.language.vllm_engine import on_gpu
 
 installed = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not installed, reason="vLLM is not installed (make vllm)")
-SCRIPT = Path(__file__).parents[2] / "vllm_answers.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "vllm_answers.py"
 
 
 @pytest.fixture(scope="module")

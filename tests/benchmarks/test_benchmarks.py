@@ -1,0 +1,167 @@
+"""What benchmarks measure and compare: the runs themselves take too long for a test."""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from benchmarks import common, sharing
+from benchmarks.common import ROOT, config_hash, measure, resolved, settings, still_says
+from benchmarks.learning import grpo_gain, starts, sums
+from benchmarks.sharing import CASES, FakeRun, play, row, simulated, table
+from embodied.config.recipe import load
+
+EAT = """
+import time
+block = bytearray(100_000_000)
+end = time.process_time() + 0.2
+while time.process_time() < end:
+    pass
+"""
+
+
+def test_the_work_and_memory_of_grandchildren_count(monkeypatch):
+    monkeypatch.setattr(common, "SAMPLE_S", 0.02)
+    below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {EAT!r}], check=True)"
+    cost = measure([sys.executable, "-c", below], dict(os.environ), timeout_s=30)
+    assert cost.cpu_s >= 0.2
+    assert cost.peak_bytes > 100_000_000
+    assert cost.wall_s >= 0.2
+
+
+def test_a_failing_command_ends_the_benchmark_with_its_output():
+    failing = [sys.executable, "-c", "print('no driver'); raise SystemExit(3)"]
+    with pytest.raises(SystemExit, match="ended with 3:\nno driver"):
+        measure(failing, dict(os.environ), timeout_s=30)
+
+
+def test_a_command_that_hangs_is_ended(monkeypatch):
+    monkeypatch.setattr(common, "SAMPLE_S", 0.02)
+    started = time.perf_counter()
+    with pytest.raises(SystemExit, match="not done after 0 s"):
+        measure([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ), timeout_s=0.1)
+    assert time.perf_counter() - started < 20
+
+
+def test_the_hash_names_the_recipe_but_not_the_seed_or_the_place():
+    plain = config_hash(resolved("pointmass_ppo"))
+    assert config_hash(resolved("pointmass_ppo", "seed=7", "run.dir=/elsewhere", "run.name=x")) == plain
+    assert config_hash(resolved("pointmass_ppo", "algo.lr=1e-4")) != plain
+    assert config_hash(resolved("pointmass_ppo", "run.env_steps=30000")) != plain
+
+
+def test_new_results_leave_the_commit_as_it_is_and_changed_code_does_not(tmp_path, monkeypatch):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True, timeout=30)
+
+    code, result = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "seed-0.json"
+    result.parent.mkdir(parents=True)
+    code.write_text("1")
+    result.write_text("{}")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    clean = common.code_commit()
+    result.write_text('{"better": true}')
+    assert common.code_commit() == clean
+    code.write_text("2")
+    once = common.code_commit()
+    code.write_text("3")
+    assert len({clean, once, common.code_commit()}) == 3
+    assert once.startswith(f"{clean}-dirty-")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_a_benchmark_imports_from_us_is_there(path):
+    """Also inside its functions, which nobody runs for months."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(("embodied", "benchmarks")):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}"), (
+                    alias.name
+                )
+
+
+def test_an_option_that_came_since_changes_nothing_unless_a_recipe_chooses_it():
+    kept = settings(resolved("pullcube_ppo"))
+    assert still_says("pullcube_ppo", kept)
+    del kept["env"]["fast_images"], kept["collect"]  # neither of which the recipe sets
+    kept["eval"]["failure_videos"] = 99  # which changes no result
+    assert still_says("pullcube_ppo", kept)
+    assert not still_says("pullcube_ppo", kept, "eval.episodes=7")
+    assert not still_says("pullcube_ppo", kept | {"gone": 1})
+    del kept["env"]["stagger"]  # which it does
+    assert not still_says("pullcube_ppo", kept)
+
+
+def test_the_gain_is_paired_and_its_interval_holds_what_chance_allows():
+    before = [True] * 50 + [False] * 150
+    after = [True] * 40 + [False] * 10 + [True] * 60 + [False] * 90  # 10 lost, 60 won: +50 of 200
+    found = grpo_gain.paired_gain(before, after)
+    assert found["mean"] == pytest.approx(0.25)
+    # differences +1 (60), -1 (10), 0 (130): variance 0.35 - 0.0625 = 0.2875, error sqrt(0.2875 / 200) = 0.0379
+    expected = 0.25 + np.array([-1.96, 1.96]) * 0.0379
+    assert found["bootstrap_interval"] == pytest.approx(expected, abs=0.01)
+    assert grpo_gain.paired_gain(before, before) == {"mean": 0.0, "bootstrap_interval": [0.0, 0.0]}
+
+
+def test_rl_can_begin_with_what_imitation_leaves():
+    for case, start in [*((name, name) for name in starts.STARTS), ("libero_ppo", "libero")]:
+        told, rl = starts.options_of(start), grpo_gain.CASES[case]
+        imitating = load([f"recipe={starts.STARTS[start].sft}", "sft.data=demos", *told], entry="sft").config
+        going_on = load([f"recipe={rl.recipe}", *rl.options]).config
+        assert imitating.policy == going_on.policy and imitating.eval.protocol == going_on.eval.protocol
+        assert (imitating.env.task, imitating.env.max_episode_steps) == (
+            going_on.env.task,
+            going_on.env.max_episode_steps,
+        )
+
+
+@pytest.mark.parametrize("recipe", [name for name in sums.RECIPES if name != "smol_grpo"])
+def test_rl_begins_with_what_imitation_leaves(recipe):
+    going_on = load([f"recipe={recipe}"]).config
+    imitating = load([f"recipe={going_on.run.start_from}"], entry="sft").config
+    same = {"value_head": imitating.policy.value_head}  # PPO's is new
+    assert (imitating.policy, imitating.env) == (going_on.policy.model_copy(update=same), going_on.env)
+
+
+def test_weights_are_compared_one_by_one(tmp_path):
+    for name, value in (("one", 1.0), ("same", 1.0), ("other", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"w": np.full(3, value, np.float32)}, tmp_path / name / "model.safetensors")
+    assert sums.same_weights(tmp_path / "one", tmp_path / "same")
+    assert not sums.same_weights(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.parametrize(("case", "serial", "split"), [(0, 1.46, 1.0), (1, 1.59, 1.3), (2, 1.02, 1.3)])
+def test_lending_is_as_fast_as_the_sketch_said_and_no_run_ends_later_than_on_its_own_devices(case, serial, split):
+    found = row(CASES[case], simulated(CASES[case]))
+    assert found["lend_over_serial"] == pytest.approx(serial, rel=0.05)
+    assert found["lend_over_split"] >= split and found["latest_beside_split"] <= 0.02
+    assert CASES[case].what in table([found])
+
+
+def test_processes_lend_a_device_while_their_last_conversation_is_written_elsewhere(monkeypatch):
+    monkeypatch.setattr(sharing, "BEGIN_S", 3.0)
+    monkeypatch.setattr(sharing, "SCALE", 0.5)
+    monkeypatch.setattr(FakeRun, "lengths", lambda self, seed: [[6.0] if seed == 0 else [0.3] * self.conversations])
+    runs = {"tail": FakeRun(1, 0.0, 1.0, 1), "wide": FakeRun(400, 0.0, 1.0, 1)}
+    devices = [f"fake:{i}" for i in range(3)]
+    together = {"tail": (runs["tail"], 0, devices[:2]), "wide": (runs["wide"], 1, devices[2:])}
+    lines = []
+    ends = play(together, devices, "lend", lines)
+    held = [line for line in lines if (line.get("phase") or "").startswith("rollout")]
+    borrowed = [line["at"] for line in held if line["run"] == "wide" and line["device"] in devices[:2]]
+    updated = min(line["at"] for line in lines if line.get("phase") == "update" and line["run"] == "tail")
+    assert min(borrowed) < updated
+    assert ends["wide"] < 400 / 8 * 0.3 + 1  # on its own device alone

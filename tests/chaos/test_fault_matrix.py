@@ -1,0 +1,142 @@
+"""Every fault in every mode, on every backend, in every phase: a run recovers, or ends in a message; it never hangs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from itertools import groupby, product
+from pathlib import Path
+
+import pytest
+from chaos.fault_cases import BACKENDS, MODES, PHASES, RECOVERED, SCHEDULES, Case, all_cases
+from chaos.struck_runs import PATIENCE_S, play
+from run_processes import hosts
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 400.0
+ARGUMENTS = {
+    "recipe": "pointmass_ppo",
+    "env.num_envs": 8,
+    "env.max_episode_steps": 10,
+    "algo.rollout_decisions": 16,
+    "algo.minibatch_size": 32,
+    "algo.epochs": 2,
+    "run.iterations": 3,
+    "run.save_every": 1,
+    "eval.episodes": 6,
+    "eval.videos": 0,
+    "faults.hang_s": 15,
+    "faults.timeout_s": 120,
+    "faults.max_restarts": 2,
+}
+RUNS = [list(cases) for _, cases in groupby(sorted(all_cases(), key=lambda case: str(case.run)), lambda case: case.run)]
+
+pytestmark = [pytest.mark.timeout(10 * PATIENCE_S)]
+chaos = pytest.mark.chaos
+
+
+def test_every_mode_schedule_backend_algorithm_and_phase_is_struck():
+    cases = all_cases()
+    assert len(cases) == len(set(cases))
+    struck = {(case.mode, case.backend, case.algo, case.phase) for case in cases if case.fault == "sigkill"}
+    phases = ("start", "rollout", "reset", "update", "publish", "evaluation", "saving")
+    assert set(product(MODES, BACKENDS, ("ppo", "grpo"), phases)) <= struck
+    beside = {(case.schedule, case.recipe, case.backend, case.phase) for case in cases if "sim" in case.victim}
+    for schedule, recipes in SCHEDULES.items():
+        assert set(product([schedule], recipes, BACKENDS, PHASES)) <= beside
+
+
+@pytest.mark.slow
+def test_a_gate_of_every_role_is_reached_and_its_run_goes_on():
+    """One run of the table, so that it does not first break when somebody plays all of it."""
+    cases = [Case("pointmass_ppo", "auto", "local", "sim+policy", phase) for phase in ("rollout", "update", "weights")]
+    outcomes = []
+    assert play(cases, outcomes.append) == []
+    assert [outcome.ended for outcome in outcomes] == [RECOVERED] * len(cases)
+
+
+@chaos
+@pytest.mark.parametrize("cases", RUNS, ids=["-".join(map(str, cases[0].run)).replace(" ", "_") for cases in RUNS])
+def test_a_run_goes_on_without_who_died_or_tells_why_it_cannot(cases):
+    outcomes = []
+    while cases:
+        cases = play(cases, outcomes.append)
+    assert not [outcome for outcome in outcomes if outcome.ended != outcome.case.wanted]
+
+
+def faulty(folder: Path, backend: str, fault: str, place: str, **plan: object) -> dict[str, object]:
+    """Arguments of a short run with this fault in `tests/support/faulty_env.py`."""
+    kwargs = ", ".join(f"{key}: {value}" for key, value in {"fault": fault, "place": place, **plan}.items())
+    env = {"env.name": "faulty_env:FaultyEnv", "env.kwargs": f"{{worker: sim-0, {kwargs}}}"}
+    return {**ARGUMENTS, **env, "cluster.backend": backend}
+
+
+def run(command: str, arguments: dict[str, object], folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", f"embodied.{command}", *(f"{key}={value}" for key, value in arguments.items())],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@chaos
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", ["first_step", "rollout", "reset", "evaluation"])
+@pytest.mark.parametrize("fault", ["exception", "sigsegv", "hang"])
+def test_a_fault_that_always_comes_back_ends_the_run_within_its_budget(fault, place, backend, tmp_path):
+    done = run("train", faulty(tmp_path, backend, fault, place) | {"run.iterations": 12}, tmp_path)
+    assert done.returncode == 1 and "Traceback" not in done.stdout, done.stdout
+    (info,) = tmp_path.glob("runs/*/run.json")
+    repeats = fault == "exception" and place in ("first_step", "rollout")  # the first, before anything has worked
+    assert json.loads(info.read_text())["restarts"] == (1 if repeats else 2)
+    reason = "so it is not tried a third time" if repeats else "after 2 restarts within 1800 s (faults.max_restarts=2)"
+    assert reason in done.stdout
+
+
+@chaos
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_evaluation_of_its_own_survives_a_fault(backend, tmp_path):
+    given = faulty(tmp_path, backend, "sigsegv", "evaluation", once=tmp_path / "struck")
+    of_evaluate = {key: value for key, value in given.items() if key.split(".")[0] not in ("algo", "run")}
+    done = run("evaluate", {"checkpoint": "zero", **of_evaluate}, tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "sim-0 is started again (restart 1," in done.stdout
+    (results,) = tmp_path.glob("runs/*/results.json")
+    overall = json.loads(results.read_text())["overall"]
+    assert (overall["episodes"], overall["errors"]) == (6, 0)
+
+
+@chaos
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("victim", "learners", "options"),
+    [
+        ("learner-0", "cpu:1", ()),
+        ("learner-1", "cpu:0-1*2", ()),
+        ("learner-0", "cpu:0-1*2", ("learner.shard=true", "policy.hidden=[32,32]")),
+    ],
+    ids=["alone", "one_of_two", "one_of_two_halves"],
+)
+def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path, backend, victim, learners, options):
+    changes = {"run.iterations": 5000, "run.save_every": 1, "cluster.backend": backend}
+    placement = f"{{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: '{learners}'}}"
+    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, "placement": placement, **changes}.items())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "embodied.train", *arguments, *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    next(line for line in process.stdout if "iteration 3/" in line)
+    os.kill(hosts(next(tmp_path.glob("runs/*/logs")))[victim], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (run,) = (tmp_path / "runs").iterdir()
+    assert f"error: {victim}: its process was killed by SIGKILL" in output and "Traceback" not in output, output
+    assert f"python -m embodied.train resume={run.relative_to(tmp_path)}" in output
