@@ -23,6 +23,7 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import CheckpointError, ConfigError, EmbodiedError, NothingToLearn, WorkerFailed
 from embodied.core.files import read_arrays, reading
 from embodied.evaluate import begin_in_run, evaluate_in_run
+from embodied.placement import PlacementPlan
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.progress import RECENT_EPISODES, Console
 from embodied.reporting.results import RESULTS, read_results
@@ -43,6 +44,8 @@ from embodied.run.policy_source import (
 )
 from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import RunFolder
+from embodied.runtime import Budget
+from embodied.runtime.supervision import Supervisor
 from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.imitation import ImitationLoop, imitation_of
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -133,8 +136,44 @@ def follow(
             for line in folder.log.begin(config.run.log):
                 console.say(line)
             console.say(f"results     {folder.path}")
-            train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
+            lives = Supervisor(
+                Budget(config.faults.max_restarts, config.faults.window_s, config.faults.hang_s), ["run"]
+            )
+            while True:
+                try:
+                    train(program, config, plan, origin, folder, checkpoint, console, interruption, clock)
+                    break
+                except WorkerFailed as err:
+                    if not err.lost_state or interruption.requested or lives.died("run", time.monotonic()) is not None:
+                        raise
+                    checkpoint = newest_of(folder, err, lives, console)
+                    origin = origin_of(start, config, folder.path, checkpoint) if start else None
+                    plan = plan_without(err, loaded, program) if config.cluster.address else plan
     return interruption.exit_code
+
+
+def newest_of(folder: RunFolder, error: WorkerFailed, lives: Supervisor, console: Console) -> Path | None:
+    """The checkpoint with which all workers begin again after one that held a learner died; None: at the beginning."""
+    checkpoint = newest(folder.path) if any(folder.checkpoints.glob("v[0-9]*")) else None
+    saved, played = read_counters(checkpoint)["iteration"] if checkpoint else 0, folder.log.last_iteration()
+    again = f"iterations {saved + 1} to {played} are" if played > saved + 1 else f"iteration {saved + 1} is"
+    folder.count_restart()
+    console.say(
+        f"{error.worker} is started again with all workers (restart {lives.restarts('run')}, at most "
+        f"{lives.budget.max_restarts} in {lives.budget.window_s:g} s), from "
+        f"{checkpoint.name if checkpoint else 'the beginning'}: {error.cause}; {again} played again"
+    )
+    console.recent.clear()
+    return checkpoint
+
+
+def plan_without(error: WorkerFailed, loaded: Loaded, program: type[Workflow]) -> PlacementPlan:
+    """The plan for the nodes that the cluster still has; the error itself where there is none."""
+    try:
+        return launch.planned(loaded.config, roles=program.roles)[1]
+    except EmbodiedError as problem:
+        launch.say(f"without the lost node there is no plan: {problem}")
+        raise error from None
 
 
 def to_resume(loaded: Loaded) -> tuple[Path | None, Path | None]:

@@ -75,6 +75,8 @@ class StaleWeights(EmbodiedError):
 class WorkerFailed(EmbodiedError):
     """A worker raised an exception or its process died. Carries the worker's name and the first cause."""
 
+    lost_state = False  # a process ended that held what only checkpoints hold besides: a learner's
+
     def __init__(self, worker: str, cause: str) -> None:
         super().__init__(f"{worker}: {cause}")
         self.worker = worker

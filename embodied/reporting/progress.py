@@ -296,6 +296,10 @@ class RunLog:
         self._rewrite(rows)
         self._point(row["env_steps"], figures)
 
+    def last_iteration(self) -> int:
+        """The newest iteration that has a row; 0 without any."""
+        return max((row["iteration"] for row in self._rows()), default=0)
+
     def keep_rows(self, iteration: int) -> str:
         """Drop the rows and samples of iterations after `iteration`: a resumed run makes them again. Returns which
         rows up to there are missing, like `3 to 39`, or nothing."""

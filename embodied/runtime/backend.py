@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from embodied.core.errors import ConfigError
 from embodied.runtime.heartbeat import PROGRESS_BYTES, Progress, Pulse, Sign, resident_bytes
 from embodied.runtime.host import DRIVER, Host, HostPlan, Links
-from embodied.runtime.processes import START_S
+from embodied.runtime.processes import NOTICE_S, START_S
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ PROMISES = {  # what a user can expect of each
 class Backend(Protocol):
     name: str
     isolates: bool  # a host can die without the others, and be started again
+    notice_s: float  # how long a consequence waits for its cause: the end of a process is noticed within it
     host: Host  # the driver's own
 
     def spawn(self, plan: HostPlan) -> None:
@@ -132,6 +133,7 @@ class InlineBackend:
 
     name = "inline"
     isolates = False
+    notice_s = NOTICE_S
 
     def __init__(self, run: str, plans: list[HostPlan], timeout_s: float, events: Events) -> None:
         self._progress = Progress(bytearray(PROGRESS_BYTES))

@@ -32,7 +32,6 @@ from embodied.runtime.rendezvous import InProcessRendezvous, RendezvousFile, ren
 from embodied.runtime.supervision import Budget, Supervisor
 from embodied.runtime.worker import Worker
 
-_FIRST_CAUSE_S = 10.0  # how long a consequence waits for its cause while the worker that closed the channel is busy
 CLOSE_S = 5.0  # how long workers may take to close before they are killed
 CLOSE_AFTER_ERROR_S = 1.0
 
@@ -329,7 +328,7 @@ class Cluster:
                 peer = failure.follows[0]
                 if self._watchdog and (ended := self._watchdog.ended(peer)):
                     return ended
-                self._changed.wait_for(partial(self._spoke, peer), _FIRST_CAUSE_S)
+                self._changed.wait_for(partial(self._spoke, peer), self._backend.notice_s)
                 return self._news() or failure
             failure = cause
         return failure
@@ -383,6 +382,7 @@ class Cluster:
             hint = f" ({held})" if cause.endswith("SIGKILL") else ""
             failure = Failure(worker, f"its process {cause}{hint}{doing} [{self._backend.where(host)}]")
             failure, again = self._watchdog.died(host, failure) if self._watchdog else (failure.final(""), False)
+            failure.lost_state = self._watchdog is not None and not self._watchdog.supervisor.replaces(host)
             self._dead_hosts[host] = failure
             if not again:
                 self._failures.append(failure)

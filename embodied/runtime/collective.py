@@ -239,9 +239,7 @@ def done_together(method: Callable[..., Any]) -> Callable[..., Any]:
 
             if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
                 raise
-            role, cause = role_of(worker), str(error).strip().splitlines()[-1]
-            raise ChannelClosed(
-                f"between the {role}s", role, f"the connection to another one ended: {cause}"
-            ) from error
+            role = role_of(worker)
+            raise ChannelClosed(f"between the {role}s", role, "the connection to another one ended") from error
 
     return call

@@ -37,6 +37,7 @@ class Failure:
     exit_code: int = WorkerFailed.exit_code  # a mistake of the user's side keeps its own
     raised: bool = False  # as an error, at a caller
     accepted: bool = False  # the run ends with it, after others have saved what they hold
+    lost_state: bool = False  # as of WorkerFailed
 
     @property
     def raised_at(self) -> str | None:
@@ -52,7 +53,7 @@ class Failure:
     def error(self) -> WorkerFailed:
         self.raised = True
         error = WorkerFailed(self.worker, self.cause)
-        error.exit_code = self.exit_code
+        error.exit_code, error.lost_state = self.exit_code, self.lost_state
         if self.traceback:
             error.__cause__ = RemoteTraceback(self.traceback)
         return error

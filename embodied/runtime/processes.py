@@ -31,6 +31,7 @@ WRITING_S = 0.2  # in which a process writes down what its threads are at
 START_S = 120.0  # how long a private Ray cluster may take to start
 LOG_BYTES = 64 << 20  # of a host's log; of a longer one the last quarter is kept
 LOG_S = 1.0  # between two looks at its length
+NOTICE_S = 10.0  # how long the end of a process may take to be noticed
 KILL_S = 5.0  # how long a killed process may take to vanish
 
 
@@ -69,6 +70,7 @@ class Processes:
     """The half of a backend that only reads its `HostProcess`es; starting, calling and killing them is the other."""
 
     isolates = True
+    notice_s = NOTICE_S
 
     def __init__(
         self, run: str, log_dir: Path | None, timeout_s: float, events: Events, pack: Callable, unpack: Callable

@@ -66,7 +66,7 @@ def options(cases: list[Case]) -> dict[str, object]:
         "run.eval_every": 3,
         "eval.videos": 0,
         "eval.episodes": 50,
-        "faults.max_restarts": 10 + 4 * len(cases),
+        "faults.max_restarts": 0 if "learner" in first.victim else 10 + 4 * len(cases),
     }
     if MODES[first.mode]:
         found["placement"] = MODES[first.mode]

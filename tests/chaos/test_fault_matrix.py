@@ -122,8 +122,8 @@ def test_an_evaluation_of_its_own_survives_a_fault(backend, tmp_path):
     ],
     ids=["alone", "one_of_two", "one_of_two_halves"],
 )
-def test_a_dead_learner_ends_the_run_with_its_cause_and_how_to_resume(tmp_path, backend, victim, learners, options):
-    changes = {"run.iterations": 5000, "run.save_every": 1, "cluster.backend": backend}
+def test_a_dead_learner_ends_a_run_without_restarts_by_its_cause(tmp_path, backend, victim, learners, options):
+    changes = {"run.iterations": 5000, "run.save_every": 1, "cluster.backend": backend, "faults.max_restarts": 0}
     placement = f"{{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: '{learners}'}}"
     arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, "placement": placement, **changes}.items())
     process = subprocess.Popen(

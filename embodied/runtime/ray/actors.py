@@ -37,6 +37,7 @@ from embodied.runtime.host import DRIVER, Host, HostPlan, Links, ranges
 from embodied.runtime.local_host import find_main_lazily, show_title
 from embodied.runtime.processes import (
     KILL_S,
+    NOTICE_S,
     START_S,
     WRITE_STACKS,
     HostProcess,
@@ -88,6 +89,7 @@ class RayProcess(HostProcess):
 
 class RayBackend(Processes):
     name = "ray"
+    notice_s = _LOST_S + NOTICE_S  # ranks hear of a lost node at once, Ray later
 
     def __init__(
         self,
