@@ -4,6 +4,7 @@
 
     run = embodied.train("pointmass_ppo", "env.num_envs=64")  # words as on the command line; -> what is in its folder
     results = embodied.evaluate(run, "eval.episodes=200")
+    actions = embodied.load_policy(run).act_on(obs)  # for what an env of ours observed (docs/own_policy.md)
     group = embodied.sweep("pointmass_ppo", "algo.lr=3e-4,1e-3", "seeds=0-2")  # -> its runs (docs/comparing.md)
     bench = embodied.benchmark("pointmass_ppo", "seconds=30")
     plan = embodied.plan("pointmass_ppo", "cluster=16xCPU")
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from embodied.policies.base import Policy as Policy
     from embodied.reporting.runs import read_run as read_run
     from embodied.run.devices import host_plans as host_plans
+    from embodied.run.policy_source import load_policy as load_policy
     from embodied.runtime import Channel as Channel
     from embodied.runtime import Cluster as Cluster
     from embodied.runtime import Worker as Worker
@@ -53,6 +55,7 @@ _NAMES = {  # by module, as above
     "policies.base": "Policy",
     "reporting.runs": "read_run",
     "run.devices": "host_plans",
+    "run.policy_source": "load_policy",
     "runtime": "Channel Cluster Worker",
     "system.discovery": "discover",
     "workflows.contract": "Role Workflow",

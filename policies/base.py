@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodied.core.errors import CheckpointError
+from embodied.core.arrays import host, num_rows
+from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.policy_folder import CONFIG, WEIGHTS
 from embodied.runtime.tensor_bytes import Spec, blob_of, spec_of, write_safetensors
@@ -74,6 +75,14 @@ class Policy(nn.Module):
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
         """Actions with this much of the noise: 1 samples, 0 takes the best ones. Log-probs are always those at 1."""
         raise NotImplementedError
+
+    def act_on(self, obs: Observation) -> np.ndarray:
+        """The best actions [N, C, A] for the observation of N env rows, as `VectorEnv.reset` returns it; `step_chunk`
+        takes these actions."""
+        if self.speaks:
+            raise ConfigError("a language policy writes answers: python -m embodied.serve checkpoint=runs/NAME")
+        noise = np.zeros((num_rows(obs), self.noise_spec().width))
+        return host(self.act(obs, noise, temperature=0.0).actions)
 
     def value(self, obs: Observation) -> np.ndarray:
         """V(obs) [N], for bootstrapping."""

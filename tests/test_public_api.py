@@ -2,19 +2,24 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import embodied
 from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeSpec
+from embodied.envs import make_env
 
 FAST = ["run.iterations=2", "eval.episodes=4", "eval.videos=0", "cluster.backend=inline"]
 
 
 def test_every_public_name_is_there_and_documented():
-    assert len(embodied.__all__) <= 23
+    assert len(embodied.__all__) <= 24
     missing = [name for name in embodied.__all__ if not getattr(embodied, name).__doc__]
     assert not missing and {*embodied.__all__} <= {*dir(embodied)}
     with pytest.raises(AttributeError, match="embodied has no trane; it has train, sweep, evaluate"):
@@ -39,7 +44,29 @@ def test_three_lines_train_evaluate_and_say_what_the_commands_wrote(tmp_path, mo
     results = embodied.evaluate(run, "eval.episodes=6", "eval.videos=0", "cluster.backend=inline")
     assert run.folder.is_dir() and len(run.metrics) == 2 and run.info["state"] == "finished"
     assert results["policy_version"] == 2 and results["overall"]["episodes"] == 6
-    assert embodied.read_run(run.folder).last.results["overall"] == run.last.results["overall"]
+    again = embodied.read_run(str(run.folder))
+    assert again.last.results["overall"] == run.last.results["overall"]
+    assert repr(again).startswith(f"Run('{run.folder}': finished, 2 iterations, success_once ")
+
+
+def test_a_trained_policy_drives_an_env_by_hand_as_the_evaluation_did(tmp_path, monkeypatch, capsys):
+    """The program of docs/own_policy.md; greedy episodes with the same seeds have the same returns."""
+    monkeypatch.chdir(tmp_path)
+    run = embodied.train("pointmass_ppo", *FAST)
+    page = (Path(__file__).parents[1] / "docs" / "own_policy.md").read_text()
+    (program,) = re.findall(r"^```python\n# drive.py\n(.*?)^```", page, re.M | re.S)
+    exec(program.replace("runs/pointmass_ppo-DATE", str(run.folder)), {})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("succeeded: [")
+    env, played = make_env(embodied.load_recipe("pointmass_ppo").env, 4), run.last.episodes
+    policy, returns, done = embodied.load_policy(run), np.zeros(4), np.zeros(4, bool)
+    specs = [EpisodeSpec(one.task, one.init_state_id, one.seed, one.index) for one in played]
+    obs, _ = env.reset(options={"episodes": specs})
+    while not done.all():
+        chunk = env.step_chunk(policy.act_on(obs))
+        obs, done, returns = chunk.obs, done | chunk.done, returns + chunk.rewards.sum(axis=1)
+    np.testing.assert_allclose(returns, [one.total_reward for one in played], rtol=1e-5)
+    with pytest.raises(ConfigError, match="random has no weights to load; name a run"):
+        embodied.load_policy("random")
 
 
 def test_a_plan_from_python_is_what_the_command_writes(tmp_path):

@@ -223,17 +223,17 @@ class Trajectory:
     ids: np.ndarray  # int [R], ascending
     lengths: np.ndarray  # int [R], decisions
     obs: Observation  # arrays [K, ...]
-    actions: np.ndarray  # [K, C, A]
-    logprobs: np.ndarray  # [K, C, A]
-    rewards: np.ndarray  # [K, C]
-    terminated: np.ndarray  # bool [K, C]
-    truncated: np.ndarray  # bool [K, C]
-    mask: np.ndarray  # bool [K, C]
+    actions: np.ndarray  # [K, C, A]: a decision is C env steps of A numbers
+    logprobs: np.ndarray  # [K, C, A], log-probs of the actions under the version that acted
+    rewards: np.ndarray  # [K, C], of each env step
+    terminated: np.ndarray  # bool [K, C]: the episode ended in this env step
+    truncated: np.ndarray  # bool [K, C]: the step limit cut the episode off in this env step
+    mask: np.ndarray  # bool [K, C]: env steps that were played; False after the end of an episode
     versions: np.ndarray  # int [K], the policy version that acted
     episodes: np.ndarray  # int [K], EpisodeSpec.index
     values: np.ndarray | None = None  # [K]
     next_values: np.ndarray | None = None  # [K]
-    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...]
+    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...], what `forward` needs besides actions
     source: str = ""  # the worker, stage and round that played it, as in `ActRequest`
     first: int = 0  # of the rollout's decisions, the one that this piece begins with
     last: bool = True  # whether the rollout ends with it

@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
-from embodied.core.files import read_object, reading
+from embodied.core.files import as_path, read_object, reading
 from embodied.core.types import EpisodeResult
 from embodied.reporting.partial_evaluation import PARTIAL, partial_in
 from embodied.reporting.results import RESULTS, check_info, check_row, read_results
@@ -45,6 +45,11 @@ class Evaluation:
         return int(self.results["policy_version"])
 
     @property
+    def success_once(self) -> float | None:
+        """The rate of episodes that succeeded; None where the env does not say."""
+        return (self.results["overall"].get("success_once") or {}).get("rate")
+
+    @property
     def of_text(self) -> bool:
         """True if a language policy was evaluated."""
         return "text" in self.results["overall"]
@@ -65,6 +70,13 @@ class Run:
     evaluations: list[Evaluation] = field(default_factory=list)  # by version; those started by hand come last
     problems: list[str] = field(default_factory=list)
     partial: dict[str, str] = field(default_factory=dict)  # interrupted evaluations: how many episodes are over
+
+    def __repr__(self) -> str:
+        state = self.info.get("state", "evaluation")
+        last = (
+            f", success_once {self.last.success_once:.1%}" if self.last and self.last.success_once is not None else ""
+        )
+        return f"Run({str(self.folder)!r}: {state}, {len(self.metrics)} iterations{last})"
 
     @property
     def name(self) -> str:
@@ -89,8 +101,9 @@ class Run:
         return next((row["env_steps"] for row in self.metrics if row["policy_version"] == version), None)
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path | str) -> Run:
     """Read the folder of a run or of an evaluation."""
+    folder = as_path(folder)
     if (folder / "run.json").is_file():
         problems: list[str] = []
         info = read_info(folder / "run.json", problems)

@@ -21,6 +21,7 @@ from embodied.run.hub import fetch, is_hub_id
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
+    from embodied.policies.base import Policy
     from embodied.runtime.weight_sync import Weights
 
 CLASS = re.compile(r"[\w.]+:\w+")
@@ -106,6 +107,20 @@ def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = No
     out = (run or policy.parent) / "eval" / (f"{name_of(version)}-evaluate" if saved else policy.name)
     weights = Weights(version, read_blobs(policy))
     return PolicySource(name, answering(config, loaded), spec, weights, policy, None if on_hub else out)
+
+
+def load_policy(policy: Any, name: str | None = None) -> Policy:
+    """The policy of a run (its newest checkpoint), of a checkpoint or of a policy folder, ready for `act_on`.
+
+    `policy` is a folder or what `embodied.train` returned. A class of yours in a folder outside its run needs its
+    `name`, such as my_nets:Linear.
+    """
+    from embodied import policies
+
+    source = find(str(getattr(policy, "folder", policy)), trusted=name)
+    if source.folder is None:
+        raise ConfigError(f"{policy} has no weights to load; name a run or a policy folder")
+    return policies.load_policy(source.folder, source.config.name).eval()
 
 
 def described(checkpoint: Path) -> PolicySource:

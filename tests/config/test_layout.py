@@ -2,9 +2,6 @@
 
 import ast
 import re
-import typing
-from collections import defaultdict
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -120,31 +117,6 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not circles(edges)
 
 
-PACKAGES = sorted(module_of(path) for path in SOURCES if path.name == "__init__.py")
-OFFERING = ("envs", "policies", "placement", "embodied/datasets", "embodied/reporting", "embodied/runtime")  # classes
-
-
-def test_every_package_says_what_it_offers():
-    for package in (*PACKAGES, "embodied.recipes", "embodied.assets"):
-        assert isinstance(import_module(package).__all__, list), package
-
-
-def test_the_modules_that_a_package_names_are_those_that_others_use():
-    """`__all__` of a package of modules is its door: what it does not name is used inside of it only."""
-    offering = {"embodied", *(module_of(ROOT / folder / "__init__.py") for folder in OFFERING)}
-    found = {package: set() for package in PACKAGES if package not in offering}
-    beside = [path for folder in ("benchmarks", "scripts") for path in (ROOT / folder).rglob("*.py")]
-    for path in (*SOURCES, *beside):
-        text = path.read_text()
-        handed = re.findall(r"from (embodied[\w.]*) import ([\w, ]+)", text)
-        words = [f"{package}.{name.strip()}" for package, names in handed for name in names.split(",")]
-        for module in {*words, *re.findall(r"embodied(?:\.\w+)+", text)} & {*MODULES} - {*PACKAGES}:
-            package, _, name = module.rpartition(".")
-            if package in found and not path.is_relative_to(MODULES[module].parent):
-                found[package].add(name)
-    assert {package: {*import_module(package).__all__} for package in found} == found
-
-
 def test_the_runtime_knows_no_role_by_name():
     """But for the help text of options, which users of the loop read."""
     for path in SOURCES:
@@ -207,52 +179,6 @@ def test_every_option_is_read_outside_its_model():
                 read.add(node.attr)
     unread = sorted({key for key, _, _ in leaves(root(RunConfig)) if key.rpartition(".")[2] not in read})
     assert not unread
-
-
-PARALLEL = {  # in folders of one kind beside each other, where they do the same job for each
-    "config": (
-        "embodied/algorithms",
-        "embodied/config",  # the package that makes one config of them all
-        "embodied/learners",
-        "embodied/runtime",
-        "embodied/serving",
-        "envs",
-        "envs/gym",
-        "envs/libero",
-        "envs/maniskill",
-        "envs/pointmass",
-        "envs/robosuite",
-        "envs/text",
-        "policies",
-        "policies/language",
-        "policies/openvla",
-        "policies/pi0",
-        "policies/vla",
-    ),
-    "common_config": ("envs", "policies"),
-    "worker": ("embodied/learners", "embodied/runtime", "envs/text", "policies", "policies/language"),
-    "env": ("envs/gym", "envs/libero", "envs/maniskill", "envs/pointmass", "envs/robosuite"),
-    "expert": ("envs/libero", "envs/maniskill"),
-    "images": ("envs/libero", "envs/maniskill"),
-    "tasks": ("envs/libero", "envs/maniskill"),
-    "policy": ("policies/language", "policies/openvla", "policies/pi0", "policies/vla"),
-    "folder": ("policies/language", "policies/openvla", "policies/pi0"),
-    "settings": ("policies/openvla", "policies/pi0"),
-}
-
-
-def test_modules_and_classes_have_names_of_their_own():
-    """But for the parts of a plug-in's folder that every folder of its kind has."""
-    modules, classes = defaultdict(list), defaultdict(list)
-    for path in SOURCES:
-        modules[path.parent.name if path.name == "__init__.py" else path.stem].append(path.relative_to(ROOT).parent)
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name].append(path.relative_to(ROOT))
-    del modules["__main__"]
-    assert {name: where for name, where in classes.items() if len(where) > 1 or hasattr(typing, name)} == {}
-    repeated = {name: tuple(sorted(map(str, where))) for name, where in modules.items() if len(where) > 1}
-    assert repeated == PARALLEL
 
 
 def test_files_stay_readable():
