@@ -64,6 +64,7 @@ from embodied.run.run_folder import provenance
 from embodied.system.cpu_load import LoadMeter, load_before
 from embodied.workflows.contract import Workflow
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 MODES = ("collocated", "disaggregated", "hybrid")
 OTHER = "custom"  # the fastest of all ways that have no name
@@ -148,7 +149,7 @@ def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
 
 def benchmark(config: RunConfig, options: Options, folder: Path, program: type[Workflow] = EmbodiedLoop) -> Result:
     level = config.pipeline.async_level
-    config, _ = launch.planned(in_turns(repeated(config)), roles=program.roles)
+    config, _ = launch.planned(in_turns(repeated(config)), roles=roles_of_run(program, config))
     there = machines(config)
     profile = measured(config, options, there, program)
     profile = replace(profile, dataflow=replace(profile.dataflow, level=level))
@@ -210,7 +211,7 @@ def run_all(
     with ExitStack() as stack:
         timed_runs = {}
         for mode, expected in result.expected.items():
-            mode_config, mode_plan = runnable(config, expected, there, roles_of(program.roles))
+            mode_config, mode_plan = runnable(config, expected, there, roles_of(roles_of_run(program, config)))
             timed_runs[mode] = stack.enter_context(TimedRun(mode_config, mode_plan, folder / "logs" / mode, program))
         order = list(timed_runs)
         for turn in range(rounds + WARM_UP):
@@ -244,7 +245,7 @@ def runnable(
 
 def measured(config: RunConfig, options: Options, there: Topology, program: type[Workflow]) -> Profile:
     """The stored profile of these machines, or a new one."""
-    roles = roles_of(program.roles)
+    roles = roles_of(roles_of_run(program, config))
     path, why_none = profile_for(config, there, roles) if options.profile != "new" else (None, "")
     if path is None and options.profile == "stored":
         reason = why_none or "none has been measured for this recipe here"

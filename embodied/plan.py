@@ -52,6 +52,7 @@ from embodied.run.launch import program_of, proofs
 from embodied.system.cpu_load import under_load
 from embodied.system.discovery import discover
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import shipped_roles
 
 OWN = ("cluster", "profile", "out")
 FOLDER = "run.dir="
@@ -135,6 +136,7 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
     own = {key: str(value) for key, value in values.items()}
     try:
         config = recipe_of(own.get("profile"), rest)
+        roles = (*roles, *roles_of(shipped_roles(config) if config else ()))
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology, roles)
         where = stored_profiles.homes(config, topology, roles) if config else None

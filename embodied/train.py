@@ -49,6 +49,7 @@ from embodied.runtime.supervision import Supervisor
 from embodied.workflows.contract import WARNING, Workflow
 from embodied.workflows.imitation import ImitationLoop, imitation_of
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 BY_RL = ("algo.", "run.start_from", "resume")  # keys that ask for RL with a recipe that imitates
 
@@ -108,7 +109,7 @@ def follow(
     """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
     happened. Returns the command's exit code; `opened` is called with the folder. `before` are the recipes of the runs
     that wait for this one's policy."""
-    config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=program.roles)
+    config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
     run, checkpoint = to_resume(loaded)
     code, start = choose_start(loaded, config, run, before)
     if code:

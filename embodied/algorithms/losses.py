@@ -57,8 +57,10 @@ def loss_sum(
     parts = {"policy_loss": loss, "entropy": bonus, "reference_kl": torch.zeros_like(loss)}
     if isinstance(config, PPOConfig):
         clip, delta = config.value_clip, config.huber_delta
-        known = (items.values, items.returns, items.weights)
-        parts["value_loss"], more = value_loss_sum(values, *known, value_clip=clip, huber_delta=delta)
+        parts["value_loss"], more = torch.zeros_like(loss), {"value_clip_fraction": torch.zeros_like(loss)}
+        if items.returns is not None:  # else a critic has learned the values
+            known = (items.values, items.returns, items.weights)
+            parts["value_loss"], more = value_loss_sum(values, *known, value_clip=clip, huber_delta=delta)
         loss, stats = loss + config.value_coef * parts["value_loss"], stats | more
     loss = loss - config.entropy_coef * bonus
     if items.reference is not None:

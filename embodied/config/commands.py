@@ -21,7 +21,7 @@ class Command:
         return not kept and any(key == name or key.startswith(f"{name}.") for name in self.unused)
 
 
-NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "placement", "pipeline", "eval", "resume")
+NOT_ENV = ("policy", "algo", "sft", "collect", "learner", "roles", "placement", "pipeline", "eval", "resume")
 COMMANDS = {
     "train": Command(
         "train",
@@ -33,7 +33,7 @@ COMMANDS = {
         "sft",
         "Train a policy to imitate demonstrations, for sft.epochs passes over sft.data.",
         {},
-        unused=("algo", "run.env_steps", "run.iterations", "eval.interleave"),
+        unused=("algo", "roles", "run.env_steps", "run.iterations", "eval.interleave"),
     ),
     "collect": Command(
         "collect",
@@ -42,7 +42,7 @@ COMMANDS = {
             "out": "The folder to write, in LeRobot's layout 3.0; it must not be there yet.",
             "checkpoint": "Whose episodes: expert, or what embodied.evaluate takes [expert].",
         },
-        unused=("run", "policy", "algo", "sft", "learner", "resume", "eval.interleave"),
+        unused=("run", "policy", "algo", "sft", "learner", "roles", "resume", "eval.interleave"),
     ),
     "check": Command(
         "check",
@@ -60,6 +60,6 @@ COMMANDS = {
             "checkpoint": "A run's folder, one of its checkpoints, a policy folder, a hub id, random, zero, "
             "or my_pkg.my_module:MyPolicy; several as [A,B,random] play the same episodes and are compared."
         },
-        unused=("policy", "algo", "sft", "collect", "resume", "eval.interleave"),
+        unused=("policy", "algo", "sft", "collect", "roles", "resume", "eval.interleave"),
     ),
 }

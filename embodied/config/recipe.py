@@ -32,7 +32,14 @@ from embodied.config.key_tree import root
 from embodied.config.merge import COMMAND_LINE, Source, Tree, flatten, lay, recipe_sources, with_own_task
 from embodied.config.mistakes import config_error, explain
 from embodied.config.recipe_files import recipe_names
-from embodied.config.sections import CollectSection, EvalSection, PipelineSection, PlacementConfig, RunSection
+from embodied.config.sections import (
+    CollectSection,
+    EvalSection,
+    PipelineSection,
+    PlacementConfig,
+    RolesSection,
+    RunSection,
+)
 from embodied.core.errors import ConfigError
 from embodied.core.options import BelongsToFile, Strict
 from embodied.envs.config import EnvConfig, ExternalEnvConfig
@@ -52,6 +59,9 @@ class RunConfig(Strict):
     sft: SFTConfig = Field(default_factory=SFTConfig, description="How the policy imitates demonstrations.")
     collect: CollectSection = Field(default_factory=CollectSection, description="How demonstrations are collected.")
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="How the learners compute.")
+    roles: RolesSection = Field(
+        default_factory=RolesSection, description="Roles beside simulators, policies and learners (docs/workflows.md)."
+    )
     placement: PlacementConfig = Field(
         "auto", description="What runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
     )
@@ -71,7 +81,7 @@ class RunConfig(Strict):
             checks.append(lambda: self.check_speech(isinstance(self.env, TextConfig)))
         if "algo" not in unused:
             checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
-            checks += [self._schedule_fits, self._answers_fit, self._interleaving_fits]
+            checks += [self._schedule_fits, self._answers_fit, self._interleaving_fits, self._roles_fit]
         elif "sft" not in unused:
             checks.append(self._nothing_is_collected)
         problems: list[str] = []
@@ -180,10 +190,10 @@ class RunConfig(Strict):
                 "algo.name=ppo learns from decisions of every env unless algo.groups says how many prompts an "
                 "iteration has, and a text env holds whole conversations; try algo.groups=64, or algo.name=grpo"
             )
-        if policy.value_head != (algo.name == "ppo"):
+        if policy.value_head != (algo.name == "ppo" and not self.roles.critic):
             needed = (
                 "judges tokens by the values that policy.value_head=true predicts; set it"
-                if algo.name == "ppo"
+                if algo.name == "ppo" and not self.roles.critic
                 else "learns no values, so policy.value_head=true would predict nothing; leave it out"
             )
             raise ValueError(f"algo.name={algo.name} {needed}")
@@ -213,6 +223,28 @@ class RunConfig(Strict):
             raise ValueError(
                 f"learner.micro_batch_size={self.learner.micro_batch_size} counts decisions, but conversations pass "
                 "through the network whole; set learner.pack_tokens instead"
+            )
+
+    def _roles_fit(self) -> None:
+        roles, algo = self.roles, self.algo
+        if roles.reference and not algo.kl_coef:
+            raise ValueError(
+                "roles.reference=true: nothing is compared with it while algo.kl_coef=0; try algo.kl_coef=0.01, or "
+                "leave it out"
+            )
+        speaks = isinstance(self.policy, LanguageConfig)
+        for name in ("critic", roles.scorer):
+            if name and getattr(roles, name) and not speaks:
+                raise ValueError(
+                    f"roles.{name} reads conversations, and policy.name={self.policy.name} takes actions; a role for "
+                    "robots is a program of your own (docs/workflows.md)"
+                )
+        if roles.critic and algo.name != "ppo":
+            raise ValueError(f"roles.critic=true: algo.name={algo.name} learns no values; try algo.name=ppo")
+        if roles.critic and algo.kl_coef and algo.kl_in == "reward" and not roles.reference:
+            raise ValueError(
+                "algo.kl_in=reward takes a divergence off the rewards that the critic learns from; set "
+                "roles.reference=true, which computes it before"
             )
 
     def _interleaving_fits(self) -> None:

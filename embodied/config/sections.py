@@ -14,6 +14,72 @@ from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
 from embodied.placement.placement_errors import PlacementError
 
 
+class RolesSection(Strict):
+    reference: bool = Field(
+        False, description="The policy that algo.kl_coef compares with is a role of its own, and not in the learners."
+    )
+    critic: bool = Field(
+        False,
+        description="With algo.name=ppo and a text env: values come from a second network, as large as the policy, in "
+        "a role of its own, instead of from policy.value_head.",
+    )
+    critic_lr: float | None = Field(
+        None, ge=0, description="The critic's learning rate; null: algo.value_lr, and without that algo.lr."
+    )
+    verifier: str | None = Field(
+        None,
+        description="my_pkg.my_module:my_function, of what was asked and the last answer, both as text: a "
+        "conversation's reward, instead of the env's.",
+    )
+    reward_model: str | None = Field(
+        None,
+        description="Folder of a sequence classifier of transformers, which reads whole conversations as text: its "
+        "logit, or of several labels the last one's probability, is the reward.",
+    )
+    judge: str | None = Field(
+        None,
+        description="Folder of a language model that is asked about every answer, or start: the policy that the run "
+        "starts from.",
+    )
+    judge_prompt: str = Field(
+        "{asked}",
+        description="What the judge is asked: {asked} stands for what the policy was asked, {answer} for its answer.",
+    )
+    judge_says: str | None = Field(
+        None,
+        description="The reward is 1 where the judge's answer begins with this, else 0; null: where it is the policy's "
+        "answer.",
+    )
+    judge_tokens: int | None = Field(
+        None, gt=0, description="Tokens of a judge's answer, at most; null: policy.max_tokens."
+    )
+    reward_weight: float | None = Field(
+        None,
+        description="Add the reward of a verifier, a model or a judge, times this, to the env's; null: replace it.",
+    )
+
+    @property
+    def scorer(self) -> str:
+        """Which of the options replaces rewards; empty where none does."""
+        return next((name for name in ("verifier", "reward_model", "judge") if getattr(self, name)), "")
+
+    @model_validator(mode="after")
+    def _fits(self) -> RolesSection:
+        given = [f"roles.{name}" for name in ("verifier", "reward_model", "judge") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: rewards come from one of them; leave the others out")
+        usual = type(self).model_fields
+        for needs, keys in {"judge": ("judge_prompt", "judge_says", "judge_tokens"), "critic": ("critic_lr",)}.items():
+            odd = [key for key in keys if getattr(self, key) != usual[key].default]
+            if odd and not getattr(self, needs):
+                raise ValueError(f"roles.{odd[0]} has no effect without roles.{needs}; leave it out")
+        if self.reward_weight is not None and not given:
+            raise ValueError("roles.reward_weight has no effect without a verifier, a reward model or a judge")
+        if self.judge and "{asked}" not in self.judge_prompt and "{answer}" not in self.judge_prompt:
+            raise ValueError("roles.judge_prompt names neither {asked} nor {answer}: all answers would be judged alike")
+        return self
+
+
 class RunSection(Strict):
     one_of: ClassVar = ("env_steps", "iterations")
 

@@ -223,6 +223,12 @@ class PolicyOptimizer:
                 if p.dtype in HALVES:
                     local(p).copy_(master)
 
+    def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All that it keeps from step to step, by name."""
+        for name, p in self._named():
+            for key, value in self._state(name, p).items():
+                yield f"{name}/{key}", value
+
     def masters_aside(self) -> list[Tensor]:
         """The masters that are not the parameters' own memory."""
         return [master for p, master in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]

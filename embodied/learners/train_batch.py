@@ -33,6 +33,8 @@ from embodied.learners.rollout_buffer import copied, take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 
+REFERENCE = "reference_logprobs"  # in `Trajectory.replay`: [K, C, A], where a role of its own has computed them
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch:
@@ -228,34 +230,27 @@ def build_batch(
     num_units, num_items, episodes = total.sum(axis=0).tolist()
     by_episode = config.weighting == "episode"
     weight_sum = episodes if by_episode else num_items
-    batch = RankBatch(
-        obs=map_obs(copied, trajectory.obs),
-        actions=copied(trajectory.actions).to(model.device),
-        logprobs=copied(trajectory.logprobs).to(model.device),
-        mask=copied(host(trajectory.mask) & trained[:, None]).to(model.device),
-        current=copied((trajectory.versions == version) & trained).to(model.device),
-        replay={name: copied(array) for name, array in trajectory.replay.items()},
-        of=copied(of).to(model.device),
+    batch = replace(
+        items_of(trajectory, config, model, trained, version),
         numbers=numbered(units, total[:, 0].astype(np.int64), all_ranks),
         num_units=int(num_units),
         num_items=int(num_items),
         weight_sum=weight_sum,
         loss_count=num_units * model.policy.config.max_tokens if config.weighting == "constant" else weight_sum,
     )
-    if speaks:
-        groups = trajectory.ids // config.group_size if model.config.share_prompts else trajectory.ids
-        batch = replace(batch, groups=np.array(groups), group_size=config.group_size)
     # Log-probs of the reference, and values of a policy that speaks
     metrics, divergence = {}, None
     if num_items:
         metrics = staleness(version - trajectory.versions[trained & (all_ranks.num_own > 0)], collective)
     compared = None if reference is None else logprobs_of(reference, batch, config)
+    if REFERENCE in trajectory.replay:
+        compared = copied(trajectory.replay[REFERENCE]).to(model.device)
     if compared is not None and config.kl_in == "reward":
         divergence, compared = divergences(batch, compared), None
     worth: dict[str, np.ndarray]
     if isinstance(config, PPOConfig):
         values = trajectory.values
-        if speaks:
+        if values is None:
             values = scores_of(model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
         worth, more = judged(trajectory, unit, values, trained, divergence, config, all_ranks)
     else:
@@ -267,6 +262,27 @@ def build_batch(
     if isinstance(config, PPOConfig) and not speaks:
         batch.metrics["train/explained_variance"] = explained_variance(batch)
     return batch
+
+
+def items_of(
+    trajectory: Trajectory, config: AlgoConfig, model: Model, trained: np.ndarray, version: int = -1
+) -> RankBatch:
+    """The decisions of a trajectory, of which `trained` count, as items of a rank that has all there are."""
+    speaks, lengths = model.policy.speaks, trajectory.lengths
+    batch = RankBatch(
+        obs=map_obs(copied, trajectory.obs),
+        actions=copied(trajectory.actions).to(model.device),
+        logprobs=copied(trajectory.logprobs).to(model.device),
+        mask=copied(host(trajectory.mask) & trained[:, None]).to(model.device),
+        current=copied((trajectory.versions == version) & trained).to(model.device),
+        replay={name: copied(array) for name, array in trajectory.replay.items() if name != REFERENCE},
+        of=copied(episodes_within(trajectory)).to(model.device),
+        numbers=np.arange(len(lengths) if speaks else len(trained)),
+    )
+    if not speaks:
+        return batch
+    groups = trajectory.ids // config.group_size if model.config.share_prompts else trajectory.ids
+    return replace(batch, groups=np.array(groups), group_size=config.group_size)
 
 
 def numbered(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.ndarray:
@@ -337,6 +353,8 @@ def judged(
         advantages, returns = gae_of(trajectory, rewards, config)
     if config.normalize_advantages:
         advantages = normalize(advantages, all_ranks.moments(advantages, lengths, trained))
+    if speaks and trajectory.values is not None:  # a critic's, who has learned from them
+        return {"advantages": advantages}, metrics
     return {"advantages": advantages, "returns": returns, "values": values}, metrics
 
 

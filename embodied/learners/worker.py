@@ -46,14 +46,23 @@ ENCODED = 32  # items that frozen parts encode together: enough for their speed,
 
 class LearnerWorker(Worker):
     def __init__(
-        self, policy, algo: AlgoConfig, config: LearnerConfig, seed: int, rendezvous, device: str = "cpu"
+        self,
+        policy,
+        algo: AlgoConfig,
+        config: LearnerConfig,
+        seed: int,
+        rendezvous,
+        device: str = "cpu",
+        reference_apart: bool = False,
     ) -> None:
+        """`reference_apart`: what is learned from comes with the reference's log-probs."""
         self.policy_config = policy
         self.algo = algo
         self.config = config
         self.seed = seed
         self.rendezvous = rendezvous
         self.device = device
+        self.has_reference = bool(self.algo.kl_coef) and not reference_apart
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
@@ -76,7 +85,7 @@ class LearnerWorker(Worker):
         self.belongings = DeviceTensors(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
-        self.reference = self._copied_policy() if self.algo.kl_coef else None
+        self.reference = self._copied_policy() if self.has_reference else None
         self.model = Model(self.policy, self.config, self.tick)
         self.throughput = Throughput(self.model)
         self.observed: list[tuple[np.ndarray, np.ndarray]] = []  # ids of sequences, moments of their observations

@@ -52,6 +52,7 @@ from embodied.run.memory_check import CUDA_BYTES
 from embodied.run.run_folder import commit
 from embodied.system.cpu_load import LoadMeter, load_before, under_load
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 if TYPE_CHECKING:
     from embodied.profiling.role_probe import Moves
@@ -83,9 +84,9 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> None:
     loaded = load(rest)
     if loaded is None:
         return
-    config, _ = launch.planned(in_turns(loaded.config), roles=program.roles)
+    config, _ = launch.planned(in_turns(loaded.config), roles=roles_of_run(program, loaded.config))
     profile = measure(config, seconds, print, program)
-    path = profile_path(config, profile.made, roles_of(program.roles))
+    path = profile_path(config, profile.made, roles_of(roles_of_run(program, loaded.config)))
     write_profile(profile, path)
     print("\n".join(describe(profile)))
     print(f"\nprofile     {path}")
@@ -93,7 +94,7 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> None:
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
     """Probe the parts, then calibrate with short real runs of the program, which also show what other roles cost."""
-    roles = roles_of(program.roles)
+    roles = roles_of(roles_of_run(program, config))
     config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # whatever the parts need
     clock = Clock(seconds)
     there = devices.machines(config)

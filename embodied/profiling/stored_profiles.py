@@ -101,7 +101,7 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
         free |= {("algo", key) for key in ("truncated", "overlong", "pools", "weighting")}
     # Nor where nothing is computed for stale decisions; and profiles from before there were the last three keys hold.
     optional = ("algo", "decoupled"), ("algo", "episode_mask"), ("env", "modules"), ("env", "robot")
-    for section, key in (*optional, ("policy", "value_head")):
+    for section, key in (*optional, ("policy", "value_head"), ("policy", "expert_bias_rate")):
         free |= {(section, key)} if said[section].get(key) in (None, False, "none", [], "") else set()
     said = {
         section: {key: value for key, value in values.items() if (section, key) not in free}

@@ -32,6 +32,7 @@ from embodied.run.devices import divides_requests, draws_on_gpus
 from embodied.runtime.channel import hosts_of_runs
 from embodied.runtime.timers import Total, seconds_between
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
 PHASES = ("rollout", "update", "publish")
@@ -125,7 +126,7 @@ class TimedRun:
                 if known.issuperset(roles):
                     before, after = found.get(roles, (first, last))
                     found[roles] = min(before, first), max(after, last)
-        return through_the_driver(found, self.program.roles)
+        return through_the_driver(found, roles_of_run(self.program, self.loop.config))
 
     def peak_bytes(self) -> int:
         """Bytes of all processes of the plan, each at its fullest; shared pages count in all that map them."""
@@ -204,7 +205,7 @@ def calibrate(
     """Short real runs: rollout and update in turns on all devices, then policies with learners, apart from sims. Both
     are made however little time is left, since without the second one handing over would count as free."""
     classes = [c for c in there.classes() if c.count and profile.knows(c)]
-    roles = roles_of(program.roles)
+    roles = roles_of(roles_of_run(program, config))
     where, draws = homes(config, there, roles), draws_on_gpus(config.env)
     layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, others(roles))
     expected_s = Pricer(profile.dataflow, profile, classes).price(layouts[0]).seconds

@@ -33,6 +33,7 @@ from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.run_group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
 from embodied.run.shared_runs import devices_of, own_devices, placement_for
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 OWN, SHARED = ("seeds", "at_once", "group"), "shared"
 NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that say where a run is, not what it does
@@ -307,7 +308,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
         load([*alone.words_of(order.settings[0]), "--cfg"])
         return 0, None
     dry = "--dry-run" in order.flags
-    plans = [launch.planned(one.config, dry=dry, roles=program.roles) for one in recipes.values()]
+    plans = [launch.planned(one.config, dry=dry, roles=roles_of_run(program, one.config)) for one in recipes.values()]
     config, plan = plans[0]
     at_once, why = decide(alone, recipes, plan)
     wanted = RunGroup(

@@ -36,6 +36,7 @@ from embodied.run.run_group import MISSING, OVER, state_of
 from embodied.runtime.run_turns import FORMAT
 from embodied.runtime.shared_leases import SOCKET
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 SHARE = "share.json"
 CONTEXT_BYTES = 0.6e9  # of a GPU, for each process that has used it; assumed
@@ -243,7 +244,7 @@ def planned(run: SharedRun, loaded: Loaded) -> tuple[RunConfig, PlacementPlan]:
     config = loaded.config
     if run.placement is not None:
         config = config.model_copy(update={"placement": run.placement})
-    return launch.planned(config, roles=EmbodiedLoop.roles)
+    return launch.planned(config, roles=roles_of_run(EmbodiedLoop, loaded.config))
 
 
 def prepare(
@@ -264,7 +265,7 @@ def prepare(
         loaded = load_run(words)
         name = free_name(loaded.name, taken)
         taken.add(name)
-        config, _ = launch.planned(loaded.config, roles=EmbodiedLoop.roles)
+        config, _ = launch.planned(loaded.config, roles=roles_of_run(EmbodiedLoop, loaded.config))
         placement = placement_for(config, there, shared.devices, own, place, len(orders))
         run = SharedRun(name, tuple(words), own, weight, placement)
         plans.append((name, *planned(run, loaded)))

@@ -8,7 +8,8 @@ the rows. `group_collector.py` collects whole episodes. `Relays` lets both pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -19,9 +20,9 @@ import numpy as np
 from embodied.algorithms.config import PPOConfig
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
-from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, RolloutStats, Route, Unit, env_blocks
+from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, RolloutStats, Route, Servers, Unit, env_blocks
 from embodied.placement.balance import balance_ratio
-from embodied.runtime import Channel, Handle
+from embodied.runtime import Channel, Handle, WorkerGroup
 from embodied.workflows.contract import BatchSource
 
 if TYPE_CHECKING:
@@ -34,7 +35,8 @@ class Relays:
 
     def __init__(self, workers: Workers) -> None:
         self.rollouts, self.ranks = workers.rollouts, len(workers.learners)
-        self.groups = [workers.groups[role.name] for role in workers.roles if role.relays]
+        relaying = [role for role in workers.roles if role.relays]
+        self.groups = [workers.groups[role.name] for role in relaying]
         channel = workers.cluster.channel
         self.channels = [
             [
@@ -43,7 +45,16 @@ class Relays:
             ]
             for group in self.groups
         ]
+        self.asked = {
+            role.name: AskedRole(workers, workers.groups[role.name], workers.groups[role.asks])
+            for role in relaying
+            if role.asks
+        }
         self.passed = 0  # rounds of groups
+
+    def _answered(self, group: WorkerGroup) -> AbstractContextManager[None]:
+        """Within it the requests of a role are answered."""
+        return self.asked[group.role].answering() if group.role in self.asked else nullcontext()
 
     def inlets(self, learners: list[Channel]) -> list[Channel]:
         """Where sims put rollouts for each learner rank."""
@@ -58,7 +69,8 @@ class Relays:
                 (batch, *(way[rank :: len(group)] for way in (channels, sources, outlets)))
                 for rank in range(len(group))
             ]
-            self.rollouts.settle(passing := group.pass_rollouts.each(shares))
+            with self._answered(group):
+                self.rollouts.settle(passing := group.pass_rollouts.each(shares))
             metrics |= passing.wait()[0]
         return metrics
 
@@ -83,7 +95,8 @@ class Relays:
                 dealt[rank] = [episodes for episodes in dealt[rank] if not experience.gone(episodes)]
                 there = [source for source, call in calls.items() if call.succeeded() and call.wait()[0]]
                 shares.append((self.passed, channels[rank], there, dealt[rank]))
-            self.rollouts.settle(passing := group.pass_groups.each(shares))
+            with self._answered(group):
+                self.rollouts.settle(passing := group.pass_groups.each(shares))
             rewards, metrics = {}, metrics | passing.wait()[0][1]
             for found, _ in passing.wait():
                 rewards |= found
@@ -91,6 +104,36 @@ class Relays:
             experience.keep_at(dict(zip(group.workers, kept, strict=True)))
             left = sorted(episodes for mine in dealt for episodes in mine)
         return rewards, metrics
+
+
+class AskedRole:
+    """A role of language workers that answers what the workers of a relaying role ask."""
+
+    def __init__(self, workers: Workers, asking: WorkerGroup, asked: WorkerGroup) -> None:
+        self.asked, self.rollouts, channel = asked, workers.rollouts, workers.cluster.channel
+        self.requests = [
+            channel(f"{name}-requests", home=asked[rank], capacity=None) for rank, name in enumerate(asked.workers)
+        ]
+        self.replies = {
+            name: channel(f"{name}-answers", home=asking[rank], capacity=None)
+            for rank, name in enumerate(asking.workers)
+        }
+        channels = dict(zip(asked.workers, self.requests, strict=True))
+        asking.connect.each(
+            [(Servers(name, channels, replies=replies),) for name, replies in self.replies.items()]
+        ).wait()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        rule = SamplingRule(0.0, stream="judge")
+        serving = self.asked.serve.each([(requests, dict(self.replies), 0, rule) for requests in self.requests])
+        try:
+            yield
+        finally:
+            for requests in self.requests:
+                requests.put(None)
+        self.rollouts.settle(serving)
+        serving.wait()
 
 
 class Collector(BatchSource):

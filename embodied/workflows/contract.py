@@ -50,6 +50,8 @@ class Role:
     ] = ()  # roles that read what it puts into channels; an answer goes back without being named
     holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
     relays: bool = False  # what is played passes through its workers, `RelayWorker`s, on its way to learners
+    asks: str = ""  # the role of language workers that answer the conversations its workers begin, of relaying ones
+    builds: bool = False  # `build` of its workers gets the env's spec, and the folder of the policy a run starts from
     saved: bool = False  # checkpoints have what its workers' `get_state` returns, which `set_state` gets on resuming
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ def check_roles(roles: tuple[Role, ...]) -> None:
     for role in roles:
         if unknown := {*role.sends_to} - {*names}:
             raise ConfigError(f"role {role.name} sends to {', '.join(sorted(unknown))}; roles: {', '.join(names)}")
+        if role.asks and role.asks not in names:
+            raise ConfigError(f"role {role.name} asks {role.asks}; roles: {', '.join(names)}")
         if role.beside and role.beside not in names:
             raise ConfigError(f"role {role.name} is beside {role.beside}; roles: {', '.join(names)}")
 

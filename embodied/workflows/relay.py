@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from embodied.core.types import Trajectory, choose, join
+from embodied.core.types import Servers, Trajectory, choose, join
 from embodied.envs.whole_episodes import EpisodeKeeper
 from embodied.runtime import Channel
 
@@ -23,6 +23,9 @@ class RelayWorker(EpisodeKeeper):
         worker's are kept. A part is a rollout of some env rows, or the episodes of a group that one round played
         (all of them, unless a round refills a batch). The workers of a role share the parts: one may have none."""
         raise NotImplementedError
+
+    def connect(self, servers: Servers) -> None:
+        """Whom this worker asks, where its role asks another one."""
 
     def pass_rollouts(
         self, batch: int, channels: Sequence[Channel], sources: Sequence[Sequence[str]], outlets: Sequence[Channel]

@@ -40,6 +40,7 @@ from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Rol
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.group_collector import GroupCollector
 from embodied.workflows.lagging_versions import LaggingVersions
+from embodied.workflows.shipped_roles import roles_of_run
 from embodied.workflows.workers import Workers
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def learner_arguments(workers: Workers, algo: Any = None) -> tuple:
     """`algo` are the options of how the learners learn; None: the recipe's."""
     config = workers.config
     options = (config.policy, algo or config.algo, config.learner, config.seed)
-    return *options, workers.cluster.rendezvous("learner"), workers.torch_device("learner")
+    apart = config.roles.reference and algo is None
+    return *options, workers.cluster.rendezvous("learner"), workers.torch_device("learner"), apart
 
 
 # By name: the driver never imports torch or a simulator.
@@ -109,7 +111,7 @@ class EmbodiedLoop:
         warning. `start_folder` holds the policy whose weights are the first ones."""
         self.config = config
         start_folder = start_folder and start_folder.absolute()
-        self.workers = Workers(self.roles, config, cluster, self.plays, notify, start_folder)
+        self.workers = Workers(roles_of_run(type(self), config), config, cluster, self.plays, notify, start_folder)
         self.source: BatchSource = self.make_source(self.workers)
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync

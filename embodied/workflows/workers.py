@@ -84,6 +84,7 @@ class Workers:
             if self._share_gpus:
                 builds[0].wait()
             builds.append(self._build_learners(start_folder))
+        builds += [self.groups[role.name].build(self.spec, start_folder) for role in self.roles if role.builds]
         for build in builds:
             build.wait()
 

@@ -42,6 +42,9 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import as_path
+from embodied.policies.language import tokenizer as words
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.experts import is_router, num_experts
 from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
@@ -252,6 +255,19 @@ def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     for ends in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
         found |= set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
+    return found
+
+
+def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | None = None) -> ConversationTokenizer:
+    """The tokenizer of a policy with these options, which `talks` for more than a turn; `shape` is its model's config,
+    if that is read already."""
+    if config.pretrained is None:
+        return words.of_characters(config.chat)
+    origin = as_path(config.pretrained)
+    shape = shape or read_config(origin)
+    found = words.of_folder(origin, stops_of(origin, shape), shape.get_text_config().vocab_size, config.chat)
+    if talks:
+        found.check_turns()
     return found
 
 

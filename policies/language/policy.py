@@ -90,14 +90,7 @@ class LanguagePolicy(PublishedPolicy):
         return files.read_config(self.origin) if self.origin else None
 
     def choose_tokenizer(self, shape: Any) -> words.ConversationTokenizer:
-        if self.origin is None:
-            return words.of_characters(self.config.chat)
-        found = words.of_folder(
-            self.origin, files.stops_of(self.origin, shape), shape.get_text_config().vocab_size, self.config.chat
-        )
-        if self.spec.max_episode_steps != 1:
-            found.check_turns()
-        return found
+        return files.tokenizer_of(self.config, self.spec.max_episode_steps != 1, shape)
 
     def choose_trained(self, model: Any) -> None:
         """Freeze all but the last layers, or but adapters, as the options say."""

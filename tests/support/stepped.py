@@ -10,6 +10,7 @@ from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.run.devices import divides_requests
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 ITERATIONS = 6
 SHORT = [
@@ -36,7 +37,7 @@ class Run:
         self.config = load([*arguments, f"cluster.backend={backend}"]).config
         shared = divides_requests(self.config)
         how = (self.config.env.num_envs, self.config.pipeline.stages)
-        roles = [role.name for role in kind.roles]
+        roles = [role.name for role in roles_of_run(kind, self.config)]
         plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared, roles=roles)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
         self.folder, self.kind, self.lines = folder, kind, []

@@ -1,0 +1,59 @@
+"""The roles that a recipe adds to a program with its section `roles`: a reward, a judge, a reference, a critic.
+
+What is played passes through them in this order before learners get it. Their workers are in `network_roles.py` and
+`scoring_roles.py`; here is what the driver knows of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from embodied.workflows.contract import Role
+
+if TYPE_CHECKING:
+    from embodied.config.recipe import RunConfig
+    from embodied.workflows.workers import Workers
+
+NETWORKS, SCORES = "embodied.workflows.network_roles:", "embodied.workflows.scoring_roles:"
+
+
+def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:
+    """The roles that a program declares, and those that the recipe adds to one that trains by RL."""
+    return (*program.roles, *(shipped_roles(config) if program.command == "train" else ()))
+
+
+def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
+    """The roles that a recipe asks for, in the order in which rollouts and groups pass through them."""
+    wanted, found = config.roles, []
+    if wanted.scorer:
+        asks = "judge" if wanted.judge else ""
+        worker = {"verifier": "VerifierWorker", "reward_model": "ClassifierWorker", "judge": "JudgedWorker"}
+        found.append(
+            Role("reward", SCORES + worker[wanted.scorer], scorer_arguments, relays=True, builds=True, asks=asks)
+        )
+    if wanted.judge:
+        found.append(Role("judge", f"{SCORES}JudgeWorker", judge_arguments, builds=True))
+    if wanted.reference:
+        found.append(Role("reference", f"{NETWORKS}ReferenceWorker", network_arguments, relays=True, builds=True))
+    if wanted.critic:
+        worker_class = f"{NETWORKS}CriticWorker"
+        found.append(Role("critic", worker_class, critic_arguments, relays=True, builds=True, saved=True))
+    return tuple(found)
+
+
+def scorer_arguments(workers: Workers) -> tuple:
+    return workers.config.policy, workers.config.roles, workers.torch_device("reward")
+
+
+def judge_arguments(workers: Workers) -> tuple:
+    config = workers.config
+    return config.policy, config.roles, config.seed, workers.torch_device("judge")
+
+
+def network_arguments(workers: Workers, role: str = "reference") -> tuple:
+    config = workers.config
+    return config.policy, config.algo, config.learner, config.seed, workers.torch_device(role)
+
+
+def critic_arguments(workers: Workers) -> tuple:
+    return *network_arguments(workers, "critic"), workers.config.roles.critic_lr

@@ -1,0 +1,134 @@
+"""Roles that a recipe adds: a reference, a critic, and what scores answers: a function, a classifier, a judge."""
+
+import numpy as np
+import pytest
+import torch
+from language_models import answers
+from talking_runs import Talk, far
+from tiny_language import build, publish
+from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.tokenizer import of_characters
+from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
+
+COMPARED = ["algo.kl_coef=0.3", "algo.filter=none"]
+PPO = ["recipe=sums_ppo", "algo.name=ppo", "algo.minibatch_size=10", "algo.groups=20", "algo.group_size=1"]
+CRITIC = [*PPO, "policy.value_head=false", "roles.critic=true", "algo.lr=0", "roles.critic_lr=0.01"]
+PLACES = {"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:2"}
+
+
+def even(asked, answer):
+    """A verifier: 1 for answers that begin with an even digit, to questions as they were asked."""
+    assert asked.endswith("=")
+    return float(answer[:1] in [*"02468"])
+
+
+def placed(**roles):
+    return PLACES | roles
+
+
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_weights_are_those_of_a_reference_inside_the_learners(kl_in, tmp_path):
+    words = [
+        *COMPARED,
+        f"algo.kl_in={kl_in}",
+        *(["algo.name=reinforce++", "algo.scale=batch"] if kl_in == "reward" else []),
+    ]
+    with Talk(tmp_path / "inside", *words, placement=PLACES) as run:
+        inside, rows = run.some(3) and run.weights(), None
+    with Talk(tmp_path / "apart", *words, "roles.reference=true", placement=placed(reference="fake:0-1")) as run:
+        assert run.loop.learners[0].needs().wait()[0].num_bytes > 0
+        rows, apart = run.some(3), run.weights()
+    assert far(apart, inside) < 1e-9
+    assert rows[-1][1]["train/reference_kl"] > 1e-4
+
+
+def test_a_critic_learns_what_conversations_come_to_and_resumes(tmp_path):
+    """The policy stays as it is (lr 0), so that what its answers come to can be learned."""
+    with Talk(tmp_path / "run", *CRITIC, placement=placed(critic="fake:0-1")) as run:
+        rows = [numbers for _, numbers in run.some(8)]
+        state = run.loop.workers.save()
+    losses = [row["critic/value_loss"] for row in rows]
+    assert np.mean(losses[-2:]) < 0.7 * losses[0]
+    assert all(row["train/value_loss"] == 0 and row["train/grad_norm"] > 0 for row in rows)
+    assert {name.partition(".")[0] for name in state} == {"critic-0", "critic-1"}
+    first, second = ({name[9:]: each for name, each in state.items() if name[:8] == f"critic-{n}"} for n in (0, 1))
+    assert all(np.array_equal(array, second[name]) for name, array in first.items()), "they learn as one"
+    with Talk(tmp_path / "again", *CRITIC, placement=placed(critic="fake:0-1")) as run:
+        run.loop.workers.restore(dict(state))
+        assert all(np.array_equal(array, state[name]) for name, array in run.loop.workers.save().items())
+
+
+def scored(folder, *words, **roles):
+    """What each conversation of an iteration was asked, its answer and its reward, with these roles."""
+    with Talk(folder, "algo.filter=none", "run.samples=20", *words, placement=placed(**roles)) as run:
+        ((_, numbers),) = run.some(1)
+        told, ended = run.loop.take_samples(), run.loop.source.playing.ended
+    assert numbers["reward/mean"] == pytest.approx(np.mean([one.total_reward for one in ended.values()]), abs=2)
+    return [(one["turns"][0]["said"], one["turns"][0]["answer"], ended[one["index"]].total_reward) for one in told]
+
+
+def test_a_verifier_and_a_classifier_replace_rewards(tmp_path):
+    for asked, answer, reward in scored(tmp_path / "v", f"roles.verifier={__name__}:even", reward="fake:0-1"):
+        assert reward == even(asked, answer)
+    classifier, sizes = tmp_path / "classifier", {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape = LlamaConfig(vocab_size=100, num_attention_heads=2, num_labels=1, pad_token_id=0, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(shape).eval()
+    model.save_pretrained(classifier)
+    own = of_characters().own
+    own.save_pretrained(classifier)
+    words = [f"roles.reward_model={classifier}", "roles.reward_weight=10"]
+    found = scored(tmp_path / "c", *words, reward="fake:0-1")
+    for asked, answer, reward in found:
+        with torch.no_grad():
+            logit = float(model(torch.tensor([own(asked + answer)["input_ids"]])).logits)
+        assert reward == pytest.approx(float(any(digit in answer for digit in "02468")) + 10 * logit, abs=1e-4)
+    assert len({reward for *_, reward in found}) > 10
+
+
+def test_judges_are_asked_over_their_queue(tmp_path):
+    """The likeliest answer of a fresh model to the same question is the right one."""
+    folder = publish(tmp_path / "model", "qwen3", False)
+    words = [f"roles.judge={folder}", "roles.judge_tokens=3", "roles.judge_prompt=Q{asked}A{answer}"]
+    policy = build(pretrained=str(folder), max_tokens=3)
+
+    def judged(text):
+        request = Request(0, policy.tokenizer.encode(text, first=True), 3, 0)
+        (answer,) = answers(make_engine(policy.config, policy), [request], 0.0).values()
+        return policy.tokenizer.decode(
+            [token for token in answer.tokens.tolist() if token not in policy.tokenizer.stops]
+        )
+
+    first = judged("Q1+1=A2")[:1]
+    for asked, answer, reward in scored(
+        tmp_path / "judged", *words, f"roles.judge_says={first}", reward="fake:0-1", judge="fake:2-3"
+    ):
+        assert reward == float(judged(f"Q{asked}A{answer}").strip().startswith(first))
+
+
+def test_what_roles_cannot_do_is_refused():
+    refusals = {
+        ("recipe=sums_grpo", "roles.reference=true"): "nothing is compared with it while algo.kl_coef=0",
+        ("recipe=sums_grpo", "roles.critic=true"): "algo.name=grpo learns no values; try algo.name=ppo",
+        ("recipe=pointmass_ppo", "roles.verifier=a:b"): "reads conversations, and policy.name=mlp takes actions",
+        ("recipe=sums_grpo", "roles.verifier=a:b", "roles.judge=start"): "rewards come from one of them",
+        ("recipe=sums_grpo", "roles.judge_says=Y"): "roles.judge_says has no effect without roles.judge",
+        ("recipe=sums_grpo", "roles.reward_weight=1"): "has no effect without a verifier, a reward model or a judge",
+        ("recipe=sums_ppo_critic", "policy.value_head=true"): "learns no values",
+        ("recipe=sums_ppo_critic", "algo.kl_coef=0.1", "algo.kl_in=reward"): "set roles.reference=true",
+    }
+    for words, reason in refusals.items():
+        with pytest.raises(ConfigError, match=reason):
+            load([*words])
+
+
+def test_recipes_add_their_roles_to_a_program_that_trains():
+    config = load(["recipe=sums_ppo_critic", "roles.reference=true", "algo.kl_coef=0.1", "roles.judge=start"]).config
+    names = [role.name for role in roles_of_run(EmbodiedLoop, config)]
+    assert names == ["sim", "policy", "learner", "reward", "judge", "reference", "critic"]
