@@ -15,15 +15,21 @@ import pytest
 
 import embodied
 from embodied import train
+from embodied.config.recipe import load
 from embodied.envs import import_class
 from embodied.learners import worker as learner_worker
+from embodied.placement.topology import one_machine
 from embodied.policies.policy_folder import read_weights
+from embodied.run import launch
+from embodied.run.shared_runs import placement_for
+from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 PAGE = (Path(__file__).parents[1] / "docs" / "workflows.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
 PROGRAMS = {text.splitlines()[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
-INLINE, LOCAL, RAY, MODE, TRAIN, RESUME, EVALUATE, BENCHMARK, PLAN = COMMANDS
+INLINE, LOCAL, RAY, MODE, TRAIN, RESUME, EVALUATE, BENCHMARK, PLAN, *ROLES = COMMANDS
 SHORT = ["env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16", "run.env_steps=null"]
 SHORT += ["env.max_episode_steps=6", "eval.episodes=2", "eval.videos=0"]
 PLANTED = """
@@ -63,6 +69,17 @@ class KilledSimLoop(ScoredLoop):
 class FragileLoop(ScoredLoop):
     roles = (*EmbodiedLoop.roles, Role("reward", "planted:Fragile", arguments, relays=True, saved=True))
 """
+
+
+def test_roles_of_a_recipe_are_placed_and_shared(tmp_path):
+    found = []
+    for command in ROLES:
+        loaded = load(shlex.split(command)[3:])
+        _, plan = launch.planned(loaded.config, dry=True, roles=roles_of_run(EmbodiedLoop, loaded.config))
+        found.append({role for host in plan.hosts for role in host.roles} - {"sim", "policy", "learner"})
+        told = placement_for(loaded.config, one_machine((0, 1, 2, 3)), ["cpu:0", "cpu:1"], ["cpu:0"], 0, 2)
+        assert {role for key in told for role in key.split(",")} == {role for host in plan.hosts for role in host.roles}
+    assert found == [{"critic"}, {"reward", "judge"}, {"reference"}, {"reward", "judge", "reference", "critic"}]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from typing import Any
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.placement import PlacementPlan, Topology
+from embodied.placement import PlacementPlan, Topology, roles_of
 from embodied.run import launch
 from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_words, what_it_says
 from embodied.run.devices import divides_requests, machines
@@ -111,7 +111,8 @@ def placement_for(
     """The map of a run that may borrow devices; None where its recipe has a map, or it is on other devices."""
     if isinstance(config.placement, dict):
         return None
-    _, plan = launch.placed(config, part_of(there, own, place, places), True)
+    roles = roles_of_run(EmbodiedLoop, config)
+    _, plan = launch.placed(config, part_of(there, own, place, places), True, roles_of(roles))
     slots: dict[str, list[str]] = {}
     renders: dict[str, list[str]] = {}
     numbers = list(there.nodes[0].core_numbers)
