@@ -6,18 +6,20 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from served_language import SECRET
+from served_language import SECRET, served
 from tiny_language import build, publish
 
 from embodied import evaluate, sft, train
 from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig
+from embodied.core.conversations import SamplingRule
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.vllm_worker import FromFolder
@@ -25,7 +27,7 @@ from embodied.serving import language_server
 from embodied.serving.config import TOKEN
 
 PAGE = (Path(__file__).parents[1] / "docs" / "serving.md").read_text()
-SERVE, MAKE_TOKEN, SERVE_SFT, TRAIN, VLLM, EVALUATE = re.findall(
+SERVE, MAKE_TOKEN, SERVE_SFT, TRAIN, VLLM, POOL, EVALUATE = re.findall(
     r"^(?!#)(.+)$", "\n".join(re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)), re.M
 )
 FEW = ["run.iterations=1", "env.num_envs=8", "algo.groups=2", "algo.group_size=4", "eval.episodes=4"]
@@ -91,6 +93,8 @@ def test_a_run_is_trained_and_evaluated_with_a_server(tmp_path, monkeypatch):
         words = shlex.split(TRAIN.replace("8000", port))[3:]
         assert train.main([*words, *FEW, f"run.start_from={run}"]) == 0
         (trained,) = tmp_path.glob("runs/sums_grpo-*")
+        words = shlex.split(POOL.replace("8000", port).replace("8001", free_port()))[3:]
+        assert train.main([*words, *FEW, f"run.start_from={run}", f"run.dir={tmp_path / 'pool'}"]) == 0
         words = shlex.split(EVALUATE.replace("8000", port).replace("runs/NAME", str(trained)))[3:]
         assert evaluate.main([*words, "eval.episodes=4", "cluster.backend=inline"]) == 0
 
@@ -98,7 +102,7 @@ def test_a_run_is_trained_and_evaluated_with_a_server(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_vllms_server_takes_weights_and_its_logprobs_are_the_models(tied, tmp_path, monkeypatch):
+def test_vllms_server_takes_weights_beside_ours_and_its_logprobs_are_the_models(tied, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
     folder, port = publish(tmp_path / "model", "qwen3", tied=tied, dim=32), free_port()
     assert f"{FromFolder.__module__}.{FromFolder.__name__}" in VLLM
@@ -109,11 +113,14 @@ def test_vllms_server_takes_weights_and_its_logprobs_are_the_models(tied, tmp_pa
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     quiet |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1"}
     policy = build(pretrained=str(folder), max_running=8, max_length=256)
-    options = {"engine": "http", "url": f"http://127.0.0.1:{port}", "weights": tmp_path / "weights"}
-    with running(command, "startup complete", **quiet):
+    options = {"engine": "http", "weights": tmp_path / "weights"}
+    with running(command, "startup complete", **quiet), served(build(pretrained=str(folder)), folder) as ours:
+        options["url"] = [f"http://127.0.0.1:{port}", ours.url]
         engine = make_engine(LanguageConfig(**policy.config.model_dump() | options), policy)
         for version in range(3):
             engine.load(policy.state_dict(), version)
+            while not all(server.takes for server in engine.pool.servers):
+                time.sleep(0.1)
             assert largest_gap(engine, policy, version) <= 1e-5
             with torch.no_grad():
                 for parameter in policy.parameters():
@@ -123,7 +130,7 @@ def test_vllms_server_takes_weights_and_its_logprobs_are_the_models(tied, tmp_pa
 
 def largest_gap(engine, policy, version):
     """Of the server's log-probs from the model's own; prompts are longer than a block that vLLM remembers."""
-    engine.begin(version, 3, "train", 1.0)
+    engine.begin(version, 3, "train", SamplingRule())
     for number in range(6):
         engine.add(Request([*[5, 6] * 70, 7 + number], [*[5, 6] * 70, 7 + number], 12, number))
     gaps, count = [0.0], 0

@@ -62,6 +62,12 @@ class RequestQueue:
         for gone in [worker for worker in self.taken if worker not in most and worker not in others]:
             self.waiting.extendleft(reversed(self.taken.pop(gone).values()))
 
+    def give_back(self, key: Hashable) -> None:
+        """A worker cannot answer a request that it has taken: it waits again, in front."""
+        for had in self.taken.values():
+            if (one := had.pop(key, None)) is not None:
+                self.waiting.appendleft(one)
+
     def answered(self, key: Hashable) -> bool:
         """Forget a request: its answer has come. False if no worker has it: that is a second answer."""
         return any(had.pop(key, None) is not None for had in self.taken.values())

@@ -254,18 +254,7 @@ class WeightStore:
         return tuple(changed)
 
     def _buckets(self, publication: Publication, names: Iterable[str]) -> Iterator[Bucket]:
-        parts: list[tuple[str, int, np.ndarray]] = []
-        size = number = 0
-        for name in names:
-            whole, start = self._part(name, publication.area), 0
-            while start < len(whole):
-                part = whole[start : start + BUCKET_BYTES - size]
-                parts.append((name, start, part))
-                start, size = start + len(part), size + len(part)
-                if size == BUCKET_BYTES:
-                    yield Bucket(publication.version, number, tuple(parts), sums_of(parts), last=False)
-                    parts, size, number = [], 0, number + 1
-        yield Bucket(publication.version, number, tuple(parts), sums_of(parts), last=True)
+        return buckets_of(publication.version, ((name, self._part(name, publication.area)) for name in names))
 
 
 @dataclass(frozen=True)
@@ -275,6 +264,42 @@ class Bucket:
     parts: tuple[tuple[str, int, np.ndarray], ...]  # (tensor, offset in it, bytes)
     checksums: tuple[int, ...]
     last: bool
+
+
+def buckets_of(version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[Bucket]:
+    """A version's tensors, given as bytes, in pieces of BUCKET_BYTES."""
+    parts: list[tuple[str, int, np.ndarray]] = []
+    size = number = 0
+    for name, whole in tensors:
+        start = 0
+        while start < len(whole):
+            part = whole[start : start + BUCKET_BYTES - size]
+            parts.append((name, start, part))
+            start, size = start + len(part), size + len(part)
+            if size == BUCKET_BYTES:
+                yield Bucket(version, number, tuple(parts), sums_of(parts), last=False)
+                parts, size, number = [], 0, number + 1
+    yield Bucket(version, number, tuple(parts), sums_of(parts), last=True)
+
+
+class TensorsFromBuckets:
+    """A version's tensors, put together from buckets that come in order."""
+
+    def __init__(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
+        """`tensors` are the bytes to be filled."""
+        self.version, self.tensors = version, tensors
+        self.missing = {name: len(data) for name, data in tensors.items()}
+
+    def add(self, bucket: Bucket) -> None:
+        """Raises EmbodiedError where a part is damaged, or with the last bucket where a part has not come."""
+        for (name, start, data), expected in zip(bucket.parts, bucket.checksums, strict=True):
+            check(name, data, expected, self.version)
+            if (whole := self.tensors.get(name)) is None or start + len(data) > len(whole):
+                raise EmbodiedError(f"version {self.version} came with a part of {name} that is no part of it")
+            whole[start : start + len(data)] = data
+            self.missing[name] -= len(data)
+        if bucket.last and (short := [name for name, left in self.missing.items() if left]):
+            raise EmbodiedError(f"version {self.version} arrived without parts of {', '.join(short[:4])}")
 
 
 def sums_of(parts: Iterable[tuple[str, int, np.ndarray]]) -> tuple[int, ...]:
@@ -399,8 +424,8 @@ class WeightReader:
 
     def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
         """Returns whether this version came, whole; False where a newer one came instead."""
-        missing = {name: publication.specs[name].size_bytes for name in names}
-        memory, offsets = self._memory, publication.places[0]
+        tensors = {name: blob.data for name, blob in self._blobs(publication, names).items()}
+        arriving = TensorsFromBuckets(publication.version, tensors)
         number, last = 0, False
         while not last:
             bucket: Bucket = channel.get()
@@ -409,14 +434,9 @@ class WeightReader:
             if bucket.version < publication.version or (bucket.number and bucket.number != number):
                 continue  # of an earlier version, which nobody waits for any more
             if bucket.number == 0:
-                missing = {name: publication.specs[name].size_bytes for name in names}
-            for (name, start, data), expected in zip(bucket.parts, bucket.checksums, strict=True):
-                check(name, data, expected, publication.version)
-                memory[offsets[name] + start : offsets[name] + start + len(data)] = data
-                missing[name] -= len(data)
+                arriving = TensorsFromBuckets(publication.version, tensors)
+            arriving.add(bucket)
             number, last = bucket.number + 1, bucket.last
-        if short := [name for name, left in missing.items() if left]:
-            raise EmbodiedError(f"version {publication.version} arrived without parts of {', '.join(short[:4])}")
         return True
 
 

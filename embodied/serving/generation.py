@@ -27,7 +27,7 @@ from embodied.policies.language.engine import Answer, Request, Sampling
 from embodied.policies.language.http_messages import fingerprint
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.slots import SlotEngine
-from embodied.runtime.tensor_bytes import blob_of, tensor_of
+from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.serving.openai_protocol import BadRequest
 
 ROUND = "serve"  # the stream of noise of requests that bring none
@@ -105,9 +105,9 @@ class Generation:
 
         return self.order(resume, done)
 
-    def update(self, folder: Path, version: int, mode: Mode, known: str | None = None) -> Future[str]:
-        """Load a folder's weights once nothing is being written; returns their fingerprint. Those that are loaded
-        already, by the fingerprint that is `known`, are not loaded again."""
+    def update(self, source: Path | dict[str, Blob], version: int, mode: Mode, known: str | None = None) -> Future[str]:
+        """Load weights, a folder's or these by their published names, once nothing is being written; returns their
+        fingerprint. Those that are loaded already, by the fingerprint that is `known`, are not loaded again."""
         done: Future[str] = Future()
 
         def update() -> None:
@@ -116,7 +116,7 @@ class Generation:
                 settle(done, error=BadRequest(why, status=409))
                 return
             self.abort(mode)
-            self.changes.append((lambda: self.load(folder, version, known), done))
+            self.changes.append((lambda: self.load(source, version, known), done))
 
         return self.order(update, done)
 
@@ -241,11 +241,13 @@ class Generation:
             self.engine.cancel(conversation)
             self.writing.discard(conversation)
 
-    def load(self, folder: Path, version: int, known: str | None) -> str:
-        """Replace all weights by those of a folder, or none."""
+    def load(self, source: Path | dict[str, Blob], version: int, known: str | None) -> str:
+        """Replace all weights by those of a folder, or by these, or none."""
         if known == self.fingerprint:
             return known
-        stored, own = self.policy.read_weights(folder), self.policy.state_dict(keep_vars=True)
+        folder = source if isinstance(source, Path) else "what was sent"
+        stored = self.policy.read_weights(source) if isinstance(source, Path) else source
+        own = self.policy.state_dict(keep_vars=True)
         names = {name: self.policy.stored_name(stored, name) for name in own}
         if odd := sorted({*names.values()} ^ stored.keys()):
             raise CheckpointError(f"{folder}: its weights are not those of this model: {', '.join(odd[:4])} differ")

@@ -25,9 +25,13 @@ from aiohttp.http_exceptions import BadHttpMessage
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EmbodiedError
 from embodied.policies.language.engine import Answer, Sampling
-from embodied.policies.language.http_messages import NOT_FINITE
+from embodied.policies.language.http_messages import NOT_FINITE, UNSEEN, read_bucket, settings_of
 from embodied.policies.language.policy import LanguagePolicy
+from embodied.runtime.device_memory import num_bytes
+from embodied.runtime.tensor_bytes import Blob
+from embodied.runtime.weights import BUCKET_BYTES
 from embodied.serving import openai_protocol as openai
+from embodied.serving.arriving_weights import ArrivingWeights
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
 from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served
@@ -39,6 +43,7 @@ IDLE_S = 75.0  # that a connection is kept after an answer
 HEAD_S, BODY_S, SEND_S = 15.0, 60.0, 30.0  # for a first request's head, a request's body, and a part of an answer
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character, or one of two halves
 TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt, and for all else
+HEAD_BYTES = 16 << 20  # of a bucket: names, shapes and places of tensors
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class LanguageServer:
         self.token = config.token
         self.numbers = itertools.count()
         self.active = 0
+        self.arriving: ArrivingWeights | None = None
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
         """Serve until `stop` is set; calls `ready` with the port."""
@@ -147,7 +153,8 @@ class LanguageServer:
         return web.Response(text="OK\n")
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response(openai.models(self.served(), self.policy.max_length, self.policy.config.lora_rank))
+        limits = self.policy.max_length, self.policy.config.lora_rank, self.generation.engine.slots
+        return web.json_response(openai.models(self.served(), *limits, settings_of(self.policy)))
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self.answer(request, openai.read_completion(await body_of(request)))
@@ -304,14 +311,42 @@ class LanguageServer:
         """The checkpoint's own weights once more."""
         return await self.change(self.origin.folder, self.origin.version, "wait")
 
-    async def change(self, folder: Path, version: int, mode: Any, known: str | None = None) -> web.Response:
+    async def receive_weights(self, request: web.Request) -> web.Response:
+        """A bucket of a version (`bucket_bytes`), in order; the last one loads it as /update_weights does."""
+        try:
+            head, bucket, specs = read_bucket(await long_body_of(request))
+            if bucket.number == 0:
+                if self.arriving is not None and self.arriving.is_in_the_way(head["sender"]):
+                    raise BadRequest("another program is sending weights; come again", status=503)
+                self.arriving = ArrivingWeights(head["sender"], bucket.version, specs, self.size_bytes)
+            if self.arriving is None or not self.arriving.add(head["sender"], bucket):
+                raise BadRequest("this is not the next bucket of the weights that are coming; begin again", status=503)
+        except ValueError as err:
+            raise BadRequest(str(err)) from None
+        except BadRequest:
+            raise
+        except EmbodiedError as err:  # damaged on its way, or incomplete: worth another attempt
+            self.arriving = None
+            raise BadRequest(str(err), status=503) from None
+        if not bucket.last:
+            return web.json_response({"status": "received", "number": bucket.number})
+        blobs, self.arriving = self.arriving.blobs, None
+        return await self.change(blobs, bucket.version, "wait", head["weight_version"])
+
+    @property
+    def size_bytes(self) -> int:
+        return num_bytes(self.policy.state_dict().values())
+
+    async def change(
+        self, source: Path | dict[str, Blob], version: int, mode: Any, known: str | None = None
+    ) -> web.Response:
         if mode not in ("wait", "abort"):
             raise BadRequest("mode should be wait or abort", "mode")
-        if not folder.is_absolute() or not os.path.isdir(folder):  # Path.is_dir raises for some paths
-            raise BadRequest(f"path: {str(folder)[:200]} is not a folder that this server sees", "path")
+        if isinstance(source, Path) and not (source.is_absolute() and os.path.isdir(source)):  # is_dir may raise
+            return refusal(400, f"path: {str(source)[:200]} is not a folder that this server sees", code=UNSEEN)
         try:
             before = self.generation.fingerprint
-            found = await self.changed(self.generation.update(folder, version, mode, known))
+            found = await self.changed(self.generation.update(source, version, mode, known))
         except BadRequest:
             raise
         except (EmbodiedError, OSError) as err:  # another model's weights, damaged, or not readable
@@ -337,7 +372,7 @@ class LanguageServer:
             return await asyncio.shield(asyncio.wrap_future(done))
 
 
-CONTROL = ("/update_weights", "/reload_weights", "/pause", "/resume")
+CONTROL = ("/update_weights", "/receive_weights", "/reload_weights", "/pause", "/resume")
 
 
 class Connections:
@@ -385,6 +420,20 @@ def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
     """The text before the first of these, and whether there is one."""
     places = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(places)], True) if places else (text, False)
+
+
+async def long_body_of(request: web.Request) -> bytes:
+    """The bytes of a request that may be as long as a bucket of weights."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.content.iter_chunked(1 << 20):
+                data += part
+                if len(data) > BUCKET_BYTES + HEAD_BYTES:
+                    raise BadRequest(f"a bucket has {BUCKET_BYTES} bytes at most", status=413)
+    except TimeoutError:
+        raise BadRequest(f"the request's body did not arrive within {BODY_S:g} s", status=408) from None
+    return bytes(data)
 
 
 async def body_of(request: web.Request) -> Any:

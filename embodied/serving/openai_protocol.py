@@ -326,8 +326,9 @@ def error(text: str, kind: str = "invalid_request_error", param: str | None = No
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
 
 
-def models(served: Served, max_length: int, lora_rank: int | None) -> dict[str, Any]:
-    """The JSON of /v1/models."""
+def models(served: Served, max_length: int, lora_rank: int | None, slots: int, settings: Any) -> dict[str, Any]:
+    """The JSON of /v1/models. Trainers compare the settings with their own."""
     found = {"id": served.model, "object": "model", "created": served.created, "owned_by": OWNER}
     found |= {"max_model_len": max_length, "lora_rank": lora_rank, "policy_version": served.version}
+    found |= {"max_running": slots, "settings": settings}
     return {"object": "list", "data": [found]}

@@ -413,11 +413,13 @@ class GroupCollector(Collector):
 
 
 def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The sums of numbers of several workers."""
-    total: Counter[str] = Counter()
+    """The sums of numbers of several workers; of gaps between log-probs the largest."""
+    total: dict[str, float] = {}
     for part in parts:
-        total.update(part)
-    return dict(total)
+        for name, number in part.items():
+            before = total.get(name, 0.0)
+            total[name] = max(before, number) if "gap" in name else before + number
+    return total
 
 
 def saved(episodes: Collection[int], batch: GroupedEpisodes) -> list[RolloutStats]:

@@ -11,7 +11,7 @@ from embodied.core.options import LocalPath
 from embodied.policies.common_config import PolicyOptions
 from embodied.policies.vla.config import LoraTargets
 
-OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s")
+OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit")
 ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
 """Keys that say how a language model's answers are made, not what they are."""
 
@@ -36,12 +36,12 @@ class LanguageConfig(PolicyOptions):
     engine: Literal["transformers", "vllm", "http"] = Field(
         "transformers",
         description="What generates: our own loop over the model, vLLM in the policy worker's process (make vllm), or "
-        "the server at policy.url.",
+        "the servers at policy.url.",
     )
-    url: str | None = Field(
+    url: str | tuple[str, ...] | None = Field(
         None,
         description="Where policy.engine=http finds its server, python -m embodied.serve or vllm serve: "
-        "http://127.0.0.1:8000.",
+        "http://127.0.0.1:8000, or a list of several, which may come and go.",
     )
     token_from: str = Field(
         "EMBODIED_SERVE_TOKEN",
@@ -50,17 +50,23 @@ class LanguageConfig(PolicyOptions):
     )
     weights: LocalPath | None = Field(
         None,
-        description="Folder in which the server finds new weights, under the same name here and there; null: it keeps "
-        "its own, which must be the checkpoint's, for evaluations alone.",
+        description="Folder in which servers find new weights, under the same name here and there; ours are sent them "
+        "where they do not see it. null: they keep their own, which must be the checkpoint's, for evaluations alone.",
     )
     answer_s: float = Field(
-        600.0, gt=0, description="Seconds that the server has for an answer, and for taking new weights."
+        600.0, gt=0, description="Seconds that a server has for an answer, and for taking new weights."
     )
     away_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds that the server may be away or failing before the run fails; a request is then asked "
+        description="Seconds that all servers may be away or failing before the run fails; a request is then asked "
         "again.",
+    )
+    gap_limit: float | None = Field(
+        0.1,
+        gt=0,
+        description="A server is dropped whose log-probs differ from the learner's by more than this a token, on "
+        "average over the last 32, or by ten times as much as the other servers'; null: nothing is compared.",
     )
     temperature: float = Field(
         1.0,
@@ -72,7 +78,9 @@ class LanguageConfig(PolicyOptions):
     max_length: int | None = Field(
         None, gt=0, description="Tokens of a whole conversation, at most; null: as many as the model has positions."
     )
-    max_running: int = Field(64, gt=0, description="Conversations that a policy worker continues at a time.")
+    max_running: int = Field(
+        64, gt=0, description="Conversations that a policy worker continues at a time, on each server of its own."
+    )
     cache_gb: float | None = Field(
         None,
         gt=0,
@@ -107,6 +115,10 @@ class LanguageConfig(PolicyOptions):
         return False
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        return (self.url,) if isinstance(self.url, str) else self.url or ()
+
+    @property
     def merged_rows(self) -> int:
         return self.max_running
 
@@ -122,7 +134,9 @@ class LanguageConfig(PolicyOptions):
             return self
         if self.url is None:
             raise ValueError("policy.engine=http asks a server: set policy.url, such as http://127.0.0.1:8000")
-        if not re.fullmatch(r"https?://[^/@\s?#]+(/[^@\s?#]*)?", self.url):
+        if not self.urls or len({*self.urls}) < len(self.urls):
+            raise ValueError("policy.url should name every server once")
+        if not all(re.fullmatch(r"https?://[^/@\s?#]+(/[^@\s?#]*)?", url) for url in self.urls):
             raise ValueError("policy.url should be like http://127.0.0.1:8000, without a user's name or a password")
         if "/" not in self.token_from and not re.fullmatch(r"[A-Za-z_]\w*", self.token_from):
             raise ValueError("policy.token_from names an environment variable, or a file with a / in its name")

@@ -9,16 +9,24 @@ engine.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from embodied.core.conversations import SamplingRule
 from embodied.policies.language.engine import Request, seed_of
-from embodied.runtime.tensor_bytes import Blob, checksum
+from embodied.runtime.tensor_bytes import ITEM_BYTES, Blob, Spec, checksum
+from embodied.runtime.weights import Bucket
+
+if TYPE_CHECKING:
+    from embodied.policies.language.policy import LanguagePolicy
 
 OWNER = "embodied"  # of the model, as our server's /v1/models names it
 NOT_FINITE = "not_finite"  # an error's code where the weights make no numbers
+UNSEEN = "folder_not_seen"  # an error's code where a server does not see the folder that weights are in
 LEAST = -9999.0  # what vLLM writes for minus infinity
 
 
@@ -34,11 +42,10 @@ class Read:
 
 
 def body_of(
-    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, rule: SamplingRule, model: str
+    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, rule: SamplingRule
 ) -> dict[str, Any]:
-    """The JSON that asks /v1/completions to continue a conversation by `most` tokens at most."""
+    """The JSON that asks /v1/completions to continue a conversation by `most` tokens at most; lacks the `model`."""
     return {
-        "model": model,
         "prompt": [int(token) for token in request.tokens],
         "max_tokens": most,
         "temperature": rule.temperature,
@@ -82,6 +89,56 @@ def read_error(body: Any) -> tuple[str, Any]:
         text = found.get("message") or found.get("detail") or found
         return str(text).replace("\n", " ")[:300], found.get("code")
     return str(found).replace("\n", " ")[:300], None
+
+
+def settings_of(policy: LanguagePolicy) -> dict[str, Any]:
+    """What a policy and a server of it have to have in common."""
+    shape = policy.model.config.get_text_config()
+    sizes = {key: getattr(shape, key) for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
+    return {"dtype": policy.config.dtype, **sizes}
+
+
+def bucket_bytes(bucket: Bucket, sender: str, name: str, specs: Mapping[str, Spec]) -> bytes:
+    """A part of a version that is called `name`, as it goes over HTTP: the length of a head, the head as JSON, and the
+    tensors' bytes one after the other. The first bucket has all tensors' `specs`."""
+    head = {
+        "sender": sender,
+        "weight_version": name,
+        "version": bucket.version,
+        "number": bucket.number,
+        "last": bucket.last,
+        "specs": {name: [spec.dtype, spec.shape] for name, spec in specs.items()},
+        "parts": [[name, start, len(data)] for name, start, data in bucket.parts],
+        "checksums": [str(each) for each in bucket.checksums],  # of 64 bits, which JSON numbers have not
+    }
+    words = json.dumps(head).encode()
+    return b"".join([len(words).to_bytes(8, "little"), words, *(data.tobytes() for _, _, data in bucket.parts)])
+
+
+def read_bucket(data: bytes) -> tuple[dict[str, Any], Bucket, dict[str, Spec]]:
+    """The head, the bucket and the specs of `bucket_bytes`; raises ValueError where it is none."""
+    try:
+        begin = 8 + int.from_bytes(data[:8], "little")
+        head, raw = json.loads(data[8:begin]), np.frombuffer(data, np.uint8)
+        specs = {str(name): Spec(str(kind), tuple(map(int, shape))) for name, (kind, shape) in head["specs"].items()}
+        if any(spec.dtype not in ITEM_BYTES or min(spec.shape, default=0) < 0 for spec in specs.values()):
+            raise ValueError("a tensor is of no type or shape that is known here")
+        parts = []
+        for name, start, size in head["parts"]:
+            if type(start) is not int or type(size) is not int or start < 0 or not 0 <= size <= len(raw) - begin:
+                raise ValueError("its parts are longer than itself")
+            parts.append((str(name), start, raw[begin : begin + size]))
+            begin += size
+        sums = tuple(map(int, head["checksums"]))
+        if (
+            len(sums) != len(parts)
+            or not isinstance(head["sender"], str)
+            or not isinstance(head["weight_version"], str)
+        ):
+            raise ValueError("its head is not complete")
+        return head, Bucket(int(head["version"]), int(head["number"]), tuple(parts), sums, bool(head["last"])), specs
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as err:
+        raise ValueError(f"this is no bucket of weights ({type(err).__name__}: {err})") from None
 
 
 def fingerprint(version: int, blobs: Iterable[tuple[str, Blob]]) -> str:

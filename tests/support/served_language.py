@@ -17,7 +17,13 @@ def served(policy, folder, version=0, **options):
     """Gives the server with its address."""
     config, told = ServeConfig(checkpoint="x", **({"port": 0} | options)), []
     server = LanguageServer(policy, config, Origin("m", folder, version), told.append)
-    with in_a_thread(server.run) as server.url:
+
+    async def run(ready, stop):
+        loop, thread = asyncio.get_running_loop(), threading.current_thread()
+        server.end = lambda: (loop.call_soon_threadsafe(stop.set), thread.join(60))
+        await server.run(ready, stop)
+
+    with in_a_thread(run) as server.url:
         yield server
     assert not [line for line in told if "Traceback" in line], told
 
@@ -60,6 +66,7 @@ def in_a_thread(run):
         assert started.wait(60)
         yield f"http://127.0.0.1:{ports[0]}"
     finally:
-        loop.call_soon_threadsafe(stop.set)
+        if thread.is_alive():
+            loop.call_soon_threadsafe(stop.set)
         thread.join(60)
         loop.close()

@@ -1,6 +1,7 @@
 """Runs whose answers come from a server: token by token those of runs that answer themselves, and what a user sees when
 the server ends."""
 
+import contextlib
 import json
 import re
 import signal
@@ -14,6 +15,7 @@ from tiny_language import build
 
 from embodied import evaluate, sft, train
 from embodied.policies import load_policy
+from embodied.policies.language.server_pool import ServerPool
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.transcripts import read_transcripts
 from embodied.serving.config import TOKEN
@@ -141,3 +143,76 @@ def test_a_server_that_is_killed_in_a_rollout_ends_the_run_with_its_name(imitate
             server.kill()
     assert run.returncode == 1
     assert f"policy.url={url} has not answered for 2 s" in rest and "Traceback" not in rest
+
+
+LIAR = """
+import sys, torch
+from embodied import serve
+from embodied.serving.generation import Generation
+
+def lie(self, *args, load=Generation.load):
+    found, draw = load(self, *args), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in self.policy.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+    return found
+
+Generation.load = lie
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+class ServerProcess:
+    """`python -m embodied.serve`, or a program that does so and lies about its weights."""
+
+    def __init__(self, checkpoint, port=0, lies=False):
+        program = ["-c", LIAR] if lies else ["-m", "embodied.serve"]
+        words = [f"checkpoint={checkpoint}", f"port={port}"]
+        self.process = subprocess.Popen([sys.executable, *program, *words], stdout=subprocess.PIPE, text=True)
+
+    def address(self):
+        self.url = next(line.split()[1] for line in self.process.stdout if line.startswith("listening"))[:-3]
+        return self.url
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.chaos
+def test_a_run_on_three_servers_takes_the_same_steps_whatever_becomes_of_them(tmp_path, monkeypatch, capsys):
+    with Talk(tmp_path / "own", placement=ONE_OF_EACH) as run:
+        want, weights = run.some(3), run.weights()
+    policy, before, released = tmp_path / "policy", ServerPool.release, []
+    build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=7).save_pretrained(policy)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(ServerProcess(policy, lies=lies)) for lies in (False, False, True)]
+        killed, restarted, liar = [server.address() for server in servers]
+
+        def release(pool, compared):
+            found = before(pool, compared)
+            count, _ = len(released), released.extend(found)
+            if count < 4 <= len(released):
+                servers[0].process.kill()
+            if count < 24 <= len(released):
+                servers[1].process.kill()
+                servers[1].process.wait()
+                stack.enter_context(ServerProcess(policy, port=int(restarted.rpartition(":")[2])))
+            return found
+
+        monkeypatch.setattr(ServerPool, "release", release)
+        asked = ["policy.engine=http", f"policy.url=[{killed}, {restarted}, {liar}]", "policy.away_s=600"]
+        with Talk(tmp_path / "pool", *asked, f"policy.weights={tmp_path / 'w'}", placement=ONE_OF_EACH) as run:
+            rows = run.some(3)
+            assert told(rows) == told(want)
+            assert far(run.weights(), weights) < 1e-10
+    said = capsys.readouterr().out
+    (dropped,) = [line for line in said.splitlines() if "is dropped" in line]
+    tokens = re.search(r"in its last (\d+) answers of (\d+) tokens", dropped)
+    assert liar in dropped and int(tokens[2]) < 32 + 4
+    assert killed in said and restarted in said
+    assert sum(row["engine/asked_again"] for _, row in rows) > 0

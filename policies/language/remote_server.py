@@ -1,0 +1,216 @@
+"""A server that answers for a language policy: what it is, which weights it has, and how it is given others.
+
+It is ours (`python -m embodied.serve`), vLLM's (`vllm serve`), or another that speaks OpenAI's completions with token
+ids and keeps its weights. Weights come in a folder that both see; our server is sent them in buckets where it does not
+see the folder. vLLM takes weights by its development routes (`VLLM_SERVER_DEV_MODE=1`); whether a head that is tied to
+the embeddings follows depends on the device, so there `vllm_worker.FromFolder` has to be loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.files import as_path
+from embodied.policies.language.config import LanguageConfig
+from embodied.policies.language.http_messages import NOT_FINITE, OWNER, UNSEEN, bucket_bytes, read_error
+from embodied.policies.policy_folder import WEIGHTS
+from embodied.runtime.tensor_bytes import read_safetensors
+from embodied.runtime.weights import buckets_of
+
+BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers after which it is worth trying again
+EXTENSION = "embodied.policies.language.vllm_worker.FromFolder"
+
+
+def token_of(config: LanguageConfig) -> str | None:
+    """The server's token, from where `policy.token_from` says; None where there is none."""
+    if "/" not in config.token_from:
+        return os.environ.get(config.token_from) or None
+    try:
+        return as_path(config.token_from).read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
+
+
+class ServerUnavailable(EmbodiedError):
+    """The server is not there, or not able to answer now."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status  # of its answer, where there is one
+
+
+class Refused(ConfigError):
+    """The server does not do what it was asked for."""
+
+    def __init__(self, text: str, code: Any = None) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class RemoteServer:
+    """One server. All but the constructor runs in the loop of its first call."""
+
+    max_length: int | None = None  # tokens of a conversation
+    adapters: int | None = None  # their rank
+    slots: int | None = None  # conversations for which it has room in its cache
+    settings: dict[str, Any] = {}  # noqa: RUF012  replaced whole
+
+    def __init__(self, url: str, token: str | None, answer_s: float) -> None:
+        self.url, self.token, self.answer_s = url.rstrip("/").removesuffix("/v1"), token, answer_s
+        self.name = f"policy.url={url}"
+        self.session: Any = None
+        self.model, self.owner = "", ""
+        self.sender = secrets.token_hex(8)  # by which it tells apart who sends weights
+
+    @property
+    def ours(self) -> bool:
+        return self.owner == OWNER
+
+    async def look(self) -> None:
+        """Find out which model it has, and what kind of server it is."""
+        found = await self.call("GET", "/v1/models")
+        try:
+            about = found["data"][0]
+            self.model, self.owner = str(about["id"]), str(about.get("owned_by"))
+            self.max_length, self.adapters = about.get("max_model_len"), about.get("lora_rank")
+            self.slots, self.settings = about.get("max_running"), dict(about.get("settings") or {})
+            if self.ours:
+                self.settings["lora_rank"] = self.adapters
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise ConfigError(
+                f"{self.name}/v1/models does not name a model: is it a server of OpenAI's kind?"
+            ) from None
+
+    async def ask(self, body: dict[str, Any]) -> Any:
+        """The answer of /v1/completions."""
+        return await self.call("POST", "/v1/completions", body)
+
+    async def weights(self, limit_s: float | None = None) -> str:
+        """The name that it has for its weights; empty where it does not say."""
+        if not self.ours and self.owner != "vllm":
+            return ""
+        found = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
+        return str(found.get("weight_version", ""))
+
+    def check_settings(self, own: dict[str, Any], max_length: int) -> None:
+        """Refuse a server of another model, of another precision, or of shorter conversations."""
+        odd = [f"{k}={self.settings[k]} there, {own[k]} here" for k in own if self.settings.get(k, own[k]) != own[k]]
+        if odd:
+            raise ConfigError(f"{self.name} is of other settings than this policy: {'; '.join(odd)}")
+        if self.max_length and self.max_length < max_length:
+            raise ConfigError(
+                f"{self.name} has conversations of {self.max_length} tokens at most, and this policy of "
+                f"{max_length}; try policy.max_length={self.max_length}"
+            )
+
+    async def load(self, folder: Path, name: str, tied: bool) -> None:
+        """Make it load the weights in a folder, and call them so."""
+        if self.ours:
+            version = int(name.partition("-")[0].removeprefix("v"))
+            body = {"path": str(folder), "version": version, "weight_version": name}
+            try:
+                found = await self.call("POST", "/update_weights", body)
+            except Refused as err:
+                if err.code != UNSEEN:
+                    raise
+                found = await self.send(folder, name, version)
+            if found.get("weight_version") != name:
+                raise EmbodiedError(f"{self.name} has read other weights from {folder} than were written there")
+        elif self.owner == "vllm":
+            await self.load_into_vllm(folder, name, tied)
+        else:
+            raise ConfigError(
+                f"{self.name} is a server of {self.owner or 'another kind'}, which has no way to take weights that is "
+                "known here; python -m embodied.serve and vllm serve have one"
+            )
+
+    async def send(self, folder: Path, name: str, version: int) -> Any:
+        """Send it the weights of a folder in buckets; the answer to the last one is that to /update_weights."""
+        found = {}
+        blobs = read_safetensors(folder / WEIGHTS)
+        specs = {name: blob.spec for name, blob in blobs.items()}
+        for bucket in buckets_of(version, ((name, blob.data) for name, blob in blobs.items())):
+            data = bucket_bytes(bucket, self.sender, name, {} if bucket.number else specs)
+            found = await self.call("POST", "/receive_weights", data)
+        return found
+
+    async def load_into_vllm(self, folder: Path, name: str, tied: bool) -> None:
+        """Load weights by vLLM's development routes, while nothing is being written."""
+        method, why = ("load_folder", f"--worker-extension-cls {EXTENSION}") if tied else ("reload_weights", "")
+        await self.call("POST", "/pause?mode=wait", missing=None)
+        try:
+            arguments = {"args": [str(folder)]} if tied else {"kwargs": {"weights_path": str(folder)}}
+            try:
+                await self.call("POST", "/collective_rpc", {"method": method} | arguments)
+            except ServerUnavailable as err:
+                if err.status != 500:
+                    raise
+                raise EmbodiedError(
+                    f"{self.name} did not load {folder} ({err}){why and f'; start it with {why}'}"
+                ) from None
+            if not (await self.call("POST", "/reset_prefix_cache")).get("success", True):
+                raise ServerUnavailable("it did not forget its prefixes")
+            await self.call("POST", "/update_weight_version", {"new_version": name})
+        finally:
+            await self.call("POST", "/resume")
+
+    async def call(
+        self, method: str, path: str, body: Any = None, missing: Any = ..., limit_s: float | None = None
+    ) -> Any:
+        """The JSON of an answer. Raises ServerUnavailable where trying again may help. `missing`: what a route
+        that is not there stands for."""
+        import aiohttp
+
+        if self.session is None:
+            headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+            limits = aiohttp.ClientTimeout(total=self.answer_s, sock_connect=10)
+            self.session = aiohttp.ClientSession(
+                headers=headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0), trust_env=False
+            )
+        try:
+            what: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+            if limit_s is not None:
+                what["timeout"] = aiohttp.ClientTimeout(total=limit_s)
+            async with self.session.request(method, self.url + path, allow_redirects=False, **what) as response:
+                status, text = response.status, await response.text()
+        except TimeoutError:
+            raise ServerUnavailable(f"{path} took longer than {limit_s or self.answer_s:g} s") from None
+        except aiohttp.ClientConnectorError as err:
+            raise ServerUnavailable(f"no connection ({err.os_error.strerror or err.os_error})") from None
+        except (aiohttp.ClientError, OSError) as err:
+            raise ServerUnavailable(f"{type(err).__name__}: {err}" if str(err) else type(err).__name__) from None
+        if status == 404 and missing is not ...:
+            return missing
+        try:
+            found = json.loads(text) if text.strip() else {}
+        except ValueError:
+            found = text[:200]
+        if status < 300:
+            return found
+        said, code = read_error(found)
+        if status == 500 and code == NOT_FINITE:
+            return UNUSABLE
+        if status in BUSY:
+            raise ServerUnavailable(f"{path} answers {status}: {said}", status)
+        raise Refused(f"{self.name}: {path} answers {status}: {said}{self.hint(status, path)}", code)
+
+    def hint(self, status: int, path: str) -> str:
+        if status in (401, 403):
+            return "; policy.token_from says where the token is" + ("" if self.token else ", and there is none")
+        if status == 404 and self.owner == "vllm" and path in ("/collective_rpc", "/resume"):
+            return "; only with VLLM_SERVER_DEV_MODE=1 in its environment does vllm serve take new weights"
+        return ""
+
+    async def close(self) -> None:
+        if self.session is not None:
+            await self.session.close()
+            await asyncio.sleep(0)
+
+
+UNUSABLE = {"choices": [{"token_ids": [0], "finish_reason": "stop", "logprobs": {"token_logprobs": [None]}}]}

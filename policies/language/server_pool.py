@@ -1,0 +1,470 @@
+"""Servers that take requests from one queue: each while it has the wanted weights, and room for more.
+
+A server may join, leave, die, be started again, or be given other weights by somebody else at any moment:
+
+    it has other weights         it takes no requests until it has loaded those that are wanted
+    a request fails there        that request waits again, and the server takes none until it was looked at
+    it cannot be reached         all its requests wait again; it is asked for, until it is back
+    its log-probs are wrong      all its requests wait again, with the answers that were not released; it stays out
+
+An answer is released once its server's log-probs were compared with the learner's (`compare`), so nothing that a
+dropped server has written in its last batch is used. All of this runs in one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf, sqrt
+from queue import SimpleQueue
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.request_queue import RequestQueue, Waiting
+from embodied.policies.language.engine import Request
+from embodied.policies.language.http_messages import Read, read_answer
+from embodied.policies.language.remote_server import RemoteServer, ServerUnavailable
+from embodied.policies.language.weight_folder import WeightFolder
+
+AT_FIRST_S = 5.0  # that a worker waits for servers which are not there when it begins
+SHORTEST_S, LONGEST_S = 0.1, 5.0  # between two attempts
+WATCH_S = 5.0  # after which a server that answers is asked whether it still has the wanted weights
+CHANGES = 5  # of a server's weights by others, within one version of ours
+JUDGED_TOKENS = 32  # over which the mean gap of a server is taken, at least
+RATIO, SMALL = 10.0, 1e-3  # a mean gap so many times that of the other servers is too large, if it is above SMALL
+KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
+
+
+@dataclass(frozen=True)
+class PooledRequest:
+    """A request, and the JSON that asks for its answer; the server's model is added."""
+
+    request: Request
+    body: dict[str, Any]
+
+
+class GapRecord:
+    """How far the log-probs of a server's last answers are from those of the learner's weights."""
+
+    def __init__(self) -> None:
+        self.answers: deque[np.ndarray] = deque()  # differences by token; JUDGED_TOKENS of them where there are
+        self.tokens = 0
+
+    def add(self, differences: np.ndarray) -> None:
+        self.answers.append(np.abs(differences))
+        self.tokens += len(differences)
+        while self.tokens - len(self.answers[0]) >= JUDGED_TOKENS:
+            self.tokens -= len(self.answers.popleft())
+
+    @property
+    def mean(self) -> float:
+        return float(np.concatenate(self.answers).mean()) if self.tokens else 0.0
+
+    @property
+    def largest(self) -> float:
+        return max((float(each.max()) for each in self.answers if len(each)), default=0.0)
+
+    def limit(self, most: float, others: Sequence[float]) -> float:
+        """The largest mean gap that is not suspicious, beside the mean gaps of other servers. Fewer tokens spread
+        wider: 8 of them may be twice as far as 32."""
+        widened = most * sqrt(max(1.0, JUDGED_TOKENS / max(self.tokens, 1)))
+        relative = max(RATIO * median(others), SMALL) if others and self.tokens >= JUDGED_TOKENS else inf
+        return min(widened, relative)
+
+
+class WritingSpeed:
+    """Tokens per second that a server writes while there is more for it to do, smoothed."""
+
+    rate: float | None = None
+
+    def __init__(self, answers: int) -> None:
+        """A measurement takes so many answers."""
+        self.answers = answers
+        self.began: float | None = None
+
+    def wrote(self, tokens: int, now: float, busy: bool) -> None:
+        """An answer has come; `busy` says whether requests still wait. Measurements without a queue say nothing."""
+        if not busy or self.began is None:
+            self.began, self.tokens, self.count = (now if busy else None), 0, 0
+            return
+        self.tokens, self.count = self.tokens + tokens, self.count + 1
+        if self.count >= self.answers and now > self.began:
+            rate = self.tokens / (now - self.began)
+            self.rate = rate if self.rate is None else (self.rate + rate) / 2
+            self.began, self.tokens, self.count = now, 0, 0
+
+
+def rooms(most: dict[str, int], rates: dict[str, float | None]) -> dict[str, int]:
+    """Requests that each server may have at a time: its share of the throughput is its share of all requests, within
+    what its cache holds. Servers of room 8 that write 30 and 10 tokens/s have 8 and 4; all have 8 before that is known.
+    """
+    if any(rates[name] is None for name in most):
+        return dict(most)
+    total, speed = sum(most.values()), sum(rates[name] or 0.0 for name in most)
+    return {name: max(1, min(each, ceil(total * (rates[name] or 0.0) / speed))) for name, each in most.items()}
+
+
+@dataclass(eq=False)
+class PooledServer:
+    """A server, and what is known of it."""
+
+    remote: RemoteServer
+    takes: bool = False  # whether it takes requests
+    is_dropped: bool = False  # for good
+    is_refused: bool = False  # until the next version
+    away_since: float | None = None  # when the first attempt failed, while none has succeeded since
+    pause: float = SHORTEST_S  # before the next attempt
+    loads: int = 0  # of the wanted weights
+    doubt: asyncio.Event = field(default_factory=asyncio.Event)  # whether it has the wanted weights
+    calls: dict[int, asyncio.Task] = field(default_factory=dict)  # by request
+    unreleased: dict[int, Any] = field(default_factory=dict)  # answers, by request
+    gap: GapRecord = field(default_factory=GapRecord)
+    speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
+
+    @property
+    def name(self) -> str:
+        return self.remote.name
+
+
+class ServerPool:
+    def __init__(
+        self,
+        remotes: Sequence[RemoteServer],
+        folder: WeightFolder | None,
+        settings: dict[str, Any],
+        max_length: int,
+        most: int,
+        away_s: float,
+        gap_limit: float | None,
+        tied: bool,
+    ) -> None:
+        """`settings` are the policy's own; `most` requests at a time has a server that does not say how many it can
+        take."""
+        self.servers = [PooledServer(remote) for remote in remotes]
+        self.folder, self.settings, self.max_length, self.most = folder, settings, max_length, most
+        self.away_s, self.gap_limit, self.tied = away_s, gap_limit, tied
+        self.queue = RequestQueue()
+        self.done: SimpleQueue[tuple[PooledServer, int, Read] | Exception] = SimpleQueue()  # answers to be compared
+        self.failing: dict[int, tuple[float, set[str]]] = {}  # request -> when it first failed, and at which servers
+        self.error: Exception | None = None  # why nobody can answer
+        self.wanted = ""  # the name of the weights that are to answer
+        self.named, self.joined = asyncio.Event(), asyncio.Event()
+        self.keepers: list[asyncio.Task] = []
+        self.totals = dict.fromkeys(("asked_again", "unusable", "outages", "dropped_servers"), 0)
+
+    @property
+    def single(self) -> bool:
+        return len(self.servers) == 1
+
+    # Called by the engine
+
+    async def connect(self) -> None:
+        """Look at all servers; raises ConfigError where one is of other settings, or where there is none at all."""
+        found = await asyncio.gather(*map(self.first_look, self.servers))
+        if all(found):
+            raise EmbodiedError("; ".join(map(str, found)))
+        self.settings |= {"lora_rank": self.lora_rank}
+        for server in self.servers:
+            if server.remote.owner:
+                server.remote.check_settings(self.settings, self.max_length)
+        self.keepers = [asyncio.create_task(self.keep(server)) for server in self.servers]
+
+    @property
+    def lora_rank(self) -> int | None:
+        """The rank of the adapters that the servers have beside their weights."""
+        return next((server.remote.adapters for server in self.servers if server.remote.owner), None)
+
+    async def want(self, name: str) -> None:
+        """From now on only servers with these weights answer; returns once there is one."""
+        self.forget()
+        self.wanted, self.error = name, None
+        if self.folder is not None:
+            self.folder.use(name)
+        self.joined.clear()
+        self.named.set()
+        for server in self.servers:
+            server.takes = server.is_refused = False
+            server.gap, server.loads = GapRecord(), 0
+            server.doubt.set()
+        await self.joined.wait()
+        if self.error is not None:
+            raise self.error
+
+    def put(self, number: int, request: PooledRequest) -> None:
+        asked = request.request
+        self.queue.put(Waiting(number, request, 1, asked.episode, asked.keep))
+        self.hand_out()
+
+    def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray]]) -> list[tuple[int, Any]]:
+        """Answers that may be used now, by request. `compared` are answers that have come since, each with the
+        differences of its log-probs from the learner's."""
+        for server, number, answer, differences in compared:
+            if number in self.queue.taken.get(server.name, ()):  # else it was taken from the server meanwhile
+                server.unreleased[number] = answer
+                server.gap.add(differences)
+        found: list[tuple[int, Any]] = []
+        for server in self.servers:
+            if not server.unreleased:
+                continue
+            others = [s.gap.mean for s in self.servers if s is not server and s.gap.tokens >= JUDGED_TOKENS]
+            limit = inf if self.gap_limit is None else server.gap.limit(self.gap_limit, others)
+            if server.gap.mean > limit:
+                self.drop(server, limit)
+            elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or self.gap_limit is None:
+                found += [(number, answer) for number, answer in server.unreleased.items() if self.settle(number)]
+                server.unreleased = {}
+        self.hand_out()
+        return found
+
+    def forget(self) -> None:
+        """Give up all requests; closing their connections tells the servers."""
+        for server in self.servers:
+            self.take_from(server)
+        self.queue = RequestQueue()
+        self.failing.clear()
+        while not self.done.empty():
+            self.done.get_nowait()
+
+    async def close(self) -> None:
+        self.forget()
+        for keeper in self.keepers:
+            keeper.cancel()
+        await asyncio.gather(*self.keepers, return_exceptions=True)
+        await asyncio.gather(*(server.remote.close() for server in self.servers))
+
+    # A server joins and leaves
+
+    async def first_look(self, server: PooledServer) -> str:
+        """Why it is not there; empty where it is."""
+        limit = min(AT_FIRST_S, self.away_s)
+        until, pause = time.monotonic() + limit, SHORTEST_S
+        while True:
+            try:
+                await server.remote.look()
+                return ""
+            except ServerUnavailable as err:
+                if (left := until - time.monotonic()) <= 0:
+                    return f"{server.name} has not answered for {limit:g} s; start the server first: {err}"
+            await asyncio.sleep(min(pause, left))
+            pause *= 2
+
+    async def keep(self, server: PooledServer) -> None:
+        """Bring a server in, and again whenever it has left or has other weights."""
+        while not server.is_dropped:
+            if server.away_since is not None:
+                await asyncio.sleep(server.pause)
+            server.doubt.clear()
+            try:
+                await self.bring_in(server)
+                server.takes, server.away_since = not server.is_dropped, None
+                self.joined.set()
+                self.hand_out()
+                await self.watch(server)
+                server.takes = False
+            except ServerUnavailable as err:
+                self.lose(server, err)
+            except Exception as err:
+                self.refuse(server, err)
+            while server.is_refused and not server.is_dropped:
+                await server.doubt.wait()
+                server.doubt.clear()
+
+    async def bring_in(self, server: PooledServer) -> None:
+        """Returns once it has the wanted weights."""
+        remote, name = server.remote, None
+        await remote.look()
+        remote.check_settings(self.settings, self.max_length)
+        await self.named.wait()
+        while name != self.wanted:
+            name = self.wanted
+            if self.folder is None:
+                await self.check_weights(remote)
+            elif await remote.weights() != name:
+                server.loads += 1
+                if server.loads > CHANGES:
+                    raise EmbodiedError(
+                        f"{remote.name} has had other weights than this run's {CHANGES} times: another program loads "
+                        "weights there; give every run servers of its own"
+                    )
+                with self.folder.reading() as at:
+                    await remote.load(at, name, self.tied)
+
+    async def check_weights(self, remote: RemoteServer) -> None:
+        """Refuse a server that has other weights than these, which are not to be changed. Of servers that do not say
+        which they have, the log-probs of answers will tell."""
+        if remote.ours and not same_numbers(has := await remote.weights(), self.wanted):
+            raise ConfigError(f"{remote.name} has other weights ({has}) than this policy ({self.wanted}); {KEEPS}")
+
+    async def watch(self, server: PooledServer) -> None:
+        """Returns when there is doubt whether a server has the wanted weights."""
+        while True:
+            try:
+                await asyncio.wait_for(server.doubt.wait(), WATCH_S)
+                return
+            except TimeoutError:
+                has = await server.remote.weights(self.away_s)
+                if not has:
+                    await server.remote.look()
+                elif not (has == self.wanted or (self.folder is None and same_numbers(has, self.wanted))):
+                    return
+
+    def lose(self, server: PooledServer, err: Exception) -> None:
+        """It cannot be reached: all its requests wait again."""
+        self.note_failure(server, err)
+        self.take_from(server)
+        self.hand_out()
+        left, since = self.left, time.monotonic() - self.away_s
+        silent = [s for s in left if not s.takes and s.away_since is not None and s.away_since <= since]
+        if len(silent) == len(left) and (self.queue.unanswered or not self.joined.is_set()):
+            who = f"{server.name} has"
+            if len(left) > 1:
+                who = f"the servers of policy.url, {', '.join(s.remote.url for s in left)}, have"
+            self.stop(EmbodiedError(f"{who} not answered for {self.away_s:g} s (policy.away_s): {err}"))
+
+    @property
+    def left(self) -> list[PooledServer]:
+        """Servers that answer, or that may come back."""
+        return [server for server in self.servers if not (server.is_dropped or server.is_refused)]
+
+    def note_failure(self, server: PooledServer, err: Exception) -> None:
+        server.takes = False
+        if server.away_since is None:
+            server.away_since = time.monotonic()
+            self.totals["outages"] += 1
+            rest = f"trying again for {self.away_s:.3g} s" if self.single else "the other servers answer meanwhile"
+            print(f"{server.name}: {err}; {rest}", flush=True)
+        else:
+            server.pause = min(2 * server.pause, LONGEST_S)
+
+    def refuse(self, server: PooledServer, err: Exception) -> None:
+        """It takes no part before the next version, or never again."""
+        server.takes, server.is_refused = False, True
+        self.take_from(server)
+        if self.left:
+            print(f"{err}; the other servers answer without it", flush=True)
+            self.hand_out()
+        else:
+            self.stop(err)
+
+    def drop(self, server: PooledServer, limit: float) -> None:
+        """Its log-probs are not those of the weights that it says it has."""
+        why = (
+            f"{server.name}: the log-probs of its answers differ from those of the learner's weights by "
+            f"{server.gap.mean:.2g} a token, at most {server.gap.largest:.2g}, in its last {len(server.gap.answers)} "
+            f"answers of {server.gap.tokens} tokens; the limit is {limit:.2g} (policy.gap_limit)"
+        )
+        self.totals["dropped_servers"] += 1
+        server.is_dropped = True
+        server.doubt.set()
+        if self.folder is None:
+            why += f"; {KEEPS}"
+        self.refuse(server, EmbodiedError(f"{why}: it is dropped with these and {len(server.calls)} more requests"))
+
+    def take_from(self, server: PooledServer) -> None:
+        """Have its requests wait again; nothing that it still says about them is heard."""
+        calls, server.calls, server.unreleased = server.calls, {}, {}
+        for call in calls.values():
+            call.cancel()
+        for number in [*self.queue.taken.get(server.name, ())]:
+            self.queue.give_back(number)
+
+    def stop(self, err: Exception) -> None:
+        """Nobody can answer: the engine raises this."""
+        self.forget()
+        self.error = err
+        self.joined.set()
+        self.done.put(err)
+
+    # Requests
+
+    def hand_out(self) -> None:
+        """Let servers take what waits."""
+        taking = [server for server in self.servers if server.takes]
+        most = {server.name: server.remote.slots or self.most for server in taking}
+        for server in taking:
+            server.speed.answers = most[server.name]
+        others = [server.name for server in self.servers if not server.takes]
+        self.queue.workers(rooms(most, {server.name: server.speed.rate for server in taking}), others)
+        by_name = {server.name: server for server in taking}
+        for name, requests in self.queue.take().items():
+            for one in requests:
+                server, number = by_name[name], int(one.key)  # type: ignore[call-overload]
+                server.calls[number] = asyncio.create_task(self.ask(server, number, one.request))
+
+    async def ask(self, server: PooledServer, number: int, request: PooledRequest) -> None:
+        began, remote = time.monotonic(), server.remote
+        try:
+            found = read_answer(await remote.ask(request.body | {"model": remote.model}))
+            check_tokens(found, request.body["max_tokens"], self.settings["vocab_size"])
+            has = found.fingerprint if remote.ours else None
+            if remote.owner == "vllm" and self.folder is not None:  # it may have been started again meanwhile
+                has = await remote.weights()
+        except ServerUnavailable as err:
+            self.fail(server, number, err, began)
+            return
+        except (EmbodiedError, ValueError) as err:
+            self.refuse(server, err if isinstance(err, EmbodiedError) else EmbodiedError(f"{server.name}: {err}"))
+            return
+        finally:
+            server.calls.pop(number, None)
+        if not found.dropped and (found.finish == "abort" or (has and not same_numbers(has, self.wanted))):
+            self.ask_again(server, number)
+            return
+        server.pause = SHORTEST_S
+        self.totals["unusable"] += bool(found.dropped)
+        server.speed.wrote(len(found.tokens), time.monotonic(), bool(self.queue.waiting))
+        self.done.put((server, number, found))
+
+    def fail(self, server: PooledServer, number: int, err: ServerUnavailable, began: float) -> None:
+        """A request has failed: it waits again, and the server is looked at before it takes another."""
+        self.totals["asked_again"] += 1
+        self.queue.give_back(number)
+        self.note_failure(server, err)
+        server.doubt.set()
+        now, (since, servers) = time.monotonic(), self.failing.get(number, (began, set()))
+        if now - began > 2 * LONGEST_S:  # it was being answered
+            since, servers = now, set()
+        self.failing[number] = since, {*servers, server.name}
+        if now - since >= self.away_s and all(one.name in self.failing[number][1] for one in self.left):
+            self.stop(EmbodiedError(f"{server.name} has not answered for {self.away_s:g} s (policy.away_s): {err}"))
+        else:
+            self.hand_out()
+
+    def ask_again(self, server: PooledServer, number: int) -> None:
+        """An answer was given up, or is of other weights: the server is looked at before it takes another."""
+        self.totals["asked_again"] += 1
+        self.queue.give_back(number)
+        server.takes = False
+        server.doubt.set()
+        self.hand_out()
+
+    def settle(self, number: int) -> bool:
+        self.failing.pop(number, None)
+        return self.queue.answered(number)
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers that it counted since the last call, and how far each server's log-probs are from ours."""
+        found: dict[str, float] = {name: float(count) for name, count in self.totals.items()}
+        self.totals = dict.fromkeys(self.totals, 0)
+        for place, server in enumerate(self.servers):
+            found |= {f"gap_{place}": server.gap.mean, f"largest_gap_{place}": server.gap.largest}
+        return found
+
+
+def check_tokens(found: Read, most: int, vocabulary: int) -> None:
+    """Raise ValueError where an answer cannot be one to what was asked."""
+    if len(found.tokens) > most:
+        raise ValueError(f"an answer of {len(found.tokens)} tokens, and {most} were asked for")
+    if odd := [token for token in found.tokens if not 0 <= token < vocabulary]:
+        raise ValueError(f"token {odd[0]} in an answer is none of this model's {vocabulary}")
+
+
+def same_numbers(one: str | None, other: str) -> bool:
+    """True if two names are of the same weights, whatever version they are called."""
+    return one is not None and one.partition("-")[2] == other.partition("-")[2]

@@ -1,0 +1,202 @@
+"""Servers that come and go while requests wait for them: every request is answered once, by the wanted weights."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+import torch
+from served_language import SECRET, served
+from tiny_language import build
+
+from embodied.core.conversations import SamplingRule
+from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.policies.config import LanguageConfig
+from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.server_pool import GapRecord, WritingSpeed, rooms
+from embodied.policies.language.weight_folder import WeightFolder
+from embodied.runtime import weights
+from embodied.serving import language_server
+from embodied.serving.config import TOKEN
+
+ASKED = [Request(n, [5 + n % 7, 6, 7 + n % 50], 4 + n % 9, episode=n) for n in range(60)]
+SIZES = {"preset": "tiny_gpt2", "dtype": "float64", "max_length": 64, "max_running": 4}
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+
+
+@pytest.fixture
+def policy():
+    return build(**SIZES)
+
+
+def of_other_weights(seed=5, **options):
+    return build(seed=seed, **SIZES | options)
+
+
+@contextlib.contextmanager
+def engine_of(policy, servers, folder, **options):
+    asked = {"engine": "http", "url": [each.url for each in servers], "weights": folder / "weights", "away_s": 20.0}
+    engine = make_engine(LanguageConfig(**policy.config.model_dump() | asked | options), policy)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def answers(engine, requests, on_answer=lambda count: None, version=1):
+    engine.begin(version, 3, "train", SamplingRule())
+    waiting, found = list(requests), {}
+    while waiting or engine.running:
+        while waiting and engine.room > 0:
+            engine.add(waiting.pop(0))
+        for answer in engine.step():
+            assert answer.key not in found
+            found[answer.key] = answer
+            on_answer(len(found))
+    return found
+
+
+def check_same(found, policy):
+    own = make_engine(policy.config, policy)
+    want = answers(own, ASKED)
+    assert found.keys() == want.keys()
+    for key, answer in want.items():
+        assert found[key].tokens.tolist() == answer.tokens.tolist()
+        np.testing.assert_allclose(found[key].logprobs, answer.logprobs, rtol=0, atol=1e-12)
+
+
+def falsify(server, by=0.3):
+    """Other numbers than those that the server says it has."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in server.policy.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+
+
+def until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_answers_are_those_of_our_own_engine_while_servers_die_come_back_and_lie(policy, tmp_path, capsys):
+    with contextlib.ExitStack() as stack:
+        liar, honest = (stack.enter_context(served(of_other_weights(), tmp_path)) for _ in range(2))
+        mortal = stack.enter_context(served(of_other_weights(), tmp_path))
+        port = int(mortal.url.rpartition(":")[2])
+        engine = stack.enter_context(engine_of(policy, [liar, honest, mortal], tmp_path))
+        engine.load(policy.state_dict(), 1)
+        until(lambda: {one.generation.version for one in (liar, honest, mortal)} == {1})
+        falsify(liar)
+
+        def fate(count):
+            if count == 10:
+                mortal.end()
+            elif count == 20:  # with the weights that it began with
+                stack.enter_context(served(of_other_weights(7), tmp_path, port=port))
+
+        check_same(answers(engine, ASKED, fate), policy)
+        found = engine.metrics()
+        assert found["dropped_servers"] == 1 and found["outages"] >= 1
+        assert found["gap_0"] > 0.1 and found["gap_1"] < 1e-12
+        said = capsys.readouterr().out
+        assert f"policy.url={liar.url}: the log-probs of its answers differ" in said and "is dropped" in said
+
+
+def test_a_server_that_lies_is_named_within_32_tokens(policy, tmp_path, capsys):
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(served(of_other_weights(), tmp_path)) for _ in range(2)]
+        engine = stack.enter_context(engine_of(policy, servers, tmp_path))
+        engine.load(policy.state_dict(), 1)
+        until(lambda: servers[0].generation.version == servers[1].generation.version == 1)
+        check_same(answers(engine, ASKED), policy)
+        falsify(servers[1], 0.02)  # later, and by little: the other server is ten times as close
+        check_same(answers(engine, ASKED), policy)
+        (said,) = [line for line in capsys.readouterr().out.splitlines() if "log-probs" in line]
+        assert servers[1].url in said and int(said.partition("answers of ")[2].split()[0]) < 32 + 12
+        falsify(servers[0])
+        with pytest.raises(EmbodiedError, match=f"{servers[0].url}: the log-probs of its answers differ"):
+            answers(engine, ASKED)
+
+
+def test_a_server_that_does_not_see_the_folder_is_sent_the_weights(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(language_server.os.path, "isdir", lambda path: False)
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 100_000)
+    with served(of_other_weights(), tmp_path) as server, engine_of(policy, [server], tmp_path) as engine:
+        engine.load(policy.state_dict(), 1)
+        check_same(answers(engine, ASKED), policy)
+        assert server.generation.fingerprint == engine.name and server.arriving is None
+        monkeypatch.setattr(weights, "sums_of", lambda parts: tuple(1 for _ in parts))
+        falsify(server)
+        with pytest.raises(EmbodiedError, match=r"has not answered for 1 s.*was damaged on its way"):
+            with engine_of(of_other_weights(8), [server], tmp_path, away_s=1.0) as other:
+                other.load(of_other_weights(8).state_dict(), 1)
+        assert server.generation.fingerprint == engine.name
+
+
+def test_servers_that_are_not_there_yet_join_later_and_those_of_other_settings_are_refused(policy, tmp_path):
+    with served(of_other_weights(), tmp_path) as first:
+        with served(of_other_weights(), tmp_path) as gone:
+            port = int(gone.url.rpartition(":")[2])
+        with engine_of(policy, [first, gone], tmp_path) as engine:
+            engine.load(policy.state_dict(), 1)
+            check_same(answers(engine, ASKED), policy)
+            with served(of_other_weights(), tmp_path, port=port) as late:
+                until(lambda: late.generation.version == 1)
+                check_same(answers(engine, ASKED[::-1]), policy)
+        with served(of_other_weights(dtype="float32"), tmp_path) as other, pytest.raises(ConfigError) as told:
+            with engine_of(policy, [first, other], tmp_path):
+                pass
+        assert f"{other.url} is of other settings than this policy: dtype=float32 there" in str(told.value)
+
+
+def test_a_version_is_kept_until_every_server_has_read_it_or_left(tmp_path):
+    folder = WeightFolder(tmp_path)
+    tensors = {"a": torch.ones(3)}
+
+    def publish(name):
+        folder.write(name, tensors)
+        folder.use(name)
+        return folder.path / name
+
+    first = publish("v1-a")
+    with folder.reading() as at:
+        assert at == first
+        second = publish("v2-b")
+        assert first.is_dir()
+        with contextlib.suppress(EmbodiedError), folder.reading():
+            third = publish("v3-c")
+            raise EmbodiedError("this server has left")
+        assert first.is_dir() and not second.exists()
+    assert [*folder.path.iterdir()] == [third]
+    folder.close()
+
+
+def test_room_follows_throughput_and_stays_within_the_cache():
+    assert rooms({"a": 8, "b": 8}, {"a": 30.0, "b": None}) == {"a": 8, "b": 8}
+    assert rooms({"a": 8, "b": 8}, {"a": 30.0, "b": 10.0}) == {"a": 8, "b": 4}
+    assert rooms({"a": 8, "b": 8}, {"a": 1e6, "b": 0.0}) == {"a": 8, "b": 1}
+    speed = WritingSpeed(4)
+    for second in range(9):
+        speed.wrote(10, float(second), busy=True)
+    assert speed.rate == 10.0
+    for second in range(9, 200, 10):  # ten times as slow, as long as there is a queue
+        speed.wrote(10, float(second), busy=second < 100)
+    assert 1.0 < speed.rate < 4.0
+
+
+def test_a_gap_is_judged_by_the_last_tokens_and_beside_other_servers():
+    gap = GapRecord()
+    assert gap.limit(0.1, []) > 0.5  # a single token says little
+    for _ in range(40):
+        gap.add(np.array([1.0]))
+    for _ in range(32):
+        gap.add(np.array([1e-6, 3e-6]))
+    assert gap.tokens == 32 and gap.mean == pytest.approx(2e-6) and gap.largest == 3e-6
+    assert gap.limit(0.1, []) == 0.1
+    assert gap.limit(0.1, [1e-6]) == 1e-3 and gap.limit(0.1, [5e-3, 6e-3, 9.0]) == pytest.approx(6e-2)
