@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,13 +23,14 @@ import torch
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import CheckpointError, EmbodiedError
 from embodied.policies.base import check_like
-from embodied.policies.language.engine import Answer, Request, Sampling
+from embodied.policies.language.engine import Answer, Request, Sampling, unanswered
 from embodied.policies.language.http_messages import fingerprint
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.slots import SlotEngine
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
-from embodied.serving.openai_protocol import BadRequest
+from embodied.serving.openai_protocol import BadRequest, TokenScore
 
+SCORED = 256  # places of a prompt whose logits are computed at a time
 ROUND = "serve"  # the stream of noise of requests that bring none
 Mode = Literal["wait", "abort", "keep"]
 
@@ -42,6 +43,7 @@ class Written:
     finish: str  # stop, length or abort
     version: int
     fingerprint: str
+    prompt: tuple[TokenScore, ...] = ()  # of the prompt's tokens but the first
 
 
 @dataclass(eq=False)
@@ -52,9 +54,11 @@ class ServedConversation:
     max_tokens: int
     episode: int
     sampling: Sampling
+    names: tuple[str, ...] = ()  # of the request that it is an answer to
     stop: tuple[str, ...] = ()  # texts at which it ends
     on_progress: Callable[[Answer], object] | None = None  # is called with what is written so far, token by token
     written: Future[Written] = field(default_factory=Future)
+    scores: int | None = None  # how many of the likeliest tokens are reported at every place of the prompt; None: none
     alone: bool = False  # the engine failed while it was written: it is written again with no other beside it
 
 
@@ -70,6 +74,8 @@ class Generation:
         self.orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.waiting: deque[ServedConversation] = deque()
         self.writing: set[ServedConversation] = set()
+        self.scored: dict[ServedConversation, tuple[TokenScore, ...]] = {}  # of prompts whose answers are written
+        self.answers = self.tokens = 0  # written so far
         self.changes: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # that wait until nothing is written
         self.paused = self.kept = False
         self.failed: BaseException | None = None
@@ -119,6 +125,19 @@ class Generation:
             self.changes.append((lambda: self.load(source, version, known), done))
 
         return self.order(update, done)
+
+    def numbers(self) -> dict[str, float]:
+        """What it does now, and has done so far."""
+        return {
+            "answers_total": self.answers,
+            "generated_tokens_total": self.tokens,
+            "prefilled_tokens_total": self.engine.totals["prefilled"],
+            "running": len(self.writing),
+            "waiting": len(self.waiting),
+            "slots": self.engine.slots,
+            "paused": float(self.paused),
+            "policy_version": self.version,
+        }
 
     def close(self) -> None:
         """End the thread; nothing that waits is answered."""
@@ -174,6 +193,8 @@ class Generation:
         while self.waiting and self.engine.room > 0 and not (self.paused or self.changes or self.must_wait()):
             one = self.waiting.popleft()
             self.writing.add(one)
+            if one.scores is not None:
+                self.scored[one] = self.score(one.tokens, one.scores)
             self.engine.add(Request(one, one.tokens, one.max_tokens, one.episode, one.sampling))
         if self.writing and not self.kept:
             try:
@@ -194,6 +215,7 @@ class Generation:
         self.engine.abort()
         conversations = [*self.writing]
         self.writing.clear()
+        self.scored.clear()
         if len(conversations) > 1:
             for one in conversations:
                 one.alone = True
@@ -226,12 +248,45 @@ class Generation:
 
     def finish(self, conversation: ServedConversation, answer: Answer, finish: str) -> None:
         self.writing.discard(conversation)
-        settle(conversation.written, Written(answer, finish, self.version, self.fingerprint))
+        self.answers += 1
+        self.tokens += len(answer.tokens)
+        scores = self.scored.pop(conversation, ())
+        settle(conversation.written, Written(answer, finish, self.version, self.fingerprint, scores))
+
+    def score(self, tokens: list[int], count: int) -> tuple[TokenScore, ...]:
+        """The log-probs of all tokens but the first, and so many of the likeliest at their places."""
+        found: list[TokenScore] = []
+        with torch.no_grad():
+            ids = torch.tensor([tokens], device=self.policy.device)
+            states = self.policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1]
+            for begin in range(0, len(states), SCORED):
+                likely = self.policy.head(states[begin : begin + SCORED]).double().log_softmax(-1)
+                given = likely.gather(1, ids[0, begin + 1 : begin + 1 + len(likely), None])
+                ranks = (likely > given).sum(1) + 1
+                best = likely.topk(max(count, 1))
+                for place, (rank, each) in enumerate(zip(ranks.tolist(), given[:, 0].tolist())):
+                    pairs = zip(best.indices[place, :count].tolist(), best.values[place, :count].tolist())
+                    found.append(TokenScore(tokens[begin + place + 1], each, rank, tuple(pairs)))
+        return tuple(found)
 
     def abort(self, mode: Mode) -> None:
         if mode == "abort":
             for answer in self.engine.abort():
                 self.finish(answer.key, answer, "abort")
+
+    def abort_requests(self, names: Collection[str] | None) -> Future[int]:
+        """Give up the conversations of these requests, or all, with what was written; returns how many there were."""
+        done: Future[int] = Future()
+
+        def abort() -> None:
+            unwanted = [one for one in (*self.writing, *self.waiting) if names is None or {*one.names} & {*names}]
+            for one in unwanted:
+                answer = self.engine.cancel(one) if one in self.writing else unanswered(Request(one, [], 0, 0))
+                self.waiting = deque(other for other in self.waiting if other is not one)
+                self.finish(one, answer or unanswered(Request(one, [], 0, 0)), "abort")
+            settle(done, len(unwanted))
+
+        return self.order(abort, done)
 
     def forget_who_left(self) -> None:
         """Give up conversations whose clients are gone."""
@@ -240,6 +295,7 @@ class Generation:
         for conversation in [each for each in self.writing if each.written.cancelled()]:
             self.engine.cancel(conversation)
             self.writing.discard(conversation)
+            self.scored.pop(conversation, None)
 
     def load(self, source: Path | dict[str, Blob], version: int, known: str | None) -> str:
         """Replace all weights by those of a folder, or by these, or none."""

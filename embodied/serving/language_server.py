@@ -9,18 +9,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import os
-import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from aiohttp import web
-from aiohttp.http_exceptions import BadHttpMessage
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import EmbodiedError
@@ -34,16 +31,16 @@ from embodied.serving import openai_protocol as openai
 from embodied.serving.arriving_weights import ArrivingWeights
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
-from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served
+from embodied.serving.http_requests import NOT_SERVED, Connections, body_of, long_body_of, refusal
+from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served, TokenScore
 
 CHANGE_S = 3600.0  # at most until what is being written has ended and new weights are loaded
 REQUESTS = 1024  # at a time, unless max_clients says otherwise
 SPARE = 64  # connections beyond these, for health checks and for requests that are told to come again
 IDLE_S = 75.0  # that a connection is kept after an answer
-HEAD_S, BODY_S, SEND_S = 15.0, 60.0, 30.0  # for a first request's head, a request's body, and a part of an answer
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character, or one of two halves
-TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt, and for all else
+SEND_S = 30.0  # for a part of an answer
 HEAD_BYTES = 16 << 20  # of a bucket: names, shapes and places of tensors
+TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt, and for all else
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,11 @@ class LanguageServer:
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.completions)
         app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/tokenize", self.tokenize)
+        app.router.add_post("/detokenize", self.detokenize)
+        app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/weight_info", self.weight_info)
+        app.router.add_get("/is_paused", self.is_paused)
         for path in CONTROL:
             app.router.add_post(path, getattr(self, path.removeprefix("/")))
         runner = web.AppRunner(
@@ -116,7 +117,8 @@ class LanguageServer:
         except web.HTTPRequestEntityTooLarge:
             return refusal(413, f"a request has {self.longest} bytes at most (max_request_mb)")
         except web.HTTPException as err:
-            return refusal(err.status, f"{request.method} {request.path}: {err.reason}")
+            why = NOT_SERVED.get(request.path.rstrip("/"), err.reason) if err.status == 404 else err.reason
+            return refusal(err.status, f"{request.method} {request.path}: {why}")
         except EmbodiedError as err:
             return refusal(500, str(err), "server_error", code=getattr(err, "code", None))
         except Exception:
@@ -172,7 +174,7 @@ class LanguageServer:
         try:
             conversations = await asyncio.to_thread(self.conversations, ask, number)
             if ask.stream:
-                return await self.stream(request, ask, conversations[0], number)
+                return await self.stream(request, ask, conversations, number)
             found = [asyncio.wrap_future(self.generation.ask(each)) for each in conversations]
             try:
                 written = await asyncio.gather(*found)
@@ -181,7 +183,8 @@ class LanguageServer:
                     future.cancel()
         finally:
             self.active -= 1
-        choices = [self.choice(ask, *each) for each in zip(conversations, written)]
+        scores = [written[at - at % ask.n].prompt for at in range(len(written))]
+        choices = [self.choice(ask, *each) for each in zip(conversations, written, scores)]
         finished = written[-1]
         served = Served(self.origin.name, finished.version, finished.fingerprint)
         return web.json_response(openai.reply(ask, str(number), choices, served))
@@ -189,11 +192,13 @@ class LanguageServer:
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
         """The conversations that a request asks to continue, n for each prompt."""
         stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
-        most = ask.max_tokens or self.policy.config.max_tokens
+        most = self.policy.config.max_tokens if ask.max_tokens is None else ask.max_tokens
+        scores = ask.likeliest if ask.echo and ask.logprobs else ask.prompt_logprobs
+        names = (f"cmpl-{number}", f"chatcmpl-{number}", *([ask.request_id] if ask.request_id else []))
         found: list[ServedConversation] = []
         for prompt in ask.prompts:
-            tokens = self.encoded(prompt)
-            for _ in range(ask.n):
+            tokens = self.encoded(prompt, ask.tools)
+            for copy in range(ask.n):
                 noise = ask.noise
                 episode = noise.episode if noise else len(found)
                 if noise:
@@ -202,19 +207,24 @@ class LanguageServer:
                     seed, stream = ask.seed, f"act/{ROUND}"
                 else:  # nobody names the noise, so no two answers share it
                     seed, stream = self.config.seed, f"act/{ROUND}/{number}"
-                sampling = Sampling(seed, stream, SamplingRule(ask.temperature, ask.top_p, ask.top_k), stops)
-                found.append(ServedConversation(tokens, most, episode, sampling, ask.stop))
+                rule = SamplingRule(ask.temperature, ask.top_p, ask.top_k)
+                sampling = Sampling(seed, stream, rule, stops, ask.likeliest)
+                scored = None if copy else scores
+                found.append(ServedConversation(tokens, most, episode, sampling, names, ask.stop, scores=scored))
         return found
 
-    def encoded(self, prompt: openai.Asked) -> list[int]:
+    def encoded(self, prompt: openai.Asked, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A prompt as tokens that leave room for an answer."""
+        if tools:
+            prompt = self.with_tools(prompt, tools)
         if isinstance(prompt, list):
             tokens, words = prompt, self.policy.model.config.get_text_config().vocab_size
             if max(tokens) >= words:
                 raise BadRequest(f"prompt: token {max(tokens)} is none of this model's {words}", "prompt")
         else:
             try:
-                tokens = self.policy.tokenizer.encode(prompt, first=True, max_tokens=self.policy.max_length)
+                first = not tools  # else the chat template has begun it
+                tokens = self.policy.tokenizer.encode(prompt, first=first, max_tokens=self.policy.max_length)
             except EmbodiedError as err:  # the chat template refuses it, or it is far too long
                 raise BadRequest(str(err), "prompt" if isinstance(prompt, str) else "messages") from None
         if len(tokens) >= self.policy.max_length:
@@ -225,31 +235,68 @@ class LanguageServer:
             )
         return tokens
 
-    def choice(self, ask: Ask, conversation: ServedConversation, written: Written) -> AnswerChoice:
-        """The result that a client gets of an answer."""
+    def with_tools(self, messages: Any, tools: Sequence[dict[str, Any]]) -> str:
+        """Messages in the words of the chat template, which says what the tools are."""
+        tokenizer = self.policy.tokenizer
+        if not tokenizer.chat or "<tool_call>" not in str(tokenizer.own.chat_template):
+            why = (
+                "this model's chat template has no calls like <tool_call>{...}</tool_call>; say in words what there is"
+            )
+            raise BadRequest(f"tools: {why}", "tools")
+        try:
+            return tokenizer.own.apply_chat_template(
+                list(messages), tools=list(tools), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as err:  # whatever the template raises
+            text = " ".join(str(err).split())
+            raise BadRequest(f"the model's chat template refuses this conversation ({text})", "messages") from None
+
+    def choice(
+        self,
+        ask: Ask,
+        conversation: ServedConversation,
+        written: Written,
+        scores: Sequence[TokenScore] = (),
+    ) -> AnswerChoice:
+        """The result that a client gets of an answer; `scores` are of the prompt."""
         answer = written.answer
         if answer.dropped:
             raise UnusableAnswer(answer.dropped)
         ids = answer.tokens.tolist()
         ended = ids and ids[-1] in conversation.sampling.stops  # the token that ends it is no word of it
         text, found = cut(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
-        return self.part(ask, conversation, answer, 0, text, "stop" if found else written.finish)
+        if ask.echo:
+            text = self.policy.tokenizer.decode(conversation.tokens) + text
+        whole = self.part(ask, conversation, answer, 0, text, "stop" if found else written.finish)
+        return replace(whole, scores=scores, words=self.word)
+
+    def word(self, token: int) -> str:
+        return self.policy.tokenizer.decode([token])
 
     def served(self) -> Served:
         return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
 
     async def stream(
-        self, request: web.Request, ask: Ask, conversation: ServedConversation, number: int
+        self, request: web.Request, ask: Ask, conversations: list[ServedConversation], number: int
     ) -> web.StreamResponse:
-        """The answer as it is written, in server-sent events."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[Answer | None]()
-        conversation.on_progress = lambda answer: loop.call_soon_threadsafe(news.put_nowait, answer)
-        done = asyncio.wrap_future(self.generation.ask(conversation))
-        done.add_done_callback(lambda _: news.put_nowait(None))
-        served = self.served()
+        """The answers as they are written, in server-sent events."""
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Answer | None]]()
+
+        def tell(place: int, answer: Answer | None) -> None:
+            news.put_nowait((place, answer))
+
+        def tell_of(place: int, answer: Answer) -> None:
+            loop.call_soon_threadsafe(tell, place, answer)
+
+        for place, conversation in enumerate(conversations):
+            if not ask.tools:  # of which half a call says nothing
+                conversation.on_progress = partial(tell_of, place)
+        done = [asyncio.wrap_future(self.generation.ask(each)) for each in conversations]
+        for place, future in enumerate(done):
+            future.add_done_callback(partial(lambda place, _: tell(place, None), place))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        held = max(map(len, ask.stop), default=1) - 1  # letters that may be the beginning of a text to stop at
-        tokens, letters = 0, 0
+        parts = [StreamedAnswer(self, ask, each) for each in conversations]
+        served, whole = self.served(), []
 
         async def send(event: Any) -> None:
             async with asyncio.timeout(SEND_S):
@@ -257,19 +304,17 @@ class LanguageServer:
 
         try:
             await response.prepare(request)
-            for first in itertools.chain([True], itertools.repeat(False)):
-                if (answer := await news.get()) is None:
-                    break
-                ids = answer.tokens.tolist()
-                text = self.policy.tokenizer.decode(ids)
-                text = text[: len(text) - held].rstrip("\ufffd")  # a letter may take several tokens
-                part = self.part(ask, conversation, answer, tokens, text[letters:])
-                await send(openai.chunk(ask, str(number), part, served, first))
-                tokens, letters = len(ids), max(letters, len(text))
-            whole = self.choice(ask, conversation, await done)
-            served = Served(self.origin.name, done.result().version, done.result().fingerprint)
-            rest = self.part(ask, conversation, done.result().answer, tokens, whole.text[letters:], whole.finish)
-            await send(openai.chunk(ask, str(number), rest, served, first))
+            for _ in conversations:
+                place, answer = await news.get()
+                while answer is not None:
+                    first = not parts[place].begun
+                    await send(openai.chunk(ask, str(number), parts[place].more(answer), served, first, place))
+                    place, answer = await news.get()
+                written, first = await done[place], not parts[place].begun
+                served = Served(self.origin.name, written.version, written.fingerprint)
+                whole.append(self.choice(ask, conversations[place], written))
+                rest = parts[place].rest(written.answer, whole[-1])
+                await send(openai.chunk(ask, str(number), rest, served, first, place))
             if ask.usage:
                 await send(openai.last_chunk(ask, str(number), whole, served))
         except EmbodiedError as err:  # after the head was sent an event alone can say it
@@ -279,7 +324,8 @@ class LanguageServer:
                 request.transport.abort()
             return response
         finally:
-            done.cancel()
+            for future in done:
+                future.cancel()
         await response.write(b"data: [DONE]\n\n")
         return response
 
@@ -287,8 +333,36 @@ class LanguageServer:
         self, ask: Ask, conversation: ServedConversation, answer: Answer, begin: int, text: str, finish: str = ""
     ) -> AnswerChoice:
         ids, logprobs = answer.tokens[begin:].tolist(), answer.logprobs[begin:].tolist()
-        pieces = [self.policy.tokenizer.decode([one]) for one in ids] if ask.logprobs else ()
-        return AnswerChoice(conversation.tokens, ids, logprobs, pieces, text, finish)
+        pieces = [self.word(one) for one in ids] if ask.logprobs else ()
+        likeliest = [[(self.word(token), logprob) for token, logprob in each] for each in answer.likeliest[begin:]]
+        return AnswerChoice(conversation.tokens, ids, logprobs, pieces, text, finish, likeliest or [()] * len(ids))
+
+    # About the server
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        """{"prompt": TEXT} or {"messages": [...]}: their tokens."""
+        fields = await body_of(request)
+        ask = openai.read_tokenize(fields)
+        tokens = await asyncio.to_thread(self.encoded, ask.prompts[0], ask.tools)
+        return web.json_response({"count": len(tokens), "max_model_len": self.policy.max_length, "tokens": tokens})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        """{"tokens": [...]}: their text."""
+        fields = await body_of(request)
+        tokens: Any = fields.get("tokens") if isinstance(fields, dict) else None
+        words = self.policy.model.config.get_text_config().vocab_size
+        if not openai.is_ids(tokens) or max(tokens, default=0) >= words or len(tokens) > self.policy.max_length:
+            raise BadRequest(
+                f"tokens should be a list of numbers below {words}, not longer than a conversation", "tokens"
+            )
+        return web.json_response({"prompt": self.policy.tokenizer.decode(tokens)})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """What the server does, as Prometheus reads it."""
+        return web.Response(text=openai.prometheus(self.generation.numbers() | {"requests_active": self.active}))
+
+    async def is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.generation.paused})
 
     # Control
 
@@ -314,7 +388,7 @@ class LanguageServer:
     async def receive_weights(self, request: web.Request) -> web.Response:
         """A bucket of a version (`bucket_bytes`), in order; the last one loads it as /update_weights does."""
         try:
-            head, bucket, specs = read_bucket(await long_body_of(request))
+            head, bucket, specs = read_bucket(await long_body_of(request, BUCKET_BYTES + HEAD_BYTES))
             if bucket.number == 0:
                 if self.arriving is not None and self.arriving.is_in_the_way(head["sender"]):
                     raise BadRequest("another program is sending weights; come again", status=503)
@@ -355,6 +429,14 @@ class LanguageServer:
             self.notify(f"weights     version {version}")
         return web.json_response({"status": "updated", "weight_version": found, "policy_version": version})
 
+    async def abort_requests(self, request: web.Request) -> web.Response:
+        """{"request_ids": [...]}, or {} for all: end their answers with what is written of them."""
+        fields = (await body_of(request)) if request.can_read_body else {}
+        names = fields.get("request_ids") if isinstance(fields, dict) else 0
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise BadRequest("request_ids should be a list of texts", "request_ids")
+        return web.json_response({"aborted": await self.changed(self.generation.abort_requests(names))})
+
     async def pause(self, request: web.Request) -> web.Response:
         said = request.query.get("mode", "abort")
         mode: Mode | None = next((one for one in get_args(Mode) if one == said), None)
@@ -372,42 +454,33 @@ class LanguageServer:
             return await asyncio.shield(asyncio.wrap_future(done))
 
 
-CONTROL = ("/update_weights", "/receive_weights", "/reload_weights", "/pause", "/resume")
+CONTROL = ("/update_weights", "/receive_weights", "/reload_weights", "/pause", "/resume", "/abort_requests")
 
 
-class Connections:
-    """Bounds how many connections are open, and closes those that send no request: aiohttp keeps them for ever."""
+class StreamedAnswer:
+    """Cuts an answer that is being written into what was sent already and what is new."""
 
-    def __init__(self, server: web.Server, most: int) -> None:
-        self.server, self.most = server, most
-        self.silent: set[Any] = set()  # have not asked anything yet
-        self.new: set[Any] = set()  # of the last second: the server may not know them yet
+    def __init__(self, server: LanguageServer, ask: Ask, conversation: ServedConversation) -> None:
+        self.server, self.ask, self.conversation = server, ask, conversation
+        self.held = max(map(len, ask.stop), default=1) - 1  # letters that may be the beginning of a text to stop at
+        self.tokens, self.letters = 0, 0
+        self.begun = False
 
-    def accept(self) -> asyncio.BaseProtocol:
-        """The protocol of a new connection."""
-        if len({*self.server.connections, *self.new}) >= self.most:
-            return TurnedAway()
-        connection, loop = self.server(), asyncio.get_running_loop()
-        self.silent.add(connection)
-        self.new.add(connection)
-        loop.call_later(1.0, self.new.discard, connection)
-        loop.call_later(HEAD_S, self.close_silent, connection)
-        return connection
+    def more(self, answer: Answer) -> AnswerChoice:
+        """What is new, while it goes on."""
+        text = self.server.policy.tokenizer.decode(answer.tokens.tolist())
+        text = text[: len(text) - self.held].rstrip("\ufffd")  # a letter may take several tokens
+        return self.new(answer, text)
 
-    def asked(self, request: web.Request) -> None:
-        self.silent.discard(request.protocol)
+    def rest(self, answer: Answer, whole: AnswerChoice) -> AnswerChoice:
+        """What is new at the end."""
+        return self.new(answer, whole.text, whole.finish)
 
-    def close_silent(self, connection: Any) -> None:
-        if connection in self.silent:
-            self.silent.remove(connection)
-            connection.force_close()
-
-
-class TurnedAway(asyncio.Protocol):
-    """A connection that is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
+    def new(self, answer: Answer, text: str, finish: str = "") -> AnswerChoice:
+        begin, self.tokens = self.tokens, len(answer.tokens)
+        said, self.letters = text[self.letters :], max(self.letters, len(text))
+        self.begun = True
+        return self.server.part(self.ask, self.conversation, answer, begin, said, finish)
 
 
 class UnusableAnswer(EmbodiedError):
@@ -420,40 +493,3 @@ def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
     """The text before the first of these, and whether there is one."""
     places = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(places)], True) if places else (text, False)
-
-
-async def long_body_of(request: web.Request) -> bytes:
-    """The bytes of a request that may be as long as a bucket of weights."""
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.content.iter_chunked(1 << 20):
-                data += part
-                if len(data) > BUCKET_BYTES + HEAD_BYTES:
-                    raise BadRequest(f"a bucket has {BUCKET_BYTES} bytes at most", status=413)
-    except TimeoutError:
-        raise BadRequest(f"the request's body did not arrive within {BODY_S:g} s", status=408) from None
-    return bytes(data)
-
-
-async def body_of(request: web.Request) -> Any:
-    try:
-        async with asyncio.timeout(BODY_S):
-            text = (await request.read()).decode()
-        body = json.loads(text, parse_constant=lambda _: math.nan)
-    except TimeoutError:
-        raise BadRequest(f"the request's body did not arrive within {BODY_S:g} s", status=408) from None
-    except (ValueError, RecursionError):
-        raise BadRequest("the request is no JSON") from None
-    except (web.RequestPayloadError, BadHttpMessage):
-        raise BadRequest("the request's body is not what its headers (Content-Encoding) say") from None
-    if SURROGATE.search(text):
-        try:
-            json.dumps(body, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise BadRequest("the request's text has half of a character (a lone surrogate)") from None
-    return body
-
-
-def refusal(status: int, text: str, kind: str = "invalid_request_error", **more: Any) -> web.Response:
-    return web.json_response(openai.error(text, kind, **more), status=status)

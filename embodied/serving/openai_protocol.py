@@ -7,29 +7,41 @@ option) adds those of prompt and answer. What is asked for is done or refused by
 from __future__ import annotations
 
 import itertools
+import json
+import re
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.core.conversations import Message
 from embodied.core.errors import EmbodiedError
 from embodied.policies.language.http_messages import OWNER
 
 MOST_CHOICES = 1024  # answers to one request
 MOST_STOPS = 16
 LARGEST_SEED = 2**63 - 1
+MOST_LIKELY = 20  # tokens whose log-probs may be asked for at every place
 NEUTRAL = {  # options that we have no use for, at the values that change nothing
-    "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0), "presence_penalty": (None, 0),
+    "best_of": (None, 1), "frequency_penalty": (None, 0), "presence_penalty": (None, 0),
     "logit_bias": (None, {}), "suffix": (None, ""), "min_p": (None, 0),
-    "repetition_penalty": (None, 1), "min_tokens": (None, 0), "use_beam_search": (False,), "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}), "tools": (None, []), "tool_choice": (None, "none"),
-    "functions": (None, []), "skip_special_tokens": (None, False), "spaces_between_special_tokens": (None, False),
-    "include_stop_str_in_output": (None, False), "prompt_logprobs": (None,), "add_special_tokens": (None, True),
+    "repetition_penalty": (None, 1), "min_tokens": (None, 0), "use_beam_search": (None, False),
+    "response_format": (None, {"type": "text"}), "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True),
+    "functions": (None, []), "skip_special_tokens": (None, False),
+    "spaces_between_special_tokens": (None, False),
+    "include_stop_str_in_output": (None, False), "add_special_tokens": (None, True),
     "priority": (None, 0), "add_generation_prompt": (None, True), "return_tokens_as_token_ids": (None, False),
     "modalities": (None, ["text"]),
 }  # fmt: skip
-ABOUT = ("user", "metadata", "store", "request_id", "safety_identifier", "service_tier", "cache_salt")
+WHY_NOT = {  # what clients ask for most
+    "response_format": "answers are drawn from all tokens, so that their log-probs are the model's; ask for JSON in "
+    "words and check the answer",
+    "tool_choice": "answers are drawn from all tokens, so no call can be forced; send auto or none",
+    "functions": "send tools",
+    "min_p": "use top_p or top_k",
+}
+ABOUT = ("user", "metadata", "store", "safety_identifier", "service_tier", "cache_salt")
 READ = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "n", "seed", "noise"}
 READ |= {
     "top_p",
@@ -38,9 +50,14 @@ READ |= {
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "tools",
     "return_token_ids",
     "stream",
     "stream_options",
+    "request_id",
 }
 
 
@@ -52,7 +69,7 @@ class BadRequest(EmbodiedError):
         self.param, self.status = param, status
 
 
-Asked = str | list[int] | tuple[Message, ...]  # what is continued: text, tokens, or messages to be answered
+Asked = str | list[int] | tuple[dict[str, Any], ...]  # what is continued: text, tokens, or messages to be answered
 
 
 @dataclass(frozen=True)
@@ -81,10 +98,15 @@ class Ask:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # the model's own stop tokens do not end an answer
     logprobs: bool = False
+    likeliest: int = 0  # how many of the likeliest tokens are told at every place, with log-probs
+    echo: bool = False  # the prompt is told before the answer
+    prompt_logprobs: int | None = None  # the same as `likeliest`, at the places of the prompt; None: nothing is told
+    tools: tuple[dict[str, Any], ...] = ()
     return_token_ids: bool = False
     stream: bool = False
     usage: bool = False  # a stream ends with the number of tokens
     model: str | None = None
+    request_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,19 @@ class AnswerChoice:
     pieces: Sequence[str]  # the tokens as text, where log-probs are asked for
     text: str  # without the token that ends it
     finish: str  # stop, length or abort
+    likeliest: Sequence[Sequence[tuple[str, float]]] = ()  # tokens as text and their log-probs, by place
+    scores: Sequence[TokenScore] | None = None  # of the prompt's tokens but the first
+    words: Callable[[int], str] = str  # of a token
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """What the model makes of a token that was given."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: it is the likeliest
+    likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -116,10 +151,10 @@ def read_completion(body: Any) -> Ask:
     """Parses a body of /v1/completions."""
     fields = checked(body, "prompt", ("messages", "max_completion_tokens"))
     prompts = prompts_of(fields["prompt"])
-    wanted = fields.get("logprobs")
-    if wanted is not None and (type(wanted) is not int or wanted != 0):
-        raise BadRequest("logprobs: only chosen tokens have log-probs here; send 0 or null", "logprobs")
-    return asked(fields, prompts, chat=False, logprobs=wanted is not None)
+    wanted = whole(fields, "logprobs", None, 0, MOST_LIKELY)
+    if fields.get("tools") or fields.get("top_logprobs") is not None:
+        raise BadRequest("tools and top_logprobs are options of /v1/chat/completions; logprobs=5 tells five tokens")
+    return asked(fields, prompts, chat=False, logprobs=wanted is not None, likeliest=wanted or 0)
 
 
 def read_chat(body: Any) -> Ask:
@@ -131,7 +166,25 @@ def read_chat(body: Any) -> Ask:
     messages = tuple(message_of(one, number) for number, one in enumerate(said))
     if fields.get("max_completion_tokens") is not None:
         fields = fields | {"max_tokens": fields["max_completion_tokens"]}
-    return asked(fields, (messages,), chat=True, logprobs=flag(fields, "logprobs"))
+    logprobs, likeliest = flag(fields, "logprobs"), whole(fields, "top_logprobs", 0, 0, MOST_LIKELY)
+    if likeliest and not logprobs:
+        raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
+    if fields.get("echo"):
+        raise BadRequest("echo is an option of /v1/completions", "echo")
+    return asked(fields, (messages,), chat=True, logprobs=logprobs, likeliest=likeliest)
+
+
+def read_tokenize(body: Any) -> Ask:
+    """Parses a body of /tokenize."""
+    of_vllm = ("add_special_tokens", "add_generation_prompt", "continue_final_message", "return_token_strs")
+    if not isinstance(body, dict) or (body.get("prompt") is None) == (body.get("messages") is None):
+        raise BadRequest("send prompt, a text, or messages")
+    fields = {name: value for name, value in body.items() if name not in of_vllm or value not in (None, False, True)}
+    if fields.get("messages") is not None:
+        return read_chat(fields)
+    if not isinstance(fields["prompt"], str):
+        raise BadRequest("prompt should be text", "prompt")
+    return read_completion(fields)
 
 
 def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
@@ -145,13 +198,14 @@ def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
             if not any(
                 value == usual and isinstance(value, bool) == isinstance(usual, bool) for usual in NEUTRAL[name]
             ):
-                raise BadRequest(f"{name}={str(value)[:40]} is not supported; leave it out", name)
+                why = WHY_NOT.get(name, "leave it out")
+                raise BadRequest(f"{name}={str(value)[:40]} is not supported: {why}", name)
         elif name in others or (name not in READ and name not in ABOUT):
             raise BadRequest(f"{str(name)[:40]!r} is not known here; leave it out", str(name)[:40])
     return body
 
 
-def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, logprobs: bool) -> Ask:
+def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, logprobs: bool, likeliest: int) -> Ask:
     stop = fields.get("stop") or []
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (stop,)
     if len(stop) > MOST_STOPS or not all(isinstance(text, str) and text for text in stop):
@@ -166,8 +220,10 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     if noise and n * len(prompts) > 1:
         raise BadRequest("noise is that of one answer, and more than one is asked for", "noise")
     stream = flag(fields, "stream")
-    if stream and n * len(prompts) > 1:
-        raise BadRequest("stream: one answer at a time; leave out n, and send one prompt", "stream")
+    echo, scored = flag(fields, "echo"), whole(fields, "prompt_logprobs", None, 0, MOST_LIKELY)
+    if stream and (echo or scored is not None):
+        raise BadRequest("echo and prompt_logprobs come with a whole answer; leave out stream", "stream")
+    tools = tools_of(fields.get("tools") or []) if fields.get("tool_choice") != "none" else ()
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
         raise BadRequest("stream_options should hold include_usage alone", "stream_options")
@@ -182,11 +238,26 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     model = fields.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model should be text", "model")
-    most, usage = whole(fields, "max_tokens", None, 1, 2**31), bool(options.get("include_usage"))
+    name = fields.get("request_id")
+    if name is not None and not (isinstance(name, str) and len(name) <= 256):
+        raise BadRequest("request_id should be a short text", "request_id")
+    fewest = 0 if echo or scored is not None else 1  # the prompt's log-probs may be all that is asked for
+    most, usage = whole(fields, "max_tokens", None, fewest, 2**31), bool(options.get("include_usage"))
     seed = whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED)
     ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
     ends = stop, tuple(ids), ignore_eos
-    return Ask(prompts, chat, most, *drawn, n, seed, noise, *ends, logprobs, token_ids, stream, usage, model)
+    more = {"logprobs": logprobs, "likeliest": likeliest, "echo": echo, "prompt_logprobs": scored, "tools": tools}
+    more |= {"return_token_ids": token_ids, "stream": stream, "usage": usage, "model": model, "request_id": name}
+    return Ask(prompts, chat, most, *drawn, n, seed, noise, *ends, **more)
+
+
+def tools_of(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Tools as chat templates take them."""
+    for tool in tools if isinstance(tools, list) else [None]:
+        of = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+        if not isinstance(of, dict) or not isinstance(of.get("name"), str):
+            raise BadRequest("tools should be a list of functions, each with a name", "tools")
+    return tuple(tools)
 
 
 def prompts_of(prompt: Any) -> tuple[Asked, ...]:
@@ -200,19 +271,33 @@ def prompts_of(prompt: Any) -> tuple[Asked, ...]:
     return tuple(prompt)
 
 
-def message_of(message: Any, number: int) -> Message:
+def message_of(message: Any, number: int) -> dict[str, Any]:
     """A message as chat templates take it. Contents of several texts are joined; anything but text is refused."""
     where = f"messages[{number}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest(f"{where} should be an object with role and content", "messages")
-    if odd := {name for name, value in message.items() if value} - {"role", "content", "name"}:
+    if odd := {name for name, value in message.items() if value} - {"role", "content", "name", *OF_TOOLS}:
         raise BadRequest(f"{where}: {sorted(odd)[0][:40]!r} is not supported", "messages")
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
+    calls = [call_of(call, where) for call in message.get("tool_calls") or ()]
+    if content is None and calls:
+        content = ""
     if not isinstance(content, str):
         raise BadRequest(f"{where}: content should be text", "messages")
-    return {"role": message["role"], "content": content}
+    more = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    return {"role": message["role"], "content": content} | more | ({"tool_calls": calls} if calls else {})
+
+
+def call_of(call: Any, where: str) -> dict[str, Any]:
+    """A call of a tool as chat templates take it: its arguments are no text but what the text says."""
+    try:
+        arguments = call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return call | {"function": {"name": str(call["function"]["name"]), "arguments": arguments}}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise BadRequest(f"{where}: tool_calls should hold functions with a name and arguments in JSON") from None
 
 
 def noise_of(value: Any) -> NoiseAddress | None:
@@ -246,6 +331,27 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
+OF_TOOLS = ("tool_calls", "tool_call_id")
+CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+
+
+def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text around the calls of tools in an answer, and the calls. One that is no JSON stays text."""
+    calls: list[dict[str, Any]] = []
+
+    def take(found: re.Match[str]) -> str:
+        try:
+            said = json.loads(found[1])
+            function = {"name": str(said["name"]), "arguments": json.dumps(said.get("arguments", {}))}
+        except (KeyError, ValueError, AttributeError, RecursionError):
+            return found[0]
+        calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
+        return ""
+
+    rest = CALL.sub(take, text)
+    return (rest.strip(), calls) if calls else (text, [])
+
+
 # Answers
 
 
@@ -253,8 +359,10 @@ def reply(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) 
     """The JSON of an answer, `choices` by prompt; `name` is the request's."""
     found = about(ask, name, served)
     prompts = [{"prompt_token_ids": list(one.prompt)} if ask.return_token_ids else {} for one in choices]
+    if ask.prompt_logprobs is not None:
+        prompts = [each | {"prompt_logprobs": prompt_logprobs(one)} for each, one in zip(prompts, choices)]
     if ask.chat:
-        said: list[dict[str, Any]] = [{"message": {"role": "assistant", "content": one.text}} for one in choices]
+        said: list[dict[str, Any]] = [{"message": message_in(ask, one)} for one in choices]
         found |= prompts[0]
     else:
         said = [{"text": one.text, **prompt} for one, prompt in zip(choices, prompts)]
@@ -262,21 +370,30 @@ def reply(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) 
     return found | {"usage": usage(ask, choices)}
 
 
-def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool) -> dict[str, Any]:
+def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+    """An answer as a message, with the calls of tools in it."""
+    text, calls = calls_in(choice.text) if ask.tools else (choice.text, [])
+    return {"role": "assistant", "content": text or (None if calls else "")} | ({"tool_calls": calls} if calls else {})
+
+
+def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool, index: int = 0) -> dict[str, Any]:
     """A part of a streamed answer: what is new of it; `finish` is empty while there is more."""
     prompt = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
     found = about(ask, name, served, ".chunk")
     if ask.chat:
-        said: dict[str, Any] = {"delta": {"content": new.text} | ({"role": "assistant"} if first else {})}
+        delta = message_in(ask, new) if ask.tools else {"content": new.text}
+        calls = [{"index": at, **call} for at, call in enumerate(delta.pop("tool_calls", ()))]
+        delta |= ({"role": "assistant"} if first else {}) | ({"tool_calls": calls} if calls else {})
+        told: dict[str, Any] = {"delta": delta}
         found |= prompt
     else:
-        said = {"text": new.text} | prompt
-    return found | {"choices": [{"index": 0, **said, **ending(ask, new)}]}
+        told = {"text": new.text} | prompt
+    return found | {"choices": [{"index": index, **told, **ending(ask, new)}]}
 
 
-def last_chunk(ask: Ask, name: str, whole: AnswerChoice, served: Served) -> dict[str, Any]:
+def last_chunk(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
     """The last chunk of a stream, with the number of tokens."""
-    return about(ask, name, served, ".chunk") | {"choices": [], "usage": usage(ask, [whole])}
+    return about(ask, name, served, ".chunk") | {"choices": [], "usage": usage(ask, choices)}
 
 
 def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]:
@@ -293,27 +410,60 @@ def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]
 
 def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     """Why an answer ends, null while there is more of it; its log-probs and tokens where they are asked for."""
-    found: dict[str, Any] = {"finish_reason": choice.finish or None, "logprobs": None}
+    called = bool(ask.tools and choice.finish == "stop" and calls_in(choice.text)[1])
+    found: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish or None, "logprobs": None}
     if ask.logprobs:
-        found["logprobs"] = {"content": chat_logprobs(choice)} if ask.chat else text_logprobs(choice)
+        found["logprobs"] = {"content": chat_logprobs(choice)} if ask.chat else text_logprobs(ask, choice)
     return found | ({"token_ids": list(choice.tokens)} if ask.return_token_ids else {})
 
 
-def text_logprobs(choice: AnswerChoice) -> dict[str, Any]:
-    ends = itertools.accumulate(map(len, choice.pieces), initial=0)
+def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
+    """Of an answer's tokens; with `echo` of the prompt's before them, the first of which has none."""
+    pieces, logprobs, likeliest = [*choice.pieces], [*choice.logprobs], [*map(dict[str, float], choice.likeliest)]
+    if ask.echo and choice.scores is not None:
+        pieces = [*map(choice.words, choice.prompt), *pieces]
+        logprobs = [*(score.logprob for score in choice.scores), *logprobs]
+        likeliest = [*(likeliest_words(score, choice.words) for score in choice.scores), *likeliest]
+    unscored = [None] * (len(pieces) - len(logprobs))  # the first token of the prompt
+    for piece, logprob, each in zip(pieces[len(unscored) :], logprobs, likeliest):
+        each.setdefault(piece, logprob)
+    ends = itertools.accumulate(map(len, pieces), initial=0)
     return {
-        "tokens": list(choice.pieces),
-        "token_logprobs": list(choice.logprobs),
-        "top_logprobs": None,
-        "text_offset": list(ends)[: len(choice.pieces)],
+        "tokens": pieces,
+        "token_logprobs": [*unscored, *logprobs],
+        "top_logprobs": [*unscored, *likeliest] if ask.likeliest else None,
+        "text_offset": list(ends)[: len(pieces)],
     }
+
+
+def likeliest_words(score: TokenScore, words: Callable[[int], str]) -> dict[str, float]:
+    return {words(token): logprob for token, logprob in score.likeliest}
+
+
+def prompt_logprobs(choice: AnswerChoice) -> list[Any]:
+    """As vLLM gives them: of every token of the prompt its log-prob and those of the likeliest there, by token."""
+    found: list[Any] = [None]
+    for score in choice.scores or ():
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.likeliest, 1)]
+        ranked += [(score.token, score.logprob, score.rank)]
+        found.append(
+            {
+                str(token): {"logprob": logprob, "rank": rank, "decoded_token": choice.words(token)}
+                for token, logprob, rank in ranked
+            }
+        )
+    return found
 
 
 def chat_logprobs(choice: AnswerChoice) -> list[dict[str, Any]]:
     return [
-        {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
-        for piece, logprob in zip(choice.pieces, choice.logprobs)
+        {**word(piece, logprob), "top_logprobs": [word(*other) for other in others]}
+        for piece, logprob, others in zip(choice.pieces, choice.logprobs, choice.likeliest)
     ]
+
+
+def word(piece: str, logprob: float) -> dict[str, Any]:
+    return {"token": piece, "logprob": logprob, "bytes": list(piece.encode())}
 
 
 def usage(ask: Ask, choices: Sequence[AnswerChoice]) -> dict[str, int]:
@@ -324,6 +474,15 @@ def usage(ask: Ask, choices: Sequence[AnswerChoice]) -> dict[str, int]:
 def error(text: str, kind: str = "invalid_request_error", param: str | None = None, code: Any = None) -> dict[str, Any]:
     """The JSON of a refusal."""
     return {"error": {"message": text, "type": kind, "param": param, "code": code}}
+
+
+def prometheus(numbers: Mapping[str, float]) -> str:
+    """Numbers in the text format of Prometheus; those that end in _total only grow."""
+    lines = []
+    for name, number in numbers.items():
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines += [f"# TYPE embodied_{name} {kind}", f"embodied_{name} {number:g}"]
+    return "\n".join([*lines, ""])
 
 
 def models(served: Served, max_length: int, lora_rank: int | None, slots: int, settings: Any) -> dict[str, Any]:

@@ -31,6 +31,9 @@ ENGINES = {  # by what `policy.engine` says; imported when named
 }
 
 
+Likeliest = tuple[tuple[tuple[int, float], ...], ...]  # by place: the likeliest tokens there and their log-probs
+
+
 @dataclass(frozen=True)
 class Sampling:
     """The settings by which a conversation is continued."""
@@ -39,6 +42,7 @@ class Sampling:
     stream: str
     rule: SamplingRule
     stops: frozenset[int]  # tokens that end the answer
+    likeliest: int = 0  # how many tokens are reported at every place; only our own engine knows how
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Answer:
     logprobs: np.ndarray  # float32 [A], at SamplingRule.logprob_temperature; float64 of a float64 model
     truncated: bool  # it ended without a stop token: max_tokens, max_length, or aborted
     dropped: str = ""  # why it cannot be used: then it counts for nothing
+    likeliest: Likeliest = ()  # by place, where the sampling asks for them
 
 
 class Engine:

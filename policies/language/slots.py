@@ -115,6 +115,7 @@ class SlotEngine(Engine):
         self.written = np.zeros((self.slots, 0), np.int32)
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
+        self.likeliest: list[Any] = [()] * self.slots  # by row, of the tokens written
         self.round = Sampling(0, "", SamplingRule(), frozenset())
         self.fast: Step | None = None
         self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # tokens, whose keys and values were
@@ -186,7 +187,7 @@ class SlotEngine(Engine):
         for row in range(first, len(self.rows)):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
-            self.counts[row], self.limits[row] = 0, self.longest_answer(request)
+            self.counts[row], self.limits[row], self.likeliest[row] = 0, self.longest_answer(request), ()
             if row in had:
                 continue
             if (words := prefix(request)) in known:
@@ -340,6 +341,8 @@ class SlotEngine(Engine):
             mine = logits if len(rows) == count else logits[self.on(np.array(rows))]
             chosen = choose(mine, rule, self.on(self.noise[rows, self.phase]))
             tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
+        for row in (row for row, request in enumerate(self.rows) if request.sampling.likeliest):
+            self.likeliest[row] += (likeliest(logits[row], self.rows[row].sampling.likeliest),)
         self.phase += 1
         return tokens, logprobs
 
@@ -368,7 +371,7 @@ class SlotEngine(Engine):
     def answer(self, row: int, truncated: bool, dropped: str = "") -> Answer:
         count = self.counts[row]
         written, logprobs = self.written[row, :count].copy(), self.logprobs[row, :count].copy()
-        return Answer(self.rows[row].key, written, logprobs, truncated, dropped)
+        return Answer(self.rows[row].key, written, logprobs, truncated, dropped, self.likeliest[row][:count])
 
     def take_out(self, row: int, clear: bool) -> None:
         """Free a row; the last one moves into its place. Whatever is not finite has to go: masked it still counts."""
@@ -380,6 +383,7 @@ class SlotEngine(Engine):
             for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise):
                 numbers[row] = numbers[last]
             self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
+            self.likeliest[row] = self.likeliest[last]
             self.cache.copy(last, row, int(self.lengths[last]))
         self.rows.pop()
 
@@ -405,6 +409,12 @@ class SlotEngine(Engine):
 def prefix(request: Request) -> bytes:
     """The key of what is to be in the cache before the first step."""
     return np.asarray(request.tokens[:-1], np.int32).tobytes()
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens by logits [vocabulary], and their log-probs at temperature 1."""
+    found, tokens = logits.double().log_softmax(-1).topk(count)
+    return tuple(zip(tokens.tolist(), found.tolist()))
 
 
 def choose(logits: Tensor, rule: SamplingRule, uniform: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from embodied.policies.language.http_messages import read_answer
 from embodied.policies.language.slots import SlotEngine
 from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
 from embodied.serve import find_language, load_language, with_options
-from embodied.serving import language_server
+from embodied.serving import http_requests, language_server
 from embodied.serving.config import TOKEN, ServeConfig
 from embodied.serving.language_server import LanguageServer, Origin
 
@@ -189,13 +189,15 @@ def test_a_stream_is_the_answer_in_parts(open_server):
         ({"prompt": "a", "top_p": 0}, 400, "top_p should be a number above 0, at most 1"),
         ({"prompt": "a", "top_k": 2.5}, 400, "top_k should be a whole number"),
         ({"prompt": "a", "min_p": 0.9}, 400, "min_p=0.9 is not supported"),
-        ({"prompt": "a", "echo": True}, 400, "echo=True is not supported"),
-        ({"prompt": "a", "logprobs": 5}, 400, "only chosen tokens have log-probs here"),
+        ({"prompt": "a", "logprobs": 21}, 400, "logprobs should be a whole number from 0 to 20"),
+        ({"prompt": "a", "top_logprobs": 2}, 400, "options of /v1/chat/completions; logprobs=5 tells five"),
+        ({"prompt": "a", "stream": True, "echo": True}, 400, "come with a whole answer; leave out stream"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "drawn from all tokens, so that their log"),
+        ({"prompt": "a", "tool_choice": "required"}, 400, "so no call can be forced"),
         ({"prompt": "a", "stop": [""]}, 400, "stop should be text"),
         ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop should be text, or a list of at most 16"),
         ({"prompt": "a", "stop_token_ids": ["1"]}, 400, "stop_token_ids should be a list of token numbers"),
         ({"prompt": "a", "tempature": 1}, 400, "'tempature' is not known here"),
-        ({"prompt": "a", "stream": True, "n": 2}, 400, "stream: one answer at a time"),
         ({"prompt": "a", "noise": {"seed": 1}}, 400, "noise should hold"),
         ({"prompt": "a", "seed": 2**63}, 400, "seed should be a whole number"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "model=gpt-4: this server has m"),
@@ -216,7 +218,7 @@ def test_what_is_not_done_is_refused_by_name(open_server, body, status, reason):
         ([], "should be a list of messages"),
         (["hi"], r"messages[0] should be an object"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "content should be text"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "'tool_calls' is not supported"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "tool_calls should hold functions"),
         ([{"role": "user", "content": "1" * 900_000}], "characters leaves no room for an answer within 256"),
     ],
 )
@@ -252,8 +254,9 @@ def test_other_clients_are_answered_while_a_prompt_is_encoded(server, monkeypatc
 
 
 def test_paths_that_are_not_there_are_refused_as_openai_does(open_server):
-    status, found = ask(open_server, "/v1/embeddings", {})
-    assert status == 404 and "/v1/embeddings" in found["error"]["message"]
+    for path, why in (("/v1/embeddings", "has no embeddings"), ("/generate/", "send the prompts to /v1/completions")):
+        status, found = ask(open_server, path, {})
+        assert status == 404 and path in found["error"]["message"] and why in found["error"]["message"]
     assert ask(open_server, "/v1/completions", method="GET")[0] == 405
     assert ask(open_server, "/" + "a" * 5_000)[0] == 404
     assert ask(open_server, "/" + "a" * 50_000)[0] == 400
@@ -264,7 +267,7 @@ def test_paths_that_are_not_there_are_refused_as_openai_does(open_server):
 
 def test_without_a_token_answers_are_for_all_of_this_machine_and_control_for_nobody(open_server):
     assert completed(open_server, prompt="a", max_tokens=1)
-    for path in ("/update_weights", "/reload_weights", "/pause", "/resume"):
+    for path in language_server.CONTROL:
         for headers in ({}, ALLOWED):
             status, found = ask(open_server, path, {"path": "/", "version": 1}, headers)
             assert status == 401 and f"start the server with {TOKEN}" in found["error"]["message"]
@@ -512,8 +515,8 @@ async def caught(work):
 
 
 def test_connections_that_say_nothing_are_bounded_and_closed(folder, monkeypatch):
-    monkeypatch.setattr(language_server, "HEAD_S", 5.0)
-    monkeypatch.setattr(language_server, "BODY_S", 1.0)
+    monkeypatch.setattr(http_requests, "HEAD_S", 5.0)
+    monkeypatch.setattr(http_requests, "BODY_S", 1.0)
     monkeypatch.setattr(language_server, "SPARE", 7)
     with served(model_of(folder), folder, max_clients=1) as server, ExitStack() as stack:
         address = "127.0.0.1", int(server.url.rpartition(":")[2])
@@ -570,6 +573,96 @@ def test_openais_own_client_is_served(server):
         client.completions.create(model="m", prompt=[5] * 256)
     with pytest.raises(openai.AuthenticationError, match="a valid token is needed"):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
+
+
+CALLING = "{% for t in tools %}{{ t['function']['name'] }}<tool_call>{% endfor %}" + PLAIN
+
+
+def test_openais_client_gets_logprobs_prompts_and_several_streams(server, folder):
+    openai = pytest.importorskip("openai", reason="comes with vLLM")
+    client, model = openai.OpenAI(base_url=f"{server.url}/v1", api_key=SECRET, max_retries=0), model_of(folder)
+    asked = {"model": "m", "prompt": "hello", "max_tokens": 6, "seed": 1}
+
+    # The likeliest tokens, at every place of prompt and answer, as the network by itself says.
+    (whole,) = client.completions.create(**asked, logprobs=3, echo=True, extra_body={"return_token_ids": True}).choices
+    assert whole.text.startswith("hello") and whole.logprobs.tokens[:5] == [*"hello"]
+    ids = torch.tensor([[*model.tokenizer.plain("hello"), *whole.token_ids]])
+    with torch.no_grad():
+        likely = model.model(ids).logits[0].double().log_softmax(-1)
+    given = [None, *likely[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()]
+    assert whole.logprobs.token_logprobs[0] is None
+    np.testing.assert_allclose(whole.logprobs.token_logprobs[1:], given[1:], rtol=0, atol=1e-5)
+    for told, row in zip(whole.logprobs.top_logprobs[1:], likely):
+        best = {model.tokenizer.decode([n]): row[n].item() for n in row.topk(3).indices.tolist()}
+        assert best.items() <= {name: pytest.approx(number, abs=1e-5) for name, number in told.items()}.items()
+    (none,) = client.completions.create(**asked | {"max_tokens": 0}, logprobs=1, echo=True).choices
+    assert none.text == "hello" and none.logprobs.token_logprobs[1:] == pytest.approx(given[1:5], abs=1e-5)
+    (scored,) = client.completions.create(**asked, extra_body={"prompt_logprobs": 0}).choices
+    assert next(iter(scored.prompt_logprobs[1].values()))["logprob"] == pytest.approx(given[1], abs=1e-5)
+
+    messages = [{"role": "user", "content": "hi"}]
+    chat = {"model": "m", "messages": messages, "max_tokens": 9, "seed": 1, "n": 3, "logprobs": True}
+    several = client.chat.completions.create(**chat, top_logprobs=2, temperature=0.8, top_p=0.9)
+    assert all(len(one.top_logprobs) == 2 for each in several.choices for one in each.logprobs.content)
+    said = [""] * 3
+    for part in client.chat.completions.create(**chat, stream=True, temperature=0.8, top_p=0.9):
+        for choice in part.choices:
+            said[choice.index] += choice.delta.content
+    assert said == [choice.message.content for choice in several.choices] and len({*said}) > 1
+
+
+def test_tools_go_into_the_prompt_and_calls_come_out_of_the_answer(tmp_path, monkeypatch):
+    openai = pytest.importorskip("openai", reason="comes with vLLM")
+    monkeypatch.setenv(TOKEN, SECRET)
+    folder = publish(tmp_path / "pub", "qwen3", tied=False, template=CALLING)
+    said = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    with served(model_of(folder), folder) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=SECRET, max_retries=0)
+        own, decode = server.policy.tokenizer, server.policy.tokenizer.decode
+        monkeypatch.setattr(own, "decode", lambda ids: said if len(ids) > 1 else decode(ids))
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+        asked = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": tools, "max_tokens": 200}
+        prompt = client.chat.completions.create(**asked, extra_body={"return_token_ids": True, "seed": 3})
+        monkeypatch.setattr(own, "decode", decode)
+        assert decode(prompt.prompt_token_ids).startswith("add<tool_call>[user]hi")
+        (choice,) = prompt.choices
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        assert choice.message.content == "so"
+        again = [*asked["messages"], choice.message.model_dump(exclude_none=True)]
+        again.append({"role": "tool", "tool_call_id": call.id, "content": "2"})
+        assert client.chat.completions.create(**asked | {"messages": again, "max_tokens": 3}).choices
+
+
+def test_the_server_tells_tokens_texts_and_what_it_does(server):
+    _, told = ask(server, "/tokenize", {"prompt": "abc"})
+    assert told["count"] == 3 and ask(server, "/detokenize", {"tokens": told["tokens"]})[1] == {"prompt": "abc"}
+    _, told = ask(server, "/tokenize", {"messages": [{"role": "user", "content": "a"}]})
+    assert server.policy.tokenizer.decode(told["tokens"]).startswith("[user]a<end>")
+    for path, body in (
+        ("/tokenize", {}),
+        ("/detokenize", {"tokens": [10**6]}),
+        ("/abort_requests", {"request_ids": 1}),
+    ):
+        assert ask(server, path, body)[0] == 400
+    completed(server, prompt="a", max_tokens=5, ignore_eos=True)
+    _, text = ask(server, "/metrics", method="GET")
+    lines = dict(line.split() for line in text.splitlines() if line[0] != "#")
+    assert (lines["embodied_answers_total"], lines["embodied_generated_tokens_total"]) == ("1", "5")
+    assert lines["embodied_slots"] == "4" and "# TYPE embodied_running gauge" in text
+    ask(server, "/pause?mode=keep")
+    assert ask(server, "/is_paused", method="GET")[1] == {"is_paused": True}
+
+
+def test_a_request_is_aborted_by_its_name(server, monkeypatch):
+    monkeypatch.setattr(server.generation.engine, "step", lambda: time.sleep(0.01) or [])
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(completed, server, prompt="a", max_tokens=9, request_id=name) for name in "abc"]
+        until(lambda: len(server.generation.writing) == 3)
+        assert ask(server, "/abort_requests", {"request_ids": ["b"]})[1] == {"aborted": 1}
+        assert asked[1].result(60)["choices"][0]["finish_reason"] == "abort"
+        assert ask(server, "/abort_requests", {})[1] == {"aborted": 2}
+        assert {each.result(60)["choices"][0]["finish_reason"] for each in asked} == {"abort"}
 
 
 def test_a_trainers_request_is_read_and_its_answer_too(open_server):
