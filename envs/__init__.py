@@ -37,6 +37,7 @@ PLUGINS = {
     "pointmass": "embodied.envs.pointmass.env:PointMassEnv",
     "sums": "embodied.envs.text.sums:Sums",
     "sort": "embodied.envs.text.sort:Sort",
+    "pictures": "embodied.envs.text.picture_questions:PictureQuestions",
     "reverse_text": "embodied.envs.text.reverse_text:ReverseText",
     "math": "embodied.envs.text.math:Math",
     "reasoning_gym": "embodied.envs.text.reasoning_gym:ReasoningGym",

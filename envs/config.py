@@ -16,7 +16,14 @@ from embodied.envs.libero.config import LiberoConfig
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.robosuite.config import RobosuiteConfig
-from embodied.envs.text.config import MathConfig, ReasoningGymConfig, ReverseTextConfig, ToyTextConfig, VerifiersConfig
+from embodied.envs.text.config import (
+    MathConfig,
+    PicturesConfig,
+    ReasoningGymConfig,
+    ReverseTextConfig,
+    ToyTextConfig,
+    VerifiersConfig,
+)
 
 
 class ExternalEnvConfig(CommonEnvConfig):
@@ -60,6 +67,7 @@ EnvConfig = Annotated[
     | Annotated[RobosuiteConfig, Tag("robosuite")]
     | Annotated[ToyTextConfig, Tag("sums")]
     | Annotated[ToyTextConfig, Tag("sort")]
+    | Annotated[PicturesConfig, Tag("pictures")]
     | Annotated[ReverseTextConfig, Tag("reverse_text")]
     | Annotated[MathConfig, Tag("math")]
     | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]

@@ -29,6 +29,9 @@ class PolicyOptions(Strict):
     sees: ClassVar[bool] = False
     """True if it cannot act without images."""
 
+    reads_pictures: ClassVar[bool] = False
+    """True if a text env may show it pictures."""
+
     speaks: ClassVar[bool] = False
     """True if this family answers text envs; what a class of yours does, `Policy.speaks` says."""
 

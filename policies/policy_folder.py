@@ -19,6 +19,7 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import read_object, reading
 from embodied.core.types import EnvSpec
 from embodied.policies.config import PolicyConfig
+from embodied.policies.language.config import SEEING
 from embodied.runtime.tensor_bytes import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
         if "policy" not in content and (kind := content.get("model_type")):
             raise CheckpointError(
                 f"{folder} holds a {kind}, and models of this kind are not supported: language models are those whose "
-                "config.json names a ...ForCausalLM, without images, and robot policies OpenVLA, OpenVLA-OFT, Pi0 and "
-                "Pi0.5"
+                f"config.json names a ...ForCausalLM, or with images {', '.join(SEEING)}, and robot policies OpenVLA, "
+                "OpenVLA-OFT, Pi0 and Pi0.5"
             )
         if missing := [name for name in ("policy", "env_spec") if name not in content]:
             raise CheckpointError(f"{path} is not a policy of ours: it has no {' and no '.join(missing)}")
@@ -81,6 +82,8 @@ def published_family(folder: Path) -> str | None:
         adaptive = any(name.endswith("time_mlp_in.weight") and "action_" not in name for name in read_blobs(folder))
         return content.get("type") or ("pi05" if adaptive else "pi0")
     if any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in content.get("architectures") or ()):
+        return "language"
+    if content.get("model_type") in SEEING:
         return "language"
     if content.get("model_type") != "openvla":
         return None

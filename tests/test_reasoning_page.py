@@ -151,6 +151,26 @@ def test_a_language_recipe_is_measured_and_planned(here):
     assert "collocated" in here(PLAN, *few)
 
 
+def test_a_model_that_sees_is_planned_with_a_file_that_shows_pictures(folder, here, monkeypatch):
+    """3.75 billion weights, those of the vision tower among them, as Qwen2.5-VL-3B's config.json says."""
+    monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)
+    about = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    about |= {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2}
+    about |= {"intermediate_size": 11008, "vocab_size": 151936, "max_position_embeddings": 128000}
+    about |= {"tie_word_embeddings": True, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    about |= {"vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}}
+    about["vision_config"] |= {"out_hidden_size": 2048, "fullatt_block_indexes": [7, 15, 23, 31]}
+    (folder / "SEES").mkdir()
+    (folder / "SEES" / "config.json").write_text(json.dumps(about))
+    (folder / "a.png").write_bytes(b"")
+    line = {"question": "<image>Find x.", "images": ["a.png"]}
+    lines = [json.dumps(line | {"question": f"<image>Find {name}.", "answer": "1"}) for name in "abc"]
+    (folder / "shown.jsonl").write_text("\n".join(lines))
+    command = "python -m embodied.train recipe=geometry_grpo env.file=shown.jsonl --dry-run cluster.machines=8xGPU"
+    said = here(f"{command} policy.pretrained=SEES")
+    assert "3.75 billion weights, 3.75 of them trained" in said and "8 x policy + learner on gpu:0-7" in said
+
+
 @pytest.mark.parametrize("recipe", ["math_grpo", "math_ppo"])
 def test_a_model_that_is_not_here_is_planned_for_machines_that_are_not_here(recipe, folder, here, monkeypatch):
     monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)  # nothing is scored in a dry run

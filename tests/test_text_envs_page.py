@@ -13,7 +13,7 @@ from embodied.envs.text.config import TOY_TASKS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "text_envs.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
-CHECK, TRAIN, CHECK_TURNS, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = [
+CHECK, TRAIN, CHECK_PICTURES, CHECK_TURNS, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = [
     line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()
 ]
 
@@ -59,6 +59,12 @@ def test_the_env_that_replies_keeps_the_contract_and_helps_to_guess(here, tmp_pa
     assert said[3].success and said[3].reward == 1
 
 
+def test_the_env_with_pictures_keeps_the_contract_and_says_that_it_has_some(here, monkeypatch):
+    assert "contract kept" in here(CHECK_PICTURES)
+    monkeypatch.setattr(importlib.import_module("my_pictures").Dots, "shows_pictures", lambda config: False)
+    assert "shows_pictures does not return True" in here(CHECK_PICTURES, code=1)
+
+
 def test_the_env_with_a_tool_keeps_the_contract(here):
     printed = here("python -m embodied.check env.name=my_tools:Products")
     assert "contract kept" in printed and "at most 3 answers" in printed and "<calc>" in printed
@@ -82,7 +88,14 @@ def test_an_environment_of_verifiers_is_looked_at_and_trained_on(here, tmp_path)
 
 def test_every_env_and_task_of_the_page_is_there_and_the_other_way_round():
     table = re.findall(r"^\| `([\w:]+)` \| (.*) \|", PAGE, re.M)
-    assert {name.partition(":")[0] for name, _ in table} == {"sums", "sort", "math", "reasoning_gym", "verifiers"}
+    assert {name.partition(":")[0] for name, _ in table} == {
+        "sums",
+        "sort",
+        "pictures",
+        "math",
+        "reasoning_gym",
+        "verifiers",
+    }
     assert {"sums", "sort", "math"} <= {*ENV_CONFIGS}
     for name, tasks in TOY_TASKS.items():
         assert name == "sort" or all(task in dict(table)[name] for task in tasks)

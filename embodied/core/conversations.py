@@ -5,6 +5,10 @@ tokens with a mask that is False where the env spoke. Text becomes tokens at the
 is never encoded again: a later turn only appends.
 
 Prompt "5 6 7", answer "8 9", the env's reply "3", answer "2": tokens 5 6 7 8 9 3 2, mask F F F T T F T.
+
+A message may show pictures, which are named (`core.pictures`). A picture fills as many places of the stream as the
+policy makes of it, and the token of such a place is -1 - its number within the picture. With a picture of three
+places before "5 6": tokens -1 -2 -3 5 6. So each -1 begins a picture, and their names in order say the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +20,43 @@ import numpy as np
 
 from embodied.core.types import EpisodeSpec, Recording
 
-Message = dict[str, str]  # {"role": "user", "content": "..."}
+Message = dict[str, Any]
+"""{"role": "user", "content": "..."}, or with pictures a list of parts as content: {"type": "image", "image": NAME} and
+{"type": "text", "text": "..."}."""
 Said = str | tuple[Message, ...]  # text that is continued as it is, or messages that a chat template puts into words
+
+
+FIRST_PLACE = -1  # the token of a picture's first place; its next ones are -2, -3
+
+
+def parts_of(message: Message) -> list[dict[str, str]]:
+    """The parts of a message's content, of which text alone is one."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+
+
+def pictures_in(said: Said) -> tuple[str, ...]:
+    """The names of the pictures that are shown, in order."""
+    messages = () if isinstance(said, str) else said
+    return tuple(part["image"] for each in messages for part in parts_of(each) if part["type"] == "image")
+
+
+def in_words(message: Message, picture: str = "[picture]") -> str:
+    """The content of a message as text, with `picture` in place of each picture."""
+    return "".join(part["text"] if part["type"] == "text" else picture for part in parts_of(message))
+
+
+def is_content(value: Any) -> bool:
+    """True if a message may have this content."""
+    if isinstance(value, str):
+        return True
+    keys = {"text": {"type", "text"}, "image": {"type", "image"}}
+    return isinstance(value, list | tuple) and all(
+        isinstance(part, dict)
+        and all(isinstance(each, str) for each in part.values())
+        and part.keys() == keys.get(part.get("type", ""))
+        for part in value
+    )
 
 
 @dataclass(frozen=True)
@@ -55,6 +94,7 @@ class Prompt:
     episode: int  # EpisodeSpec.index: with a token's place in the stream it keys the token's noise
     said: Said  # new; empty where an answer was interrupted and goes on
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
+    pictures: tuple[str, ...] = ()  # that `tokens` show
     max_tokens: int | None = None  # of the answer; None: the policy's own limit
     override: SamplingRule | None = None  # None: that of the round
     has_more_turns: bool = False  # whether the env may reply to the answer, and ask for another one

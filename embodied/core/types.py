@@ -125,6 +125,7 @@ class EnvSpec:
     has_success: bool = False
     control_hz: float = 20.0  # frames per second of a video at one frame per env step
     text: bool = False  # it speaks: tokens are decisions, a step is a turn
+    pictures: bool = False  # its messages may show pictures
     backend: str = ""  # which physics the env resolved to, recorded with every result
 
     def __post_init__(self) -> None:

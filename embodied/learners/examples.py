@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from embodied.core.conversations import Said
+from embodied.core.conversations import Said, in_words, is_content
 from embodied.core.errors import ConfigError
 from embodied.core.files import reading
 from embodied.core.types import EpisodeList
@@ -54,7 +54,7 @@ def no_solution(env: Any) -> str:
 
 def shown(said: Said) -> str:
     """The beginning of what was said, for a message."""
-    text = said if isinstance(said, str) else said[-1]["content"]
+    text = said if isinstance(said, str) else in_words(said[-1])
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
@@ -91,7 +91,8 @@ def said_in(content: Any) -> Said:
     for message in messages:
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(f'a message should have a "role": {", ".join(ROLES)}')
-        text_in(message, "content")
+        if not is_content(message.get("content")) or not message["content"]:
+            raise ValueError('"content" should be text, or a list of texts and pictures')
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)
 
 

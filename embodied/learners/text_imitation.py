@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.core.conversations import pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import env_blocks
 from embodied.learners.bc import ImitationLearner
@@ -82,6 +83,7 @@ class ExampleTokens:
     def __init__(self, policy: Any, examples: Sequence[Example], first: int, total: int) -> None:
         self.first, self.total = first, total
         tokens, masks = [], []
+        self.pictures = [pictures_of(example) for example in examples]
         for number, example in enumerate(examples, first):
             stream, mask = written(policy.tokenizer, example)
             check_length(policy, stream, mask, f"example {number + 1} ({shown(example[0][0])})")
@@ -105,10 +107,16 @@ class ExampleTokens:
             "mask": torch.from_numpy(self.mask[at])[:, None],
             "lengths": torch.from_numpy(lengths),
             "groups": torch.arange(len(rows)),
+            "pictures": [name for row in rows for name in self.pictures[row]],
         }
 
     def close(self) -> None:
         """Nothing is open."""
+
+
+def pictures_of(example: Example) -> tuple[str, ...]:
+    """The names of the pictures that a conversation shows, in order."""
+    return tuple(name for said, _ in example for name in pictures_in(said))
 
 
 def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:

@@ -103,7 +103,10 @@ class RankBatch:
             return {"obs": self.observed(items), "actions": actions} | replay
         units, lengths = (part.cpu() for part in torch.unique_consecutive(take(self.of, items), return_counts=True))
         groups = torch.from_numpy(self.groups)[units]
-        return {"actions": actions, "mask": take(self.mask, items), "lengths": lengths, "groups": groups}
+        inputs = {"actions": actions, "mask": take(self.mask, items), "lengths": lengths, "groups": groups}
+        if "picture" not in self.obs:
+            return inputs
+        return inputs | {"pictures": [name for name in take(self.obs["picture"], items) if name]}
 
     def observed(self, items: Tensor) -> Observation:
         """The observations of these items, as policies take them."""

@@ -84,7 +84,8 @@ def page(title: str, *body: object) -> str:
     script = (ASSETS / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; media-src data: 'self' file:"
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; media-src data: 'self' file:; "
+        "img-src data:"
     )
     head = tag(
         "head",

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from embodied.core.conversations import is_content, parts_of
+from embodied.core.pictures import PictureError, data_url, load_picture, shown
 from embodied.core.types import EpisodeResult
 from embodied.reporting.html import Html, join, tag
 from embodied.reporting.results import check
@@ -22,6 +25,7 @@ IN_WORDS = ("90% or more", "50% to 90%", "10% to 50%", "1% to 10%", "below 1%")
 MOST_SAMPLES = 150  # of training, about
 PAGE_TOKENS = 60_000  # of the page that are marked; later answers are plain
 MOST_CHARACTERS = 20_000  # of an answer or a prompt; the rest is in the file
+LARGEST_SIDE = 320  # pixels of a picture in a page, which others are thinned out to
 SNIPPET = 60  # characters of the last answer, and of what is known of it, in a line that is folded
 
 CUT_OFF = tag("span", "cut off", class_="cut")
@@ -31,7 +35,7 @@ Number = float | int
 
 class Message(TypedDict):
     role: str
-    content: str
+    content: str | list[dict[str, str]]
 
 
 class TurnShown(TypedDict):
@@ -101,7 +105,7 @@ class Conversations:
         words += [f"mean log-prob {sum(known) / len(known):.2f}"] if known else []
         return tag(
             "dl",
-            *[row(one["role"], clipped(one["content"])) for one in messages],
+            *[row(one["role"], *contents(one)) for one in messages],
             row("answer", self.answer(turn), class_="answer"),
             row("", tag("small", f"{', '.join(words)} "), CUT_OFF if turn["truncated"] else None),
             row("facts", tag("small", clipped(facts_of(turn)))) if turn["facts"] else None,
@@ -177,6 +181,26 @@ def is_sample(sample: dict[str, Any]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def contents(message: Any) -> list[Html]:
+    """The texts and pictures of a message."""
+    return [
+        clipped(part["text"]) if part["type"] == "text" else picture(part["image"])
+        for part in parts_of(message)
+        if is_content([part])
+    ]
+
+
+@lru_cache(MOST_SAMPLES)
+def picture(name: str) -> Html:
+    """A picture within the page, made small; its name where it cannot be loaded."""
+    try:
+        pixels = load_picture(name)
+    except PictureError as err:
+        return tag("small", f"[{err}]")
+    step = -(-max(pixels.shape) // LARGEST_SIDE)
+    return tag("img", src=data_url(pixels[::step, ::step]), alt=shown(name), title=shown(name), class_="shown")
 
 
 def row(name: str, *content: object, **how: object) -> Html:

@@ -3,7 +3,7 @@
 `launch` and `ending` are around every command; `run_folder`, `checkpoints` and `run_group` are on disk,
 `policy_source`, `first_run` and `hub` find policies, `devices` and `memory_check` look at machines,
 `rehearsal` is a dry run's, `published_comparison` an evaluation's, `seeds_and_sweeps` starts many runs,
-`shared_replay` predicts runs that share devices.
+`text_checks` is what policies that speak must fit, `shared_replay` predicts runs that share devices.
 """
 
 __all__ = [

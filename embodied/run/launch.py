@@ -36,6 +36,7 @@ from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, 
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
 from embodied.run.rehearsal import files_missing_here
+from embodied.run.text_checks import check_pictures, check_speech
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
@@ -134,6 +135,8 @@ def planned(
     if config.eval.reference:
         reference_of(config.eval.reference, config.env.task)
     check_speech(config, kind)
+    if speaks(kind):
+        check_pictures(config, kind)
     check_images_are_there(config)
     if learn and config.algo.prompts == "epochs":
         kind.training_questions(config.env)
@@ -230,37 +233,6 @@ def overlap_key(config: RunConfig) -> str:
     """The key by which learners learn while sims and policies collect; empty where they take turns."""
     schedule = config.pipeline.schedule
     return f"pipeline.schedule={schedule}" if schedule in ("periodic", "async") else ""
-
-
-def check_speech(config: RunConfig, kind: Any) -> None:
-    """Refuse a policy of actions for an env that speaks, and the other way round; and what only answers have."""
-    text, options = speaks(kind), config.eval
-    try:
-        config.check_speech(text, "policy.name=language, or a checkpoint of such a policy")
-    except ValueError as err:
-        raise ConfigError(str(err)) from None
-    recorded = ("overlay", "cameras", "mosaic", "dataset")
-    if text and (given := [f"eval.{name}=true" for name in recorded if getattr(options, name)]):
-        raise ConfigError(
-            f"{' and '.join(given)} has no effect with env.name={config.env.name}: a text env has nothing to record, "
-            "and all its conversations are written down anyway; leave it out"
-        )
-    if options.episodes % options.samples:
-        fit = max(options.episodes // options.samples, 1) * options.samples
-        raise ConfigError(
-            f"eval.episodes={options.episodes} counts all answers and is not a multiple of "
-            f"eval.samples={options.samples}; try eval.episodes={fit}"
-        )
-    usual = {"top_p": 1.0, "top_k": 0}
-    drawn = [f"eval.{name}={getattr(options, name)}" for name in usual if getattr(options, name) != usual[name]]
-    if drawn and (not text or options.temperature == 0):
-        why = "eval.temperature=0 takes the likeliest token" if text else f"env.name={config.env.name} has no tokens"
-        raise ConfigError(f"{' and '.join(drawn)} has no effect, since {why}; leave it out")
-    if options.samples > 1 and not text:
-        raise ConfigError(
-            f"eval.samples={options.samples} is for text envs: with env.name={config.env.name} every episode begins "
-            "in a state of its own; leave it out"
-        )
 
 
 def check_images_are_there(config: RunConfig) -> None:

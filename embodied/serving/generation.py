@@ -56,6 +56,7 @@ class ServedConversation:
     sampling: Sampling
     names: tuple[str, ...] = ()  # of the request that it is an answer to
     stop: tuple[str, ...] = ()  # texts at which it ends
+    pictures: tuple[str, ...] = ()  # that `tokens` show
     on_progress: Callable[[Answer], object] | None = None  # is called with what is written so far, token by token
     written: Future[Written] = field(default_factory=Future)
     scores: int | None = None  # how many of the likeliest tokens are reported at every place of the prompt; None: none
@@ -195,7 +196,7 @@ class Generation:
             self.writing.add(one)
             if one.scores is not None:
                 self.scored[one] = self.score(one.tokens, one.scores)
-            self.engine.add(Request(one, one.tokens, one.max_tokens, one.episode, one.sampling))
+            self.engine.add(Request(one, one.tokens, one.max_tokens, one.episode, one.sampling, one.pictures))
         if self.writing and not self.kept:
             try:
                 for answer in self.engine.step():

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from aiohttp import web
 
-from embodied.core.conversations import SamplingRule
+from embodied.core.conversations import SamplingRule, pictures_in
 from embodied.core.errors import EmbodiedError
 from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import NOT_FINITE, UNSEEN, read_bucket, settings_of
@@ -29,6 +29,7 @@ from embodied.runtime.tensor_bytes import Blob
 from embodied.runtime.weights import BUCKET_BYTES
 from embodied.serving import openai_protocol as openai
 from embodied.serving.arriving_weights import ArrivingWeights
+from embodied.serving.chat_messages import with_tools
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
 from embodied.serving.http_requests import NOT_SERVED, Connections, body_of, long_body_of, refusal
@@ -198,6 +199,9 @@ class LanguageServer:
         found: list[ServedConversation] = []
         for prompt in ask.prompts:
             tokens = self.encoded(prompt, ask.tools)
+            pictures = () if isinstance(prompt, list) else pictures_in(prompt)
+            if pictures and (ask.tools or scores is not None):
+                raise BadRequest("tools and prompt_logprobs are not done with pictures; leave them out", "messages")
             for copy in range(ask.n):
                 noise = ask.noise
                 episode = noise.episode if noise else len(found)
@@ -210,13 +214,15 @@ class LanguageServer:
                 rule = SamplingRule(ask.temperature, ask.top_p, ask.top_k)
                 sampling = Sampling(seed, stream, rule, stops, ask.likeliest)
                 scored = None if copy else scores
-                found.append(ServedConversation(tokens, most, episode, sampling, names, ask.stop, scores=scored))
+                found.append(
+                    ServedConversation(tokens, most, episode, sampling, names, ask.stop, pictures, scores=scored)
+                )
         return found
 
     def encoded(self, prompt: openai.Asked, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A prompt as tokens that leave room for an answer."""
         if tools:
-            prompt = self.with_tools(prompt, tools)
+            prompt = with_tools(self.policy.tokenizer, prompt, tools)
         if isinstance(prompt, list):
             tokens, words = prompt, self.policy.model.config.get_text_config().vocab_size
             if max(tokens) >= words:
@@ -234,22 +240,6 @@ class LanguageServer:
                 "prompt",
             )
         return tokens
-
-    def with_tools(self, messages: Any, tools: Sequence[dict[str, Any]]) -> str:
-        """Messages in the words of the chat template, which says what the tools are."""
-        tokenizer = self.policy.tokenizer
-        if not tokenizer.chat or "<tool_call>" not in str(tokenizer.own.chat_template):
-            why = (
-                "this model's chat template has no calls like <tool_call>{...}</tool_call>; say in words what there is"
-            )
-            raise BadRequest(f"tools: {why}", "tools")
-        try:
-            return tokenizer.own.apply_chat_template(
-                list(messages), tools=list(tools), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as err:  # whatever the template raises
-            text = " ".join(str(err).split())
-            raise BadRequest(f"the model's chat template refuses this conversation ({text})", "messages") from None
 
     def choice(
         self,
@@ -335,7 +325,15 @@ class LanguageServer:
         ids, logprobs = answer.tokens[begin:].tolist(), answer.logprobs[begin:].tolist()
         pieces = [self.word(one) for one in ids] if ask.logprobs else ()
         likeliest = [[(self.word(token), logprob) for token, logprob in each] for each in answer.likeliest[begin:]]
-        return AnswerChoice(conversation.tokens, ids, logprobs, pieces, text, finish, likeliest or [()] * len(ids))
+        return AnswerChoice(
+            self.policy.shown_tokens(conversation.tokens),
+            ids,
+            logprobs,
+            pieces,
+            text,
+            finish,
+            likeliest or [()] * len(ids),
+        )
 
     # About the server
 
@@ -343,7 +341,7 @@ class LanguageServer:
         """{"prompt": TEXT} or {"messages": [...]}: their tokens."""
         fields = await body_of(request)
         ask = openai.read_tokenize(fields)
-        tokens = await asyncio.to_thread(self.encoded, ask.prompts[0], ask.tools)
+        tokens = self.policy.shown_tokens(await asyncio.to_thread(self.encoded, ask.prompts[0], ask.tools))
         return web.json_response({"count": len(tokens), "max_model_len": self.policy.max_length, "tokens": tokens})
 
     async def detokenize(self, request: web.Request) -> web.Response:

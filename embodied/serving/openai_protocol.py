@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.core.errors import EmbodiedError
 from embodied.policies.language.http_messages import OWNER
+from embodied.serving.chat_messages import BadRequest, message_of
 
 MOST_CHOICES = 1024  # answers to one request
 MOST_STOPS = 16
@@ -59,14 +59,6 @@ READ |= {
     "stream_options",
     "request_id",
 }
-
-
-class BadRequest(EmbodiedError):
-    """A request that cannot be answered as it is; the client gets the text."""
-
-    def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(text)
-        self.param, self.status = param, status
 
 
 Asked = str | list[int] | tuple[dict[str, Any], ...]  # what is continued: text, tokens, or messages to be answered
@@ -271,35 +263,6 @@ def prompts_of(prompt: Any) -> tuple[Asked, ...]:
     return tuple(prompt)
 
 
-def message_of(message: Any, number: int) -> dict[str, Any]:
-    """A message as chat templates take it. Contents of several texts are joined; anything but text is refused."""
-    where = f"messages[{number}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRequest(f"{where} should be an object with role and content", "messages")
-    if odd := {name for name, value in message.items() if value} - {"role", "content", "name", *OF_TOOLS}:
-        raise BadRequest(f"{where}: {sorted(odd)[0][:40]!r} is not supported", "messages")
-    content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    calls = [call_of(call, where) for call in message.get("tool_calls") or ()]
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise BadRequest(f"{where}: content should be text", "messages")
-    more = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    return {"role": message["role"], "content": content} | more | ({"tool_calls": calls} if calls else {})
-
-
-def call_of(call: Any, where: str) -> dict[str, Any]:
-    """A call of a tool as chat templates take it: its arguments are no text but what the text says."""
-    try:
-        arguments = call["function"]["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return call | {"function": {"name": str(call["function"]["name"]), "arguments": arguments}}
-    except (KeyError, TypeError, ValueError, RecursionError):
-        raise BadRequest(f"{where}: tool_calls should hold functions with a name and arguments in JSON") from None
-
-
 def noise_of(value: Any) -> NoiseAddress | None:
     if value is None:
         return None
@@ -331,7 +294,6 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
-OF_TOOLS = ("tool_calls", "tool_call_id")
 CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 

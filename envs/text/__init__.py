@@ -3,6 +3,7 @@
 __all__ = [
     "config",
     "math",
+    "picture_questions",
     "reasoning_gym",
     "reverse_text",
     "scoring_process",

@@ -35,11 +35,18 @@ TOY_TASKS = {  # env.name -> its tasks, the usual one first
         "calc2": "37*58=, where <calc>37*58</calc> asks a calculator",
     },
     "sort": {"sort4": "sort 98171: of four to six digits"},
+    "pictures": {
+        "count": "how many dots there are, one to six",
+        "colour": "the colour of the disc, beside a square",
+        "add": "the sum of two digits from 1 to 5",
+    },
 }
 
 
 class ToyTextConfig(TextConfig):
-    name: Literal["sums", "sort"] = Field(description="A toy for small language models: add numbers, sort digits.")
+    name: Literal["sums", "sort", "pictures"] = Field(
+        description="A toy for small language models: add numbers, sort digits."
+    )
     task: Tasks = Field(
         "",
         description="Which one, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2. sort: "
@@ -64,6 +71,12 @@ class ToyTextConfig(TextConfig):
                     f"env.task={task!r} is not a task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
                 )
         return self
+
+
+class PicturesConfig(ToyTextConfig):
+    name: Literal["pictures"] = Field(description="A toy for small models that see: drawings, and a question to each.")
+    task: Tasks = Field("", description="Which one, or a list to take in turn; unset: the first. count, colour, add.")
+    pixels: int = Field(48, ge=16, le=4096, description="Width and height of a picture.")
 
 
 class ReverseTextConfig(TextConfig):

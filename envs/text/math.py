@@ -2,7 +2,8 @@
 mathematics, by math-verify in a process of its own.
 
 A line holds `question` (asked as a message, with the request to box the result), `prompt` (text to be continued as it
-is) or `messages`, and `answer` or `solutions`, of which any will do.
+is) or `messages`, and `answer` or `solutions`, of which any will do. With `images`, files beside it, a question or its
+messages show pictures, each where the text says <image>, or all before a question that does not.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from embodied.core.conversations import Said
+from embodied.core.conversations import Said, pictures_in
 from embodied.core.errors import ConfigError, MissingAsset
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.scoring_process import Scorers
@@ -23,6 +24,7 @@ from embodied.envs.text.text_env import TextEnv, Turn
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
 SHARE, MOST = 0.05, 500  # held out of a file that has no other beside it
 FEW = 20  # held-out questions with which an evaluation tells little
+PLACE = "<image>"  # of a picture in a text
 BOX = "\\boxed{"
 ASKED, SOLVED = ("question", "prompt", "messages"), ("answer", "solutions")
 
@@ -73,6 +75,10 @@ class Math(TextEnv):
             f"prompt{'s' * (count > 1)}, fewer than {FEW}, so their success rate says little; name others with "
             "env.held_out=FILE.jsonl"
         ]
+
+    @classmethod
+    def shows_pictures(cls, config: Any) -> bool:
+        return config.file is not None and any(pictures_in(one.said) for part in questions(config) for one in part)
 
     @classmethod
     def num_questions(cls, config: Any, task: str) -> int:
@@ -150,15 +156,16 @@ def read(path: Path) -> list[Question]:
 
 @lru_cache(4)
 def _read(path: Path, *stamp: int) -> list[Question]:
+    beside = path.absolute().parent
     with path.open("rb") as lines:
-        found = [parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+        found = [parsed(line, f"{path}, line {number}", beside) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
         raise ConfigError(f"{path}: no questions are in it")
     return found
 
 
-def parsed(line: bytes, where: str) -> Question:
-    """The question of a line."""
+def parsed(line: bytes, where: str, beside: Path) -> Question:
+    """The question of a line, whose pictures lie `beside` its file."""
     try:
         entry = json.loads(line)
     except ValueError as err:
@@ -173,7 +180,32 @@ def parsed(line: bytes, where: str) -> Question:
     solutions = entry[solved[0]] if isinstance(entry[solved[0]], list) else [entry[solved[0]]]
     if not all(isinstance(one, str | int | float) and str(one).strip() for one in solutions):
         raise ConfigError(f"{where}: {solved[0]} must be text or a number, or a list of these")
-    return Question(said(asked[0], entry[asked[0]], where), tuple(plain(str(one)) for one in solutions))
+    asks = said(asked[0], entry[asked[0]], where)
+    if images := entry.get("images"):
+        asks = illustrated(asks, images, beside, where)
+    return Question(asks, tuple(plain(str(one)) for one in solutions))
+
+
+def illustrated(asks: Said, images: Any, beside: Path, where: str) -> Said:
+    """The messages with these pictures, each in place of an <image>, or all before what the first message says."""
+    if isinstance(asks, str) or not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise ConfigError(f"{where}: images must be a list of files, shown with a question or messages")
+    names = [str(beside / each) for each in images]
+    if lost := next((name for name in names if not Path(name).is_file()), None):
+        raise ConfigError(f"{where}: there is no picture {lost}")
+    marks = [message["content"].count(PLACE) for message in asks]
+    if sum(marks) not in (0, len(names)):
+        raise ConfigError(f"{where}: {PLACE} stands {sum(marks)} times, and images are {len(names)}")
+    texts = [message["content"].split(PLACE) for message in asks]
+    if not sum(marks):
+        texts[0] = [""] * len(names) + texts[0]
+    left, shown = iter(names), []
+    for message, pieces in zip(asks, texts, strict=True):
+        parts = [{"type": "text", "text": pieces[0]}]
+        for piece in pieces[1:]:
+            parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": piece}]
+        shown.append(message | {"content": [part for part in parts if part.get("text") != ""]})
+    return tuple(shown)
 
 
 def said(key: str, value: Any, where: str) -> Said:

@@ -23,12 +23,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from embodied.core.conversations import Said
+from embodied.core.conversations import Said, is_content, pictures_in
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.rng import generator
 from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec
@@ -106,6 +106,11 @@ class TextEnv(EnvCapabilities):
     def held_out(cls, config: Any) -> int:
         """The number of held-out prompts of each task."""
         return cls.num_held_out
+
+    @classmethod
+    def shows_pictures(cls, config: Any) -> bool:
+        """True if its messages may show pictures: then only policies that see can answer."""
+        return False
 
     @classmethod
     def num_questions(cls, config: Any, task: str) -> int | None:
@@ -201,7 +206,9 @@ class TextEnv(EnvCapabilities):
     def env_spec(cls, config: Any) -> EnvSpec:
         """The env's description for a language policy."""
         turns = cls.longest_episode(config)
-        return EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=turns, has_success=True, text=True)
+        seen = cls.shows_pictures(config)
+        spec = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=turns, has_success=True, text=True)
+        return replace(spec, pictures=seen)
 
 
 def first_questions(
@@ -219,17 +226,26 @@ def first_questions(
     return list(found)
 
 
-def checked_said(said: Said, kind: type[TextEnv]) -> Said:
-    """Checks that an env speaks in text or messages of whole characters, and returns that."""
+def checked_said(said: Said, kind: type[TextEnv], may_show: bool = False) -> Said:
+    """Checks that an env speaks in text or messages of whole characters, which `may_show` pictures, and returns
+    that."""
     if isinstance(said, list):
         said = tuple(said)
     fine = isinstance(said, str) or (
-        isinstance(said, tuple) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in said)
+        isinstance(said, tuple)
+        and all(
+            isinstance(one, dict) and {"role", "content"} <= one.keys() and is_content(one["content"]) for one in said
+        )
     )
     if not fine or not said:
         raise EmbodiedError(
             f"{kind.__name__} says {said!r:.100}; it must be text, or messages such as "
             '({"role": "user", "content": "..."},)'
+        )
+    if pictures_in(said) and not may_show:
+        raise EmbodiedError(
+            f"{kind.__name__} shows a picture ({pictures_in(said)[0]:.60}); its shows_pictures must return True, "
+            "so that only policies that see are asked"
         )
     text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str, skipkeys=True)
     if half := HALF_CHARACTER.search(text):

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from embodied.core.conversations import Said
+from embodied.core.conversations import Said, in_words, is_content, pictures_in
 from embodied.core.errors import EmbodiedError
+from embodied.core.pictures import PictureError, load_picture
 from embodied.core.types import EpisodeSpec
 from embodied.envs.env_checker import ContractViolation, fail
 from embodied.envs.own_modules import where
@@ -73,7 +74,7 @@ class TextEnvChecker:
         self.solutions_are_successes(specs)
         self.conversations_end(specs)
         said = self.begin(specs[0])
-        return CheckedTextEnv(in_words(said), self.solution(specs[0]), self.conversations)
+        return CheckedTextEnv(in_a_line(said), self.solution(specs[0]), self.conversations)
 
     def few(self, task: str) -> list[EpisodeSpec]:
         """Some held-out and some training episodes."""
@@ -217,10 +218,18 @@ class TextEnvChecker:
         if not said:
             fail("said", f"{method} says nothing; a conversation that goes on needs something to answer")
         messages = isinstance(said, tuple | list) and all(
-            isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content")) for one in said
+            isinstance(one, dict) and isinstance(one.get("role"), str) and is_content(one.get("content"))
+            for one in said
         )
         if not isinstance(said, str) and not messages:
             fail("said", f'{method} says {said!r:.100}; it must be text, or ({{"role": "user", "content": "..."}},)')
+        for name in pictures_in(said):
+            if not self.kind.shows_pictures(self.config):
+                fail("pictures", f"{method} shows {name:.60}, and shows_pictures does not return True")
+            try:
+                load_picture(name)
+            except PictureError as err:
+                fail("pictures", str(err))
         return tuple(said) if isinstance(said, list) else said
 
 
@@ -232,9 +241,9 @@ def training_spec(task: str, number: int) -> EpisodeSpec:
     return EpisodeSpec(task, -1, SEED + number, number)
 
 
-def in_words(said: Said) -> str:
+def in_a_line(said: Said) -> str:
     """One line of what was said."""
-    return repr(said) if isinstance(said, str) else "; ".join(f"{one['role']}: {one['content']!r}" for one in said)
+    return repr(said) if isinstance(said, str) else "; ".join(f"{one['role']}: {in_words(one)!r}" for one in said)
 
 
 @contextmanager

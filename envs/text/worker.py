@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 
 from embodied.core.conversations import (
+    FIRST_PLACE,
     Completion,
     EvaluationShare,
     Prompt,
     PromptBatch,
     Said,
     SamplingRule,
+    pictures_in,
 )
 from embodied.core.errors import ConfigError, DeadlineExceeded, EmbodiedError
 from embodied.core.request_queue import Waiting
@@ -191,7 +193,8 @@ class Part:
 
     def __post_init__(self) -> None:
         self.waiting, self.free, self.open = deque(self.specs), [], 0
-        self.turns = self.kind.env_spec(self.config).max_episode_steps
+        self.spec = self.kind.env_spec(self.config)
+        self.turns = self.spec.max_episode_steps
 
     def begin(self, timers: Timers) -> list[Conversation]:
         """Begin as many conversations as there is room for."""
@@ -215,7 +218,7 @@ class Part:
 
     def _opened(self, spec: EpisodeSpec) -> Conversation:
         env = self.free.pop() if self.free else self.kind(self.config, self.shared)
-        return Conversation(spec, env, checked_said(env.reset(spec), self.kind), self)
+        return Conversation(spec, env, checked_said(env.reset(spec), self.kind, self.spec.pictures), self)
 
 
 @dataclass
@@ -234,6 +237,7 @@ class Conversation:
     versions: list[np.ndarray] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
     success: list[bool] = field(default_factory=list)  # of each turn
+    pictures: list[str] = field(default_factory=list)  # that `tokens` show
     problem: str = ""  # why it counts for nothing
 
     def hear(self, completion: Completion, turn: Turn, reward: float) -> None:
@@ -250,6 +254,8 @@ class Conversation:
             self.rewards[-1][-1] += reward
             self.cut_off[-1][-1] |= completion.truncated
         self.tokens.append(np.asarray(completion.tokens, np.int32))
+        if count > sampled:
+            self.pictures += pictures_in(self.said)
         self.sampled.append(chosen)
         self.logprobs.append(logprobs)
         self.rewards.append(rewards)
@@ -324,10 +330,15 @@ class Conversation:
         def column(parts: list[np.ndarray]) -> np.ndarray:
             return np.concatenate(parts)[:, None]
 
+        obs = {}
+        if self.part.spec.pictures:
+            obs["picture"] = np.full(count, "", object)  # its name where one begins
+            obs["picture"][tokens == FIRST_PLACE] = self.pictures
+
         return Trajectory(
             ids=np.array([self.spec.index]),
             lengths=np.array([count]),
-            obs={},
+            obs=obs,
             actions=tokens[:, None, None],
             logprobs=column(self.logprobs)[:, :, None],
             rewards=column(self.rewards),
@@ -343,10 +354,17 @@ def shortened(turn: dict[str, Any]) -> dict[str, Any]:
     """What was said and answered in a turn, at most SAMPLE_CHARACTERS of each."""
     said = turn["said"]
     if not isinstance(said, str):
-        said = [{"role": one["role"], "content": middle_left_out(one["content"])} for one in said]
+        said = [{"role": one["role"], "content": shortened_content(one["content"])} for one in said]
     facts = {name: middle_left_out(str(fact)) for name, fact in turn["facts"].items()}
     words = middle_left_out(said) if isinstance(said, str) else said
     return {"said": words, "answer": middle_left_out(turn["answer"]), "facts": facts}
+
+
+def shortened_content(content: Any) -> Any:
+    """The content of a message with its texts shortened; pictures stay."""
+    if isinstance(content, str):
+        return middle_left_out(content)
+    return [part | {"text": middle_left_out(part["text"])} if part["type"] == "text" else part for part in content]
 
 
 def middle_left_out(text: str) -> str:
@@ -384,7 +402,8 @@ class ConversationClient(RequestClient):
         self.open[self.number] = one
         tokens = np.concatenate([np.zeros(0, np.int32), *one.tokens])
         more = len(one.turns) + 1 < one.part.turns
-        return Prompt(self.number, one.spec.index, one.said, tokens, None, one.part.override, more)
+        pictures, override = tuple(one.pictures), one.part.override
+        return Prompt(self.number, one.spec.index, one.said, tokens, pictures, None, override, more)
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:
         return [PromptBatch(self.source, tuple(requests))]
@@ -451,5 +470,5 @@ def hear(one: Conversation, completion: Completion) -> bool:
     one.hear(completion, turn, reward)
     over = turn.done or not turn.said or last
     if not over:
-        checked_said(turn.said, type(one.env))
+        checked_said(turn.said, type(one.env), one.part.spec.pictures)
     return over

@@ -7,10 +7,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from embodied.core.errors import CheckpointError
+from embodied.core.files import as_path, read_object
 from embodied.core.options import LocalPath
 from embodied.policies.common_config import PolicyOptions
 from embodied.policies.vla.config import LoraTargets
 
+SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # kinds of models that read pictures, by config.json's model_type
 OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit")
 ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
 """Keys that say how a language model's answers are made, not what they are."""
@@ -24,10 +27,10 @@ class LanguageConfig(PolicyOptions):
     of_engine: ClassVar = OF_SERVER
 
     name: Literal["language"] = Field(description="A causal language model, for text envs.")
-    preset: Literal["tiny", "tiny_gpt2"] = Field(
+    preset: Literal["tiny", "tiny_gpt2", "tiny_vl"] = Field(
         "tiny",
-        description="A model with fresh weights and a tokenizer of characters: Qwen3's shape or GPT-2's; with "
-        "policy.pretrained the folder says.",
+        description="A model with fresh weights and a tokenizer of characters: Qwen3's shape, GPT-2's, or that of "
+        "Qwen2.5-VL, which sees pictures; with policy.pretrained the folder says.",
     )
     pretrained: str | None = Field(
         None,
@@ -109,6 +112,14 @@ class LanguageConfig(PolicyOptions):
         "network makes of the text so far: needed by algo.name=ppo.",
     )
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+
+    @property
+    def reads_pictures(self) -> bool:  # type: ignore[override]
+        """True if it is of a kind that sees, as its folder says; one that is not here may be."""
+        if self.pretrained is None:
+            return self.preset == "tiny_vl"
+        path = as_path(self.pretrained) / "config.json"
+        return not path.is_file() or read_object(path, CheckpointError).get("model_type") in SEEING
 
     @property
     def mixed_precision(self) -> bool:

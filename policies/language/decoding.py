@@ -1,8 +1,8 @@
 """A step of decoding without the modules' overhead, which is most of what a step of a small model takes.
 
 The same mathematics as transformers' modules for one token of every conversation, for the shapes that are trained most:
-Llama's, Qwen3's and GPT-2's in float32 or less precise. Whatever else a model is runs through its own modules
-(slots.py). Linear layers with adapters are called as they are.
+Llama's, Qwen3's, GPT-2's and Qwen2.5-VL's in float32 or less precise. Whatever else a model is runs through its own
+modules (slots.py). Linear layers with adapters are called as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from embodied.policies.language.sight import decoder_of
+
 if TYPE_CHECKING:
     from embodied.policies.language.slots import KeyValues
 
@@ -24,14 +26,14 @@ Step = Callable[[Tensor, Tensor, "KeyValues"], Tensor]
 def fast_step(model: Any, length: int) -> Step | None:
     """A function of the last tokens [N], their places [N] and the cache that returns logits [N, vocabulary], or None
     for models of other shapes. It holds for as long as the model's parameters are the same objects."""
-    shape = model.config
+    shape = model.config.get_text_config()
     if model.dtype == torch.float64 or torch.is_autocast_enabled(next(model.parameters()).device.type):
         return None
     if shape.model_type == "gpt2" and not shape.add_cross_attention:
         return of_gpt2(model)
-    if shape.model_type not in ("llama", "qwen3") or shape.hidden_act != "silu":
+    if shape.model_type not in ("llama", "qwen3", "qwen2_5_vl_text") or shape.hidden_act != "silu":
         return None
-    turns_by_place = model.model.rotary_emb.rope_type in ("default", "linear", "llama3")  # not by length as well
+    turns_by_place = decoder_of(model).rotary_emb.rope_type in ("default", "linear", "llama3")  # not by length as well
     return of_llama(model, length) if turns_by_place else None
 
 
@@ -57,7 +59,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, cache: KeyVa
 
 
 def of_llama(model: Any, length: int) -> Step:
-    body = model.model
+    body = decoder_of(model)
     places = torch.arange(length, device=body.embed_tokens.weight.device)[None]
     cosines, sines = (table[0, :, None] for table in body.rotary_emb(body.embed_tokens.weight[:1], places))
     half = sines.shape[-1] // 2

@@ -54,6 +54,7 @@ class Request:
     max_tokens: int  # of the answer
     episode: int  # with a token's index in the stream it keys the token's noise
     sampling: Sampling | None = None  # None: as the round says; only our own engine knows others
+    pictures: Sequence[str] = ()  # that the tokens show
     keep: bool = False  # whether another request may follow that begins with these tokens and their answer
 
 
@@ -167,7 +168,7 @@ def unanswered(request: Request, why: str = "") -> Answer:
 
 def token_bytes(model: Any) -> int:
     """Bytes of one token's keys and values."""
-    shape = model.config
+    shape = model.config.get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     dim = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     dims = [getattr(shape, key, None) or dim for key in ("qk_head_dim", "v_head_dim")]  # DeepSeek has other values

@@ -28,6 +28,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PreTrainedConfig,
 )
@@ -46,13 +47,14 @@ from embodied.core.files import as_path
 from embodied.policies.language import tokenizer as words
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.experts import is_router, num_experts
+from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, decoder_of
 from embodied.policies.language.tokenizer import ConversationTokenizer
 from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
 from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, tensor_of
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
 GENERATION = "generation_config.json"
-COMPANIONS = (GENERATION, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
+COMPANIONS = (GENERATION, PREPROCESSOR, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
 BUILDING = threading.Lock()  # transformers replaces functions of torch meanwhile, for all threads of the process
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no weights, in older files
 
@@ -66,7 +68,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     except Exception as err:  # of many kinds
         cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise CheckpointError(f"{folder / CONFIG} is not that of a language model: {cause}") from None
-    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and found.model_type not in SIGHTS:
         raise CheckpointError(f"{folder} holds a {found.model_type}, which is not a causal language model")
     for key in OURS:
         found.__dict__.pop(key, None)
@@ -105,7 +107,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     options = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa", "trust_remote_code": False}
     try:
         with BUILDING, torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, **options).eval()
+            model = auto_class(config).from_config(config, **options).eval()
     except (ValueError, ImportError) as err:  # no such kernel of attention, or a package that is missing
         cause = str(err).strip().splitlines()[0].partition(". ")[0]
         raise ConfigError(f"a {config.model_type} cannot be run here: {cause}; take another model") from None
@@ -114,6 +116,11 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
         if weight.is_floating_point():
             weight.data = weight.data.to(dtype)
     return model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' class that makes a model with a head for words of this config."""
+    return AutoModelForImageTextToText if config.model_type in SIGHTS else AutoModelForCausalLM
 
 
 def allocate(model: Any) -> None:
@@ -175,6 +182,7 @@ def head_size(shape: Any) -> int:
 
 def longest(max_length: int | None, shape: PreTrainedConfig) -> int:
     """Tokens of a whole conversation, at most: as many as are asked for, else as the model has positions for."""
+    shape = shape.get_text_config()
     limits = {"positions": getattr(shape, "max_position_embeddings", None)}
     window = getattr(shape, "sliding_window", None)
     if "sliding_attention" in (getattr(shape, "layer_types", None) or ["sliding_attention"]):
@@ -200,7 +208,8 @@ def behind_blocks(model: Any) -> list[nn.Module]:
 
 def _body(model: Any) -> nn.Module:
     """The module that holds the blocks: the base model, or its decoder."""
-    parts = [model.base_model, *model.base_model.children()]
+    reader = decoder_of(model)
+    parts = [reader, *reader.children()]
     return next(part for part in parts if not isinstance(part, nn.ModuleList) and _lists(part))
 
 
@@ -210,14 +219,16 @@ def _lists(module: nn.Module) -> list[nn.ModuleList]:
 
 def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     """The config of as few of a model's first layers as show every kind of layer; two at least."""
-    cut, layers = copy.deepcopy(config), config.num_hidden_layers
-    lists = {key: each for key, each in vars(config).items() if isinstance(each, list) and len(each) == layers}
+    whole = copy.deepcopy(config)
+    cut = whole.get_text_config()
+    layers = cut.num_hidden_layers
+    lists = {key: each for key, each in vars(cut).items() if isinstance(each, list) and len(each) == layers}
     newest = [each.index(kind) for each in lists.values() for kind in each if not isinstance(kind, list | dict)]
-    dense = getattr(config, "first_k_dense_replace", None) or 0
+    dense = getattr(cut, "first_k_dense_replace", None) or 0
     cut.num_hidden_layers = min(layers, max([2, dense + 1, *(at + 1 for at in newest)]))
     for key, each in lists.items():
         setattr(cut, key, each[: cut.num_hidden_layers])
-    return cut
+    return whole
 
 
 @torch.no_grad()
@@ -226,7 +237,8 @@ def logprobs_by_transformers(folder: Path, config: PreTrainedConfig, texts: Sequ
     this config."""
     options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
     with BUILDING, quiet():
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True, **options).eval()
+        kind = auto_class(config)
+        model = kind.from_pretrained(folder, config=config, local_files_only=True, **options).eval()
     found = []
     for text in texts:
         ids = torch.tensor(text)
@@ -253,7 +265,10 @@ def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
     """All tokens that end an answer, by generation_config.json and config.json."""
     found: set[int] = set()
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
-    for ends in (generation.get("eos_token_id"), getattr(config, "eos_token_id", None)):
+    for ends in (
+        generation.get("eos_token_id"),
+        *(getattr(each, "eos_token_id", None) for each in (config, config.get_text_config())),
+    ):
         found |= set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
     return found
 
@@ -262,7 +277,7 @@ def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | 
     """The tokenizer of a policy with these options, which `talks` for more than a turn; `shape` is its model's config,
     if that is read already."""
     if config.pretrained is None:
-        return words.of_characters(config.chat)
+        return words.of_characters(config.chat, sees=config.preset == "tiny_vl")
     origin = as_path(config.pretrained)
     shape = shape or read_config(origin)
     found = words.of_folder(origin, stops_of(origin, shape), shape.get_text_config().vocab_size, config.chat)
@@ -381,5 +396,7 @@ def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationT
         copy_files(origin, folder, COMPANIONS)
         return
     tokenizer.save(folder)
+    if tokenizer.sight:
+        tokenizer.sight.save(folder)
     ends = sorted(tokenizer.stops)
     GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.own.pad_token_id).save_pretrained(folder)

@@ -27,7 +27,7 @@ class Packed:
     """
 
     ids: np.ndarray  # int64 [B, W]
-    positions: np.ndarray  # int64 [B, W]
+    positions: np.ndarray  # int64 [B, W], or [B, W, 3] of models that see rows and columns
     blocks: np.ndarray  # int64 [B, W], -1 where nothing is
     segments: np.ndarray  # int64 [B, W], 0: what all of the block see
     sources: np.ndarray  # int64 [U], places in all rows
@@ -51,19 +51,24 @@ def lay_out(
     groups: np.ndarray,
     row: int = ROW,
     wide: float = math.inf,
+    token_positions: np.ndarray | None = None,
 ) -> Packed:
     """Rows for all of these conversations, one after the other in `tokens` and `mask` [n], which is False where the env
-    spoke. They share what those of a group have in common at the beginning; `wide` as for `cheapest`."""
+    spoke. They share what those of a group have in common at the beginning; `wide` as for `cheapest`. The tokens have
+    `token_positions` [n], or [n, 3] on several axes; None: their numbers within their conversations."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if mask[starts].any():
         raise ValueError("a conversation begins with a token that was sampled: nothing says how likely that was")
+    if token_positions is None:
+        token_positions = np.arange(len(tokens)) - np.repeat(starts, lengths)
     whole = blocks_of(tokens, mask, lengths, groups)
     found = [part for block in whole for part in cheapest(block, lengths, wide)]
     row = max([row, *(block.size for block in found)])
     bins = evenly([block.size for block in found], row)
     shape = len(bins), max(sum(found[number].size for number in numbers) for numbers in bins)
-    ids, positions, segments = (np.zeros(shape, np.int64) for _ in range(3))
+    ids, segments = (np.zeros(shape, np.int64) for _ in range(2))
+    positions = np.zeros((*shape, *token_positions.shape[1:]), np.int64)
     blocks, place = np.full(shape, -1, np.int64), np.empty(len(tokens), np.int64)
     for at, numbers in enumerate(bins):
         column = 0
@@ -72,7 +77,7 @@ def lay_out(
             for segment, begin, end in pieces(block, starts, ends):
                 part = slice(column, column + end - begin)
                 ids[at, part], blocks[at, part], segments[at, part] = tokens[begin:end], number, segment
-                positions[at, part] = np.arange(begin, end) - starts[block.members[max(segment - 1, 0)]]
+                positions[at, part] = token_positions[begin:end]
                 place[begin:end] = at * shape[1] + np.arange(part.start, part.stop)
                 column = part.stop
             for member in block.members[1:]:

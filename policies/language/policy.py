@@ -8,7 +8,7 @@ folder it lies apart, so that what others load is the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, PreTrainedConfig, Qwen3Config
+from transformers import PreTrainedConfig
 
 from embodied.core.arrays import host, tensor_of
+from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.files import as_path
 from embodied.core.types import EnvSpec
@@ -34,17 +35,13 @@ from embodied.policies.language.divided_rows import DIVIDED, DividedPass
 from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.experts import BIAS, ExpertLoads
 from embodied.policies.language.packing import Packed, into_passes, lay_out
+from embodied.policies.language.shapes import HEADS, PROCESSED, READERS, check_kind, fresh_config, scaled
+from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, tower_blocks_of
 from embodied.policies.policy_folder import CONFIG, published_family, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
 from embodied.runtime.tensor_bytes import Blob
 
-DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
-SPREAD = 0.05  # of fresh weights: from 0.02, as in large models, one so narrow learns more slowly
-KINDS = {"full_attention", "sliding_attention"}  # of layers
-SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_softcapping": "gemma"}
-"""Keys by which a head is more than a product, and how the types of models begin that know them."""
-UNKNOWN = ("attn_logit_softcapping",)  # of attention, which kernels leave out without a word
 COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
 ROUNDING = 1e-3  # nats, which float32 stays far below
 
@@ -69,6 +66,7 @@ class LanguagePolicy(PublishedPolicy):
         self.tokenizer = self.choose_tokenizer(shape)
         if shape is None:
             shape = fresh_config(config.preset, len(self.tokenizer.own), min(self.tokenizer.stops))
+        self.sight = self.choose_sight(shape)
         self.dtype = getattr(torch, config.dtype)
         self.exact = torch.promote_types(self.dtype, torch.float32)  # what log-probs are computed in
         model = files.empty_model(shape, self.dtype)
@@ -83,7 +81,7 @@ class LanguagePolicy(PublishedPolicy):
         self.trained_tokens, self.products = 0, 0.0  # of passes, until `take_work`
         self.value_head = None
         if config.value_head:
-            self.value_head = ValueHead(model.config.hidden_size, 1, device="cpu", dtype=self.exact)
+            self.value_head = ValueHead(model.config.get_text_config().hidden_size, 1, device="cpu", dtype=self.exact)
 
     def choose_shape(self) -> PreTrainedConfig | None:
         """The config of the folder's model; None without a folder."""
@@ -91,6 +89,16 @@ class LanguagePolicy(PublishedPolicy):
 
     def choose_tokenizer(self, shape: Any) -> words.ConversationTokenizer:
         return files.tokenizer_of(self.config, self.spec.max_episode_steps != 1, shape)
+
+    def choose_sight(self, shape: PreTrainedConfig) -> Sight | None:
+        """What looks at pictures, of a model that sees; without one an env that shows pictures is refused."""
+        kind = SIGHTS.get(shape.model_type)
+        if kind is None or self.tokenizer is None:
+            if self.spec.pictures and kind is None:
+                raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads text alone; {READERS}")
+            return None
+        self.tokenizer.sight = kind(shape, self.tokenizer.own, self.origin, **({} if self.origin else PROCESSED))
+        return self.tokenizer.sight
 
     def choose_trained(self, model: Any) -> None:
         """Freeze all but the last layers, or but adapters, as the options say."""
@@ -126,6 +134,7 @@ class LanguagePolicy(PublishedPolicy):
             if not (self.tied and part is model.get_output_embeddings()):
                 self.add_module(name, part)
         self.__dict__["model"] = model  # beside its parts, of which one may have the same name
+        self.__dict__["decoder"] = decoder_of(model)
         self._retie()
 
     def _apply(self, fn: Any, recurse: bool = True) -> LanguagePolicy:
@@ -152,18 +161,41 @@ class LanguagePolicy(PublishedPolicy):
         together: "ranks" says which group, and which member of it has the loss."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = attention.attention_kernel(self.device, self.dtype)
-        room = attention.wide_row(way, self.model.config.hidden_size)
-        packed = lay_out(tokens, mask, lengths, groups, wide=room)
-        score = partial(self.scores_of, tokens=tokens, way=way)
+        room = attention.wide_row(way, self.model.config.get_text_config().hidden_size)
+        names = list(inputs.get("pictures", ()))
+        shown, positions = self.see(tokens, lengths, names) if names else (tokens, None)
+        packed = lay_out(shown, mask, lengths, groups, wide=room, token_positions=positions)
+        score = partial(self.scores_of, tokens=tokens, way=way, names=list(dict.fromkeys(names)))
         ranks = DividedPass(*inputs["ranks"], way) if "ranks" in inputs else None
         found, which = (score(packed), packed.scored) if ranks is None else ranks.score(score, packed)
         empty, scored = found[0].new_zeros(len(tokens)), tensor_of(which, self.device)
         logprobs, entropy, *values = (empty.index_put((scored,), of) for of in found)
         return Scores(logprobs[:, None, None], entropy[:, None, None], *(values or [empty]))
 
-    def scores_of(self, packed: Packed, tokens: np.ndarray, way: str, ranks: DividedPass | None = None) -> list[Tensor]:
-        """Log-probs, entropies and, where something predicts them, values [M] of the sampled tokens in these rows."""
-        hidden = self.hidden(packed, way, ranks)
+    def see(self, tokens: np.ndarray, lengths: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens with the places of pictures numbered over all different pictures, and all positions."""
+        positions, begin = [], 0
+        for stream in np.split(tokens, np.cumsum(lengths)[:-1]):
+            count = int((stream == FIRST_PLACE).sum())
+            positions.append(self.sight.positions(stream, names[begin : begin + count]))
+            begin += count
+        return self.sight.numbered(tokens, names)[0], np.concatenate(positions)
+
+    def shown_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens as others know them, with the model's own for places of pictures."""
+        return [token if token >= 0 else self.model.config.image_token_id for token in tokens]
+
+    def scores_of(
+        self,
+        packed: Packed,
+        tokens: np.ndarray,
+        way: str,
+        ranks: DividedPass | None = None,
+        names: Sequence[str] = (),
+    ) -> list[Tensor]:
+        """Log-probs, entropies and, where something predicts them, values [M] of the sampled tokens in these rows,
+        which show pictures of these names."""
+        hidden = self.hidden(packed, way, ranks, names)
         found = [*self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))]
         if self.value_head is not None:
             found.append(self.value_head(hidden)[tensor_of(packed.takes, self.device)].to(found[0].dtype))
@@ -177,18 +209,21 @@ class LanguagePolicy(PublishedPolicy):
         finally:
             self.temperature = drawn_at
 
-    def hidden(self, packed: Packed, way: str, ranks: DividedPass | None = None) -> Tensor:
+    def hidden(self, packed: Packed, way: str, ranks: DividedPass | None = None, names: Sequence[str] = ()) -> Tensor:
         """The network's last hidden states [U, D] at the places whose logits are needed."""
         ids, positions, sources = (
             tensor_of(each, self.device) for each in (packed.ids, packed.positions, packed.sources)
         )
         seen = attention.attention_mask(packed, way, self.device)
         more = {"use_cache": False} | ({} if ranks is None else {"ranks": ranks})
-        attention.use_kernel(self.model, way if ranks is None else DIVIDED)
+        attention.use_kernel(self.decoder, way if ranks is None else DIVIDED)
+        read = {"input_ids": ids} if self.sight is None else {"inputs_embeds": self.sight.embed(self.model, ids, names)}
+        places = positions if positions.ndim == 2 else positions.movedim(2, 0)
         blocks = packed.blocks if ranks is None else packed.blocks[:, ranks.group.place :: ranks.group.size]
-        self.count_work(packed.positions[blocks >= 0])
+        at = packed.positions if packed.positions.ndim == 2 else packed.positions.max(-1)
+        self.count_work(at[blocks >= 0])
         with self.experts.counting(tensor_of(blocks >= 0, self.device)):
-            states = self.model.base_model(input_ids=ids, position_ids=positions, attention_mask=seen, **more)
+            states = self.decoder(**read, position_ids=places, attention_mask=seen, **more)
         return states.last_hidden_state.flatten(0, 1)[sources]
 
     def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -228,7 +263,7 @@ class LanguagePolicy(PublishedPolicy):
         return self.experts.end_step(sum_over_ranks)
 
     def blocks(self) -> list[nn.Module]:
-        return files.blocks_of(self.model)
+        return [*files.blocks_of(self.model), *tower_blocks_of(self.model)]
 
     @property
     def token_bytes(self) -> int:
@@ -262,7 +297,7 @@ class LanguagePolicy(PublishedPolicy):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-        spread = getattr(self.model.config, "initializer_range", 0.02)
+        spread = getattr(self.model.config.get_text_config(), "initializer_range", 0.02)
         if name.endswith("c_proj.weight"):
             spread /= (2 * len(self.blocks())) ** 0.5
         return torch.empty(shape).normal_(0.0, spread, generator=draw)
@@ -438,53 +473,3 @@ class FirstLayers(LanguagePolicy):
             scores = self(inputs | {"lengths": np.array([len(text) for text in texts])})
         mine = scores.logprobs[:, 0, 0][torch.from_numpy(inputs["mask"])]
         return float((mine - theirs).abs().max())
-
-
-# Sizes of models with fresh weights, and what must hold of a model that others made
-
-
-def fresh_config(preset: str, vocabulary: int, end: int) -> PreTrainedConfig:
-    """The sizes of a small model; `end` is the token that ends an answer."""
-    common: dict[str, Any] = {"vocab_size": vocabulary, "eos_token_id": end, "bos_token_id": None}
-    common["initializer_range"] = SPREAD
-    if preset == "tiny_gpt2":
-        sizes = {"n_embd": DIM, "n_layer": LAYERS, "n_head": HEADS, "n_inner": MLP, "n_positions": POSITIONS}
-        return GPT2Config(**common, **sizes, tie_word_embeddings=True, architectures=["GPT2LMHeadModel"])
-    return Qwen3Config(
-        **common,
-        hidden_size=DIM,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=DIM // HEADS,
-        intermediate_size=MLP,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=False,
-        architectures=["Qwen3ForCausalLM"],
-    )
-
-
-def scaled(logits: Tensor, shape: PreTrainedConfig) -> Tensor:
-    """Logits as the models make them whose head is more than a product: Cohere, Granite, Gemma."""
-    if (scale := getattr(shape, "logit_scale", None)) not in (None, 1):
-        logits = logits * scale
-    if (scale := getattr(shape, "logits_scaling", None)) not in (None, 1):
-        logits = logits / scale
-    if (cap := getattr(shape, "final_logit_softcapping", None)) is not None:
-        logits = cap * torch.tanh(logits / cap)
-    return logits
-
-
-def check_kind(model: Any, where: str) -> None:
-    """Refuse a model whose log-probs we would not compute as it does."""
-    shape = model.config
-    kinds = set(getattr(shape, "layer_types", None) or ())
-    if not getattr(model, "_supports_sdpa", False) or kinds - KINDS:
-        odd = ", ".join(sorted(kinds - KINDS)) or "attention of its own"
-        raise ConfigError(
-            f"{where} is a {shape.model_type} with {odd}, which cannot read several conversations in one row; take a "
-            "model of plain attention, such as Llama, Qwen or GPT-2"
-        )
-    others = [key for key, kind in SCALED.items() if not shape.model_type.startswith(kind)]
-    if odd := [key for key in (*UNKNOWN, *others) if getattr(shape, key, None) not in (None, 1, 1.0)]:
-        raise ConfigError(f"{where} is a {shape.model_type}, whose {odd[0]} is not supported; take another model")

@@ -11,6 +11,7 @@ its noise is addressed by these, and the model reads nothing else.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,11 @@ import torch
 from torch import Tensor
 
 from embodied.core import rng
-from embodied.core.conversations import SamplingRule
+from embodied.core.conversations import FIRST_PLACE, SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.decoding import Step, fast_step
 from embodied.policies.language.engine import Answer, Engine, Request, Sampling, cache_bytes, token_bytes, unanswered
+from embodied.policies.language.sight import decoder_of
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -96,7 +98,8 @@ class SlotEngine(Engine):
     """Continues conversations with the policy's own model."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
-        self.model, self.device = policy.model, policy.model.device
+        self.model, self.sight, self.device = policy.model, policy.sight, policy.model.device
+        self.decoder = decoder_of(self.model)
         self.stops = frozenset(policy.tokenizer.stops)
         self.max_length = policy.max_length
         fit = cache_bytes(config, self.model, self.max_length) // (token_bytes(self.model) * self.max_length)
@@ -108,6 +111,8 @@ class SlotEngine(Engine):
         self.between_turns: dict[int, np.ndarray] = {}
         self.lengths = np.zeros(self.slots, np.int64)  # tokens in the cache
         self.pending = np.zeros(self.slots, np.int64)  # the token after them
+        # How much lower its position is than its number, and those that follow: pictures take fewer positions.
+        self.behind = np.zeros(self.slots, np.int64)
         self.counts = np.zeros(self.slots, np.int64)  # tokens written
         self.limits = np.zeros(self.slots, np.int64)  # tokens to be written, at most
         self.noise = np.zeros((self.slots, NOISE_STEPS))
@@ -130,8 +135,8 @@ class SlotEngine(Engine):
         self.between_turns = {}  # of other weights
         self.model.eval()
         self.device = self.model.device
-        if self.model.config._attn_implementation != "sdpa":  # learning may choose another
-            self.model.set_attn_implementation("sdpa")
+        if self.decoder.config._attn_implementation != "sdpa":  # learning may choose another
+            self.decoder.set_attn_implementation("sdpa")
         with torch.inference_mode(False), torch.no_grad():
             self.fast = fast_step(self.model, self.max_length)
 
@@ -187,6 +192,8 @@ class SlotEngine(Engine):
         for row in range(first, len(self.rows)):
             request = self.rows[row]
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
+            if self.sight:
+                self.behind[row] = self.lengths[row] - self.positions(request)[-1].max()
             self.counts[row], self.limits[row], self.likeliest[row] = 0, self.longest_answer(request), ()
             if row in had:
                 continue
@@ -215,27 +222,50 @@ class SlotEngine(Engine):
             rows = rows[len(batch) :]
             width = int(self.lengths[batch].max())
             self.cache.reserve(width)
-            ids = np.zeros((len(batch), width), np.int64)
-            for line, row in zip(ids, batch):
-                line[: self.lengths[row]] = self.rows[row].tokens[:-1]
             self.cache.at, self.cache.seen = (self.on(np.array(batch)), slice(0, width)), 0
             # What follows a prefix in its line is seen by nothing: it comes later, and is overwritten.
             causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
-            places = torch.arange(width, device=self.device).expand(len(batch), -1)
-            self.model.base_model(
-                input_ids=self.on(ids),
-                attention_mask=causal.expand(len(batch), -1, -1, -1),
-                position_ids=places,
-                past_key_values=self.cache,
-                use_cache=True,
-            )
+            self.read(batch, np.zeros(len(batch), np.int64), width, causal.expand(len(batch), -1, -1, -1))
             self.totals["prefilled"] += int(self.lengths[batch].sum())
+
+    def read(self, rows: list[int], before: np.ndarray, width: int, mask: Tensor) -> None:
+        """Compute the keys and values of the tokens of these rows' prefixes that come behind so many of each."""
+        ids, shown, names = np.zeros((len(rows), width), np.int64), [], []
+        places = before[:, None] + np.arange(width)
+        if self.sight:
+            places = np.repeat(places[:, :, None], 3, 2) if self.sight.two_axes else places
+        for number, (row, start) in enumerate(zip(rows, before)):
+            request, new = self.rows[row], slice(start, self.lengths[row])
+            tokens = np.asarray(request.tokens, np.int64)
+            ids[number, : new.stop - start] = tokens[new]
+            if self.sight and request.pictures:
+                first, last = (int((tokens[:end] == FIRST_PLACE).sum()) for end in (start, new.stop))
+                shown += request.pictures[first:last]
+                places[number, : new.stop - start] = self.positions(request)[new]
+                places[number, new.stop - start :] -= self.behind[row]
+        given = {"input_ids": self.on(ids)}
+        if self.sight:
+            if shown:
+                ids, names = self.sight.numbered(ids, shown)
+            given = {"inputs_embeds": self.sight.embed(self.model, self.on(ids), names)}
+        places = self.on(places.clip(max=self.max_length - 1))
+        self.decoder(
+            **given,
+            attention_mask=mask,
+            position_ids=places if places.ndim == 2 else places.movedim(2, 0),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+
+    def positions(self, request: Request) -> np.ndarray:
+        """Positions of all tokens of a conversation."""
+        return self.sight.positions(np.asarray(request.tokens), request.pictures)
 
     # Conversations that come back for another turn
 
     def kept_of(self, request: Request) -> int | None:
         """The free row that has the longest beginning of a conversation; None if none has."""
-        tokens, best = np.asarray(request.tokens[:-1], np.int64), None
+        tokens, best = identity(request)[:-1], None
         for row, kept in self.between_turns.items():
             longer = best is None or len(kept) > len(self.between_turns[best])
             if longer and len(kept) <= len(tokens) and np.array_equal(kept, tokens[: len(kept)]):
@@ -274,19 +304,10 @@ class SlotEngine(Engine):
             width = int((self.lengths[batch] - before).max())
             seen = min(int(before.max()) + width, self.max_length)
             self.cache.reserve(seen)
-            ids = np.zeros((len(batch), width), np.int64)
-            for line, row, start in zip(ids, batch, before):
-                line[: self.lengths[row] - start] = self.rows[row].tokens[start:-1]
             places = self.on(before)[:, None] + torch.arange(width, device=self.device)
             self.cache.at, self.cache.seen = (self.on(np.array(batch)), places.clamp(max=self.cache.length - 1)), seen
             mask = torch.arange(seen, device=self.device) <= places[:, :, None]
-            self.model.base_model(
-                input_ids=self.on(ids),
-                attention_mask=mask[:, None],
-                position_ids=places.clamp(max=self.max_length - 1),
-                past_key_values=self.cache,
-                use_cache=True,
-            )
+            self.read(batch, before, width, mask[:, None])
             self.totals["prefilled"] += int((self.lengths[batch] - before).sum())
 
     def keep_for_next_turn(self, row: int) -> None:
@@ -296,7 +317,7 @@ class SlotEngine(Engine):
         place = row if row == last else free[-1] if free else None
         if place is None:
             return
-        tokens = np.concatenate([request.tokens, self.written[row, : self.counts[row] - 1]]).astype(np.int64)
+        tokens = np.concatenate([identity(request), self.written[row, : self.counts[row] - 1]])
         if place != row:
             self.cache.copy(row, place, len(tokens))
         self.between_turns[place] = tokens
@@ -321,15 +342,15 @@ class SlotEngine(Engine):
         lengths = self.on(self.lengths[:count])
         self.cache.at, self.cache.seen = (torch.arange(count, device=self.device), lengths), seen
         mask = torch.arange(seen, device=self.device) <= lengths[:, None]
-        pending = self.on(self.pending[:count])
+        pending, positions = self.on(self.pending[:count]), self.on((self.lengths - self.behind)[:count])
         if self.fast:
             self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
-            logits = self.fast(pending, lengths, self.cache)
+            logits = self.fast(pending, positions, self.cache)
         else:
             logits = self.model(
                 input_ids=pending[:, None],
                 attention_mask=mask[:, None, None],
-                position_ids=lengths[:, None],
+                position_ids=positions[:, None],
                 past_key_values=self.cache,
                 use_cache=True,
             ).logits[:, 0]
@@ -380,7 +401,7 @@ class SlotEngine(Engine):
         last = len(self.rows) - 1
         if row < last:
             self.rows[row] = self.rows[last]
-            for numbers in (self.lengths, self.pending, self.counts, self.limits, self.noise):
+            for numbers in (self.lengths, self.pending, self.behind, self.counts, self.limits, self.noise):
                 numbers[row] = numbers[last]
             self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
             self.likeliest[row] = self.likeliest[last]
@@ -408,7 +429,17 @@ class SlotEngine(Engine):
 
 def prefix(request: Request) -> bytes:
     """The key of what is to be in the cache before the first step."""
-    return np.asarray(request.tokens[:-1], np.int32).tobytes()
+    return identity(request)[:-1].tobytes()
+
+
+def identity(request: Request) -> np.ndarray:
+    """The tokens of a conversation, int64 [n], with digests of its pictures' names where these begin: conversations
+    that look alike and show different pictures differ."""
+    tokens = np.array(request.tokens, np.int64)
+    if request.pictures:
+        digests = [hashlib.blake2b(name.encode(), digest_size=7).digest() for name in request.pictures]
+        tokens[tokens == FIRST_PLACE] = [-(2**31) - int.from_bytes(each) for each in digests]
+    return tokens
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:

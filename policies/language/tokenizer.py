@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from embodied.core.conversations import Message, Said
+from embodied.core.conversations import Message, Said, in_words, pictures_in
 from embodied.core.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    from embodied.policies.language.sight import Sight
+
 END, UNKNOWN, PADDING = "<end>", "<unk>", "<pad>"
+PICTURE = ("<picture>", "<place>", "</picture>")  # what begins one, fills it and ends it
 CHARACTERS = [*map(chr, range(ord(" "), ord("~") + 1)), "\n", "\t"]
 ANSWER = "ANSWER-1"  # of sample conversations; a template that trims texts leaves it as it is
 THOUGHT = f"<think>\nTHOUGHT-1\n</think>\n\n{ANSWER}"
@@ -33,6 +37,7 @@ class ConversationTokenizer:
             raise ConfigError("policy.chat=true, but this model has no chat template; leave it out")
         self.chat = bool(own.chat_template) if chat is None else chat
         self.begin = beginning(own)
+        self.sight: Sight | None = None  # of a model that sees
 
     def __deepcopy__(self, _: dict) -> ConversationTokenizer:
         """Nothing changes it: copies of a policy share it."""
@@ -41,9 +46,17 @@ class ConversationTokenizer:
     def encode(self, said: Said, first: bool, ended: bool = True, max_tokens: int | None = None) -> list[int]:
         """Encodes what is said: at the beginning of a conversation behind the token that begins one, if the model
         has that, later as what follows an answer. An answer that was cut off has not `ended`: messages end it. A text
-        with more characters than `max_tokens` of the longest token is refused before it is encoded."""
+        with more characters than `max_tokens` of the longest token is refused before it is encoded. Places of pictures
+        are tokens below 0."""
+        pictures = pictures_in(said)
+        if pictures and self.sight is None:
+            raise ConfigError(
+                "this model reads text alone, and the conversation shows a picture; take a model that sees, such as "
+                "Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
+            )
         if isinstance(said, str) or not self.chat:
-            text = said if isinstance(said, str) else "\n".join(message["content"] for message in said)
+            place = self.sight.opening() if self.sight else ""
+            text = said if isinstance(said, str) else "\n".join(in_words(message, place) for message in said)
             begin = self.begin if first else []
         else:
             text, begin = self.opening(said) if first else self.continuation(said, ended), []
@@ -52,7 +65,7 @@ class ConversationTokenizer:
                 f"a prompt of {len(text)} characters leaves no room for an answer within {max_tokens} tokens, "
                 "the longest conversation"
             )
-        ids = begin + self.plain(text)
+        ids = begin + (self.sight.encode(text, pictures) if self.sight and pictures else self.plain(text))
         # A network needs something to read before it can write.
         return ids or ([min(self.stops)] if first else [])
 
@@ -140,8 +153,9 @@ def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | 
     return ConversationTokenizer(own, ends, chat)
 
 
-def of_characters(chat: bool | None = None) -> ConversationTokenizer:
-    """A token for every printable ASCII character, newline and tab; all others are one and the same."""
+def of_characters(chat: bool | None = None, sees: bool = False) -> ConversationTokenizer:
+    """A token for every printable ASCII character, newline and tab; all others are one and the same. A model that
+    `sees` has tokens for pictures."""
     from tokenizers import Regex
     from tokenizers import Tokenizer as Fast
     from tokenizers.decoders import Fuse
@@ -156,4 +170,6 @@ def of_characters(chat: bool | None = None) -> ConversationTokenizer:
     own = PreTrainedTokenizerFast(
         tokenizer_object=fast, eos_token=END, unk_token=UNKNOWN, pad_token=PADDING, clean_up_tokenization_spaces=False
     )
+    if sees:
+        own.add_tokens(list(PICTURE), special_tokens=True)
     return ConversationTokenizer(own, [own.eos_token_id], chat)

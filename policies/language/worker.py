@@ -22,7 +22,9 @@ from embodied.core.conversations import (
     SamplingRule,
     Vacancy,
     WrittenTokens,
+    pictures_in,
 )
+from embodied.core.pictures import PictureError
 from embodied.core.types import EnvSpec
 from embodied.policies import make_policy
 from embodied.policies.language.engine import Answer, Request, Sampling, make_engine
@@ -148,7 +150,13 @@ class LanguageWorker(PolicyWorker):
         refused = []
         while waiting and self.engine.room > 0:
             source, prompt = waiting.popleft()
-            said = self.policy.tokenizer.encode(prompt.said, first=not len(prompt.tokens)) if prompt.said else []
+            said: list[int] = []
+            try:
+                if prompt.said:
+                    said = self.policy.tokenizer.encode(prompt.said, first=not len(prompt.tokens))
+            except PictureError as err:
+                refused.append((source, self._completion(OpenPrompt(source, prompt, ()), NOTHING, version, str(err))))
+                continue
             asked = OpenPrompt(source, prompt, tuple(said))
             written = prompt.written.tokens.tolist() if prompt.written else []
             tokens = [*prompt.tokens.tolist(), *said, *written]
@@ -163,7 +171,8 @@ class LanguageWorker(PolicyWorker):
                 continue
             most = min((prompt.max_tokens or self.config.max_tokens) - len(written), room)
             sampling = self._sampling(prompt.override)
-            self.engine.add(Request(asked, tokens, most, prompt.episode, sampling, prompt.has_more_turns))
+            shown = (*prompt.pictures, *pictures_in(prompt.said)) if self.policy.sight else ()
+            self.engine.add(Request(asked, tokens, most, prompt.episode, sampling, shown, prompt.has_more_turns))
         return refused
 
     def _no_room(self, asked: OpenPrompt, version: int, why: str) -> Completion:

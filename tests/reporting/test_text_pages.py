@@ -7,8 +7,10 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from embodied.core.pictures import drawing, load_picture
 from embodied.core.types import EpisodeResult
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
@@ -70,6 +72,15 @@ def page_of(tmp_path, page_checker):
 
 def classes(page, tag, key="class"):
     return [value for name, attribute, value in page.attributes if (name, attribute) == (tag, key)]
+
+
+def test_a_reader_sees_the_pictures_of_a_conversation_and_what_became_of_lost_ones(page_of, tmp_path):
+    shown = [{"type": "image", "image": name} for name in (drawing("add", 1, 1000), str(tmp_path / "gone.png"))]
+    said = [{"role": "user", "content": [*shown, {"type": "text", "text": "sum: "}]}]
+    page = page_of([(spoken(0, False), [turn("85", said)])])
+    (source,) = classes(page, "img", "src")
+    assert np.array_equal(load_picture(source), load_picture(drawing("add", 1, 1000))[::4, ::4])
+    assert "there is no picture" in page.text and "sum: " in page.text
 
 
 def test_a_reader_sees_prompt_answer_reward_and_what_was_expected(page_of):

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 from served_language import SECRET, served
-from tiny_language import PLAIN, build, publish
+from tiny_language import PLAIN, SEES, build, publish
 
 from embodied import serve
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.pictures import data_url, drawing, load_picture
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.http_messages import read_answer
 from embodied.policies.language.slots import SlotEngine
@@ -80,11 +81,11 @@ def completed(server, **body):
     return found
 
 
-def written(model, tokens, most, seed, temperature=1.0, episode=0):
+def written(model, tokens, most, seed, temperature=1.0, episode=0, pictures=()):
     """What an engine in this process answers."""
     engine = make_engine(model.config, model)
     engine.begin(0, seed, "serve", SamplingRule(temperature))
-    engine.add(Request(0, tokens, most, episode))
+    engine.add(Request(0, tokens, most, episode, pictures=pictures))
     while engine.running:
         if answers := engine.step():
             return answers[0]
@@ -122,6 +123,29 @@ def test_messages_go_through_the_chat_template(open_server, folder):
     want = written(model, found["prompt_token_ids"], 8, 1)
     assert choice["token_ids"] == want.tokens.tolist() and choice["message"]["role"] == "assistant"
     assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(want.logprobs.tolist(), abs=1e-6)
+
+
+def test_a_picture_in_the_request_is_answered_to_and_others_are_refused(open_server, tmp_path):
+    model, url = build(SEES, preset="tiny_vl", max_running=4), data_url(load_picture(drawing("add", 1, 48)))
+    shown = {"type": "image_url", "image_url": {"url": url}}
+    body = {"messages": [{"role": "user", "content": [shown, {"type": "text", "text": "sum: "}]}], "max_tokens": 8}
+    with served(model, tmp_path) as server:
+        status, found = ask(server, "/v1/chat/completions", body | {"seed": 1, "return_token_ids": True})
+        assert status == 200, found
+        said = ({"role": "user", "content": [{"type": "image", "image": url}, {"type": "text", "text": "sum: "}]},)
+        tokens = model.tokenizer.encode(said, first=True)
+        assert found["prompt_token_ids"] == model.shown_tokens(tokens) and found["usage"]["prompt_tokens"] == len(
+            tokens
+        )
+        want = written(model, tokens, 8, 1, pictures=(url,))
+        assert found["choices"][0]["token_ids"] == want.tokens.tolist()
+        for odd in ("http://127.0.0.1/a.png", "/etc/passwd", "drawn:add?seed=1&pixels=48", f"{url[:40]}AAAA"):
+            shown["image_url"]["url"] = odd
+            status, found = ask(server, "/v1/chat/completions", body)
+            assert status == 400 and "picture" in found["error"]["message"]
+    shown["image_url"]["url"] = url
+    status, found = ask(open_server, "/v1/chat/completions", body)
+    assert status == 400 and "reads text alone" in found["error"]["message"]
 
 
 def test_an_answer_ends_before_a_text_to_stop_at_and_its_row_is_free(open_server):
@@ -217,7 +241,7 @@ def test_what_is_not_done_is_refused_by_name(open_server, body, status, reason):
     [
         ([], "should be a list of messages"),
         (["hi"], r"messages[0] should be an object"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "content should be text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "as a data URL"),
         ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "tool_calls should hold functions"),
         ([{"role": "user", "content": "1" * 900_000}], "characters leaves no room for an answer within 256"),
     ],

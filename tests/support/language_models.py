@@ -69,7 +69,7 @@ def engine_of(model, stops=(STOP,), **options):
 def policy_of(model, stops=(STOP,), max_length=None):
     longest = max_length or model.config.max_position_embeddings
     tokenizer = SimpleNamespace(stops=frozenset(stops))
-    return SimpleNamespace(model=model, tokenizer=tokenizer, max_length=longest, device=torch.device("cpu"))
+    return SimpleNamespace(model=model, tokenizer=tokenizer, max_length=longest, device=torch.device("cpu"), sight=None)
 
 
 def answers(engine, requests, temperature=1.0, seed=3, stream="train", **rule):

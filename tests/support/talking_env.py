@@ -9,6 +9,7 @@ import sys
 
 from faulty_env import Fault
 
+from embodied.core.pictures import data_url, drawing, load_picture
 from embodied.envs.text.scoring_process import Scorer
 from embodied.envs.text.text_env import TextEnv, Turn
 
@@ -39,6 +40,20 @@ class Digits(TextEnv):
     def strike(self, place):
         if self.fault:
             self.fault.strike(place)
+
+
+class Shown(Digits):
+    """Shows a drawing beside its question, by name or (env.kwargs={inline: true}) as it is, of so many `pixels`."""
+
+    @classmethod
+    def shows_pictures(cls, config):
+        return True
+
+    def reset(self, spec):
+        text, options = super().reset(spec), self.config.kwargs
+        name = drawing("count", 1000 + sum(map(ord, text)), options.get("pixels", 64))
+        name = data_url(load_picture(name)) if options.get("inline") else name
+        return ({"role": "user", "content": [{"type": "image", "image": name}, {"type": "text", "text": text}]},)
 
 
 class NothingToAsk(Digits):

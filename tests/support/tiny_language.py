@@ -1,6 +1,7 @@
 """Small language models, in folders as others publish them, and conversations to score."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from embodied.policies.config import LanguageConfig
 from embodied.policies.language.tokenizer import of_characters
 
 SPEC = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, has_success=True, text=True)
+SEES = replace(SPEC, pictures=True)
 TALKS = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=4, has_success=True, text=True)  # of several turns
 SIZES = {
     "hidden_size": 32,
@@ -44,16 +46,17 @@ def publish(
     return write(folder, shape, template)
 
 
-def write(folder: Path, shape, template: str | None = None) -> Path:
+def write(folder: Path, shape, template: str | None = None, kind=AutoModelForCausalLM, words=()) -> Path:
     """A folder with a model of this config as transformers writes it, and our tokenizer of characters."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(shape)
+        model = kind.from_config(shape)
         for parameter in model.parameters():  # so that nothing is equal by chance
             torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.1)
     model.save_pretrained(folder)
     own = of_characters().own
     own.chat_template = template
+    own.add_tokens(list(words), special_tokens=True)
     own.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
     return folder

@@ -54,6 +54,35 @@ def test_the_last_box_counts(text, inside):
     assert boxed(text) == inside
 
 
+def test_pictures_stand_where_the_text_says_or_before_it(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(b"")
+    one = {"question": "<image>and<image>?", "images": ["a.png", "b.png"], "answer": 2}
+    other = {"messages": [{"role": "user", "content": "Which?"}], "images": ["b.png"], "answer": 2}
+    chosen = config(written(tmp_path / "a.jsonl", one, other, SUM), held_out=str(tmp_path / "a.jsonl"))
+    first, second, third = (each.said[0]["content"] for each in questions(chosen)[1])
+    a, b = ({"type": "image", "image": str(tmp_path / name)} for name in ("a.png", "b.png"))
+    assert first[:3] == [a, {"type": "text", "text": "and"}, b] and INSTRUCTION in first[3]["text"]
+    assert second == [b, {"type": "text", "text": "Which?"}] and isinstance(third, str)
+    assert Math.shows_pictures(chosen) and Math.env_spec(chosen).pictures
+    assert not Math.shows_pictures(config(written(tmp_path / "b.jsonl", SUM, SUM), held_out=str(tmp_path / "b.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"images": ["gone.png"]}, "there is no picture"),
+        ({"images": ["a.png"], "question": "<image><image>"}, "stands 2 times, and images are 1"),
+        ({"images": "a.png"}, "must be a list of files"),
+        ({"images": ["a.png"], "question": None, "prompt": "1+1="}, "must be a list of files"),
+    ],
+)
+def test_lines_whose_pictures_do_not_fit_are_refused(changes, words, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"")
+    with pytest.raises(ConfigError, match=words):
+        questions(config(written(tmp_path / "a.jsonl", SUM | changes)))
+
+
 def test_questions_are_asked_as_messages_prompts_as_text(tmp_path):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     entries = [SUM, {"prompt": "1+1=", "solutions": ["2", "two"]}, {"messages": messages, "answer": "$2$"}]

@@ -1,0 +1,136 @@
+"""Pictures that conversations show. An episode names a picture, and whoever needs it loads it by its name: policy
+workers, learners and reports. So no pixels travel with a conversation.
+
+A name is the path of a file, `data:image/png;base64,...` for a small picture that travels all the same, or a drawing of
+this module with its random seed: `drawn:count?seed=7&pixels=48`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from embodied.core.errors import EmbodiedError
+from embodied.core.rng import generator
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+
+MOST_PIXELS = 2**25  # of a picture that is decoded
+DRAWN = re.compile(r"drawn:(\w+)\?seed=(\d+)&pixels=(\d+)")
+DATA = re.compile(r"data:image/[\w.+-]+;base64,")
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (240, 220, 60)}
+MOST_DOTS = 6
+
+
+class PictureError(EmbodiedError):
+    """A picture cannot be loaded."""
+
+
+def load_picture(name: str) -> np.ndarray:
+    """The picture of this name, uint8 [H, W, 3]."""
+    if drawing := DRAWN.fullmatch(name):
+        kind, seed, pixels = drawing[1], int(drawing[2]), int(drawing[3])
+        return np.asarray(draw(kind, seed, pixels)[0])
+    from PIL import Image
+
+    source: io.BytesIO | str = name
+    if header := DATA.match(name):
+        try:
+            source = io.BytesIO(base64.b64decode(name[header.end() :], validate=True))
+        except (binascii.Error, ValueError):
+            raise PictureError(f"the picture {shown(name)} is not base64") from None
+    elif not Path(name).is_file():
+        raise PictureError(f"there is no picture {shown(name)}")
+    try:
+        with Image.open(source) as image:
+            if image.width * image.height > MOST_PIXELS:
+                size = f"{image.width} x {image.height} pixels"
+                raise PictureError(f"the picture {shown(name)} has {size}; at most {MOST_PIXELS:,} are read")
+            return np.asarray(image.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as err:
+        raise PictureError(f"the picture {shown(name)} cannot be read: {err or type(err).__name__}") from None
+
+
+def shown(name: str) -> str:
+    """The name, or the beginning of a long one, for a message."""
+    return name if len(name) <= 100 else f"{name[:40]}..."
+
+
+def data_url(picture: np.ndarray) -> str:
+    """The picture itself as a name."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+# Drawings
+
+
+def drawing(kind: str, seed: int, pixels: int) -> str:
+    """The name of a drawing."""
+    return f"drawn:{kind}?seed={seed}&pixels={pixels}"
+
+
+def draw(kind: str, seed: int, pixels: int = 48) -> tuple[Image, str]:
+    """A square drawing with this many pixels a side, and the answer to the question that belongs to its kind."""
+    from PIL import Image, ImageDraw
+
+    if kind not in DRAWINGS:
+        raise PictureError(f"there is no drawing {kind!r}; there are {', '.join(DRAWINGS)}")
+    if not 16 <= pixels <= 4096:
+        raise PictureError(f"a drawing has 16 to 4096 pixels a side, not {pixels}")
+    rng = generator(seed, "drawing", kind)
+    paper = Image.new("RGB", (pixels, pixels), (int(rng.integers(225, 256)),) * 3)
+    return paper, DRAWINGS[kind](ImageDraw.Draw(paper), rng, pixels)
+
+
+def draw_dots(pen: ImageDraw, rng: np.random.Generator, pixels: int) -> str:
+    """Dots of one colour, in some of nine cells; the answer is how many."""
+    count, cell = int(rng.integers(1, MOST_DOTS + 1)), pixels / 3
+    colour = list(COLOURS.values())[rng.integers(len(COLOURS))]
+    for place in rng.permutation(9)[:count]:
+        radius = cell * rng.uniform(0.25, 0.35)
+        centre = cell * (np.array(divmod(int(place), 3)) + rng.uniform(0.4, 0.6, 2))
+        pen.ellipse([*(centre - radius), *(centre + radius)], fill=colour)
+    return str(count)
+
+
+def draw_shapes(pen: ImageDraw, rng: np.random.Generator, pixels: int) -> str:
+    """A disc beside a square of another colour; the answer is the colour of the disc."""
+    names = [list(COLOURS)[at] for at in rng.permutation(len(COLOURS))[:2]]
+    cell, places = pixels / 2, rng.permutation(4)[:2]
+    for name, place, outline in zip(names, places, (pen.ellipse, pen.rectangle), strict=True):
+        radius = cell * rng.uniform(0.3, 0.4)
+        centre = cell * (np.array(divmod(int(place), 2)) + rng.uniform(0.45, 0.55, 2))
+        outline([*(centre - radius), *(centre + radius)], fill=COLOURS[name])
+    return names[0]
+
+
+def draw_digits(pen: ImageDraw, rng: np.random.Generator, pixels: int) -> str:
+    """Two digits from 1 to 5, side by side; the answer is their sum."""
+    from PIL import ImageFont
+
+    font = ImageFont.load_default(pixels * 0.6)
+    numbers = rng.integers(1, 6, 2)
+    for place, number in enumerate(numbers):
+        centre = pixels * (np.array([0.27 + 0.46 * place, 0.5]) + rng.uniform(-0.03, 0.03, 2))
+        pen.text(tuple(centre), str(number), fill=(0, 0, 0), font=font, anchor="mm")
+    return str(numbers.sum())
+
+
+DRAWINGS: dict[str, Callable[[ImageDraw, np.random.Generator, int], str]] = {
+    "count": draw_dots,
+    "colour": draw_shapes,
+    "add": draw_digits,
+}

@@ -1,0 +1,79 @@
+"""Messages of a chat as clients send them, and as chat templates take them: texts, pictures, calls of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from embodied.core.errors import EmbodiedError
+from embodied.core.pictures import DATA
+
+OF_TOOLS = ("tool_calls", "tool_call_id")
+
+
+class BadRequest(EmbodiedError):
+    """A request that cannot be answered as it is; the client gets the text."""
+
+    def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(text)
+        self.param, self.status = param, status
+
+
+def message_of(message: Any, number: int) -> dict[str, Any]:
+    """A message as chat templates take it. Contents of several texts are joined; pictures are data URLs."""
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRequest(f"{where} should be an object with role and content", "messages")
+    if odd := {name for name, value in message.items() if value} - {"role", "content", "name", *OF_TOOLS}:
+        raise BadRequest(f"{where}: {sorted(odd)[0][:40]!r} is not supported", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part_of(part, where) for part in content]
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        content = "".join(texts) if len(texts) == len(parts) else parts
+    calls = [call_of(call, where) for call in message.get("tool_calls") or ()]
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str | list):
+        raise BadRequest(f"{where}: content should be text, or a list of texts and pictures", "messages")
+    more = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    return {"role": message["role"], "content": content} | more | ({"tool_calls": calls} if calls else {})
+
+
+def call_of(call: Any, where: str) -> dict[str, Any]:
+    """A call of a tool as chat templates take it: its arguments are no text but what the text says."""
+    try:
+        arguments = call["function"]["arguments"]
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return call | {"function": {"name": str(call["function"]["name"]), "arguments": arguments}}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise BadRequest(f"{where}: tool_calls should hold functions with a name and arguments in JSON") from None
+
+
+def part_of(part: Any, where: str) -> dict[str, str]:
+    """A part of a message's content. A picture that is anywhere else than in the request is refused."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        return {"type": "text", "text": str(part.get("text", ""))}
+    if kind != "image_url":
+        raise BadRequest(f"{where}: a part of its content should have the type text or image_url", "messages")
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    if not isinstance(url, str) or not DATA.match(url):
+        raise BadRequest(f"{where}: a picture should come as a data URL, data:image/png;base64,...", "messages")
+    return {"type": "image", "image": url}
+
+
+def with_tools(tokenizer: Any, messages: Any, tools: Sequence[dict[str, Any]]) -> str:
+    """Messages in the words of the chat template, which says what the tools are."""
+    if not tokenizer.chat or "<tool_call>" not in str(tokenizer.own.chat_template):
+        why = "this model's chat template has no calls like <tool_call>{...}</tool_call>; say in words what there is"
+        raise BadRequest(f"tools: {why}", "tools")
+    try:
+        return tokenizer.own.apply_chat_template(
+            list(messages), tools=list(tools), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as err:  # whatever the template raises
+        text = " ".join(str(err).split())
+        raise BadRequest(f"the model's chat template refuses this conversation ({text})", "messages") from None

@@ -1,0 +1,243 @@
+"""How a language model sees: what stands for a picture in a stream of tokens, and the model's vision tower.
+
+A picture is loaded by its name wherever it is needed, and processed as the model's published folder says. Places of
+pictures are tokens below 0 (`core.conversations`), whatever token the model itself has for them: a policy that writes
+that token shows nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.core.arrays import tensor_of
+from embodied.core.conversations import FIRST_PLACE
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.pictures import PictureError, load_picture, shown
+from embodied.policies.language.config import SEEING
+
+PREPROCESSOR = "preprocessor_config.json"
+KEPT = 512  # pictures whose pixels are kept, the latest
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture as its model takes it."""
+
+    pixels: dict[str, np.ndarray]  # what the image processor made of it
+    tokens: tuple[int, ...]  # that stand for it in a stream, its places below 0
+    grid: tuple[int, int] = (0, 0)  # rows and columns of its places, where positions follow them
+
+    @property
+    def places(self) -> int:
+        return sum(token < 0 for token in self.tokens)
+
+
+class Sight:
+    """One kind of model. A subclass says how its image processor and its vision tower are used."""
+
+    processor_class: str
+    decoder: str  # the name of the part of the model that reads text
+    tower_blocks: str  # of the list of the vision tower's blocks
+    two_axes = False  # whether the places of a picture have positions in rows and columns
+
+    def __init__(self, config: Any, own: Any, folder: Path | None = None, **options: Any) -> None:
+        """`own` is the tokenizer; the options of the image processor are those of `folder`, or these."""
+        self.config, self.own = config, own
+        self.placeholder = own.convert_ids_to_tokens(config.image_token_id)
+        self.processor = self._processor(folder, options)
+        self.kept: OrderedDict[str, Picture] = OrderedDict()
+
+    def __deepcopy__(self, _: dict) -> Sight:
+        """Copies of a policy share it."""
+        return self
+
+    def _processor(self, folder: Path | None, options: dict[str, Any]) -> Any:
+        module, _, name = self.processor_class.partition(":")
+        kind = getattr(importlib.import_module(module), name)
+        if folder is None:
+            return kind(**options)
+        if not (folder / PREPROCESSOR).is_file():
+            raise CheckpointError(f"{folder} is a model that sees, and {PREPROCESSOR} is missing")
+        try:
+            return kind.from_pretrained(folder, local_files_only=True)
+        except Exception as err:  # of many kinds
+            raise CheckpointError(f"{folder / PREPROCESSOR} cannot be read: {' '.join(str(err).split())}") from None
+
+    def save(self, folder: Path) -> None:
+        """Write how pictures are processed as transformers reads it."""
+        self.processor.save_pretrained(folder)
+
+    # Pictures
+
+    def read(self, name: str) -> Picture:
+        """The picture of this name."""
+        if name not in self.kept:
+            pixels = load_picture(name)
+            try:
+                self.kept[name] = self.process(pixels)
+            except ValueError as err:  # odd sizes
+                raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
+            while len(self.kept) > KEPT:
+                self.kept.popitem(last=False)
+        return self.kept[name]
+
+    def process(self, pixels: np.ndarray) -> Picture:
+        """The picture that these pixels, uint8 [H, W, 3], are to the model."""
+        raise NotImplementedError
+
+    def opening(self) -> str:
+        """What stands for a picture in a text without a chat template."""
+        return self.placeholder
+
+    def encode(self, text: str, names: Sequence[str]) -> list[int]:
+        """The tokens of a text that has a placeholder for each of these pictures."""
+        parts = text.split(self.placeholder)
+        if len(parts) - 1 != len(names):
+            raise ConfigError(
+                f"a conversation has {len(names)} pictures, and {self.placeholder} {len(parts) - 1} times: only a chat "
+                "template may say that, where a picture is"
+            )
+        pieces = [self.own(part, add_special_tokens=False)["input_ids"] if part else [] for part in parts]
+        tokens = list(pieces[0])
+        for name, piece in zip(names, pieces[1:], strict=True):
+            tokens += [*self.read(name).tokens, *piece]
+        return tokens
+
+    # What the network makes of them
+
+    def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Positions of the tokens of a conversation: int64 [n], or [n, 3] where pictures have rows and columns."""
+        return np.arange(len(tokens))
+
+    def features(self, model: Any, names: Sequence[str]) -> Tensor:
+        """What the vision tower makes of these pictures [places, D], one after the other."""
+        raise NotImplementedError
+
+    def embed(self, model: Any, ids: Tensor, names: Sequence[str]) -> Tensor:
+        """The embeddings [..., D] of tokens whose places of pictures are numbered over all pictures of these names, as
+        `numbered` does."""
+        words = model.get_input_embeddings()(ids.clamp(min=0))
+        if not names:
+            return words
+        seen = self.features(model, names).to(words.dtype)
+        return torch.where((ids < 0)[..., None], seen[(-1 - ids).clamp(min=0)], words)
+
+    def numbered(self, tokens: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
+        """The tokens of conversations, int64 [n], with their pictures' places numbered over all different pictures: the
+        names of these, each once. Pictures of two and one places, shown in turn, the first twice:
+        -1 -2 5 -1 6 -1 -2 becomes -1 -2 5 -3 6 -1 -2.
+        """
+        found, different = tokens.astype(np.int64).ravel(), list(dict.fromkeys(names))
+        ends = np.cumsum([self.read(name).places for name in different])
+        first = {name: int(end) - self.read(name).places for name, end in zip(different, ends, strict=True)}
+        places, of = found < 0, np.cumsum(found == FIRST_PLACE) - 1
+        assert of[-1] + 1 == len(names), "a stream of tokens shows other pictures than are named"
+        found[places] -= np.array([first[name] for name in names], np.int64)[of[places]]
+        return found.reshape(tokens.shape), different
+
+
+class QwenSight(Sight):
+    """Qwen2.5-VL: as many places as a picture has patches, two by two, and positions in rows and columns."""
+
+    processor_class = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil"
+    decoder = "language_model"
+    tower_blocks = "visual.blocks"
+    two_axes = True
+
+    def opening(self) -> str:
+        ends = self.own.convert_ids_to_tokens([self.config.vision_start_token_id, self.config.vision_end_token_id])
+        return self.placeholder.join(ends)
+
+    def process(self, pixels: np.ndarray) -> Picture:
+        found = dict(self.processor(images=[pixels], return_tensors="np"))
+        side = self.config.vision_config.spatial_merge_size
+        _, height, width = found["image_grid_thw"][0].tolist()
+        grid = height // side, width // side
+        return Picture(found, tuple(range(-1, -1 - grid[0] * grid[1], -1)), grid)
+
+    def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """A picture's places begin where the text before it ends, and what follows begins behind its longer side.
+
+        "5 6", a picture of one row and two columns, "7": time and row 0 1 2 2 4, column 0 1 2 3 4.
+        """
+        found, place, begin = np.repeat(np.arange(len(tokens))[:, None], 3, 1), 0, 0
+        for start, name in zip(np.flatnonzero(np.asarray(tokens) == FIRST_PLACE), names, strict=True):
+            found[begin:start] += place - begin
+            place += start - begin
+            rows, columns = self.read(name).grid
+            begin = start + rows * columns
+            at = np.arange(rows * columns)
+            found[start:begin] = place + np.stack([0 * at, at // columns, at % columns], 1)
+            place += max(rows, columns)
+        found[begin:] += place - begin
+        return found
+
+    def features(self, model: Any, names: Sequence[str]) -> Tensor:
+        tower, pictures = model.base_model.visual, [self.read(name).pixels for name in names]
+        pixels, grids = (
+            tensor_of(np.concatenate([each[key] for each in pictures]), tower.device)
+            for key in ("pixel_values", "image_grid_thw")
+        )
+        return tower(pixels.to(tower.dtype), grid_thw=grids).pooler_output
+
+
+class IdeficsSight(Sight):
+    """Idefics3 and SmolVLM: a fixed number of places for the whole picture, and for each tile of a large one."""
+
+    processor_class = "transformers.models.idefics3.image_processing_pil_idefics3:Idefics3ImageProcessorPil"
+    decoder = "text_model"
+    tower_blocks = "vision_model.encoder.layers"
+
+    def process(self, pixels: np.ndarray) -> Picture:
+        found = dict(self.processor(images=[[pixels]], return_row_col_info=True, return_tensors="np"))
+        rows, columns = (int(np.ravel(found.pop(key))[0]) for key in ("rows", "cols"))
+        vision = self.config.vision_config
+        count = (vision.image_size // vision.patch_size) ** 2 // self.config.scale_factor**2
+        fake, whole = "<fake_token_around_image>", "<global-img>"
+        text = "".join(
+            "".join(f"{fake}<row_{row}_col_{column}>{self.placeholder}" for column in range(1, columns + 1)) + "\n"
+            for row in range(1, rows + 1)
+        )
+        text += f"{bool(rows) * chr(10)}{fake}{whole}{self.placeholder}{fake}"
+        tokens, place = [], 0
+        for number, part in enumerate(text.split(self.placeholder)):
+            if number:
+                tokens += range(-1 - place, -1 - place - count, -1)
+                place += count
+            tokens += self.own(part, add_special_tokens=False)["input_ids"]
+        return Picture(found, tuple(tokens))
+
+    def features(self, model: Any, names: Sequence[str]) -> Tensor:
+        pictures, device = [self.read(name).pixels for name in names], next(model.parameters()).device
+        options = {key: tensor_of(np.concatenate([each[key] for each in pictures], 1), device) for key in pictures[0]}
+        options["pixel_values"] = options["pixel_values"].to(model.dtype)
+        return model.base_model.get_image_features(**options).pooler_output.flatten(0, 1)
+
+
+class SmolSight(IdeficsSight):
+    processor_class = "transformers.models.smolvlm.image_processing_pil_smolvlm:SmolVLMImageProcessorPil"
+
+
+SIGHTS: dict[str, type[Sight]] = dict(zip(SEEING, (QwenSight, IdeficsSight, SmolSight), strict=True))
+"""By config.json's model_type."""
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a model that reads tokens or their embeddings, without the head."""
+    kind = SIGHTS.get(model.config.model_type)
+    return getattr(model.base_model, kind.decoder) if kind else model.base_model
+
+
+def tower_blocks_of(model: Any) -> list[Any]:
+    """The blocks of a model's vision tower; none of a model that reads text alone."""
+    kind = SIGHTS.get(model.config.model_type)
+    return [*model.base_model.get_submodule(kind.tower_blocks)] if kind else []

@@ -1,0 +1,217 @@
+"""Models that see: pictures named in a conversation are read by our engine and learner as transformers reads them."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_language import SEES, SIZES, apart, build, write
+from transformers import AutoModelForImageTextToText, Idefics3Config, Qwen2_5_VLConfig, SmolVLMConfig
+
+from embodied.core.conversations import SamplingRule
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.pictures import PictureError, data_url, drawing, load_picture
+from embodied.learners.model import recompute
+from embodied.policies import load_policy
+from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.folder import blocks_of
+from embodied.policies.language.sight import SIGHTS, Sight
+
+ONE, OTHER, WIDE = drawing("add", 1, 48), drawing("add", 2, 48), drawing("count", 3, 64)
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<end>\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+WORDS = ["<picture>", "<place>", "</picture>", "<fake_token_around_image>", "<image>", "<global-img>"]
+WORDS += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+
+
+def publish(folder, kind):
+    """A folder with a tiny model of this kind that sees, as transformers writes it."""
+    text = SIZES | {"vocab_size": 120, "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": None}
+    text |= {"pad_token_id": 0}
+    if kind == "qwen2_5_vl":
+        vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 8}
+        vision |= {"window_size": 32, "fullatt_block_indexes": [1], "out_hidden_size": 32}
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        ids = {"vision_start_token_id": 100, "image_token_id": 101, "vision_end_token_id": 102, "video_token_id": 119}
+        shape = Qwen2_5_VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision, **ids)
+        pictures, place = {"patch_size": 8, "size": {"shortest_edge": 1024, "longest_edge": 16384}}, WORDS[:3]
+    else:
+        vision = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_attention_heads": 2}
+        vision |= {"num_hidden_layers": 2, "intermediate_size": 48}
+        family = {"idefics3": Idefics3Config, "smolvlm": SmolVLMConfig}[kind]
+        text |= {"model_type": "llama"}
+        shape = family(text_config=text, vision_config=vision, scale_factor=2, image_token_id=104, pad_token_id=0)
+        sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+        pictures, place = {**sizes, "do_image_splitting": True}, ["<image>"]
+    template = TEMPLATE.replace("IMAGE", "".join(place))
+    write(folder, shape, template, AutoModelForImageTextToText, WORDS)
+    (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    return build(SEES, preset="tiny_vl", max_tokens=6, max_running=16)
+
+
+@pytest.fixture(scope="module", params=["fresh", *SIGHTS])
+def policy(request, fresh, tmp_path_factory):
+    options = {"max_tokens": 6, "max_running": 16}
+    if request.param == "fresh":
+        return fresh
+    folder = publish(tmp_path_factory.mktemp(request.param) / "model", request.param)
+    return build(SEES, pretrained=str(folder), **options)
+
+
+def said(*pictures, text="sum: ", role="user"):
+    parts = [*({"type": "image", "image": each} for each in pictures), {"type": "text", "text": text}]
+    return ({"role": role, "content": parts},)
+
+
+def conversations(policy, asked=((ONE,), (OTHER,), (WIDE, ONE), ())):
+    """Two answers of our engine to each of these prompts, as the learner gets them, and their log-probs there."""
+    engine, found = make_engine(policy.config, policy), {}
+    engine.begin(0, 3, "train", SamplingRule())
+    prompts = [policy.tokenizer.encode(said(*pictures), first=True) for pictures in asked]
+    for group, pictures in enumerate(asked):
+        for number in (0, 1):
+            key = group, number
+            engine.add(Request(key, prompts[group], 6, 10 * group + number, pictures=pictures))
+    while engine.running:
+        found |= {answer.key: answer for answer in engine.step()}
+    streams = [np.array([*prompts[group], *found[group, number].tokens]) for group, number in sorted(found)]
+    mask = [np.arange(len(each)) >= len(prompts[n // 2]) for n, each in enumerate(streams)]
+    inputs = {
+        "actions": np.concatenate(streams)[:, None, None].astype(np.int32),
+        "mask": np.concatenate(mask)[:, None],
+        "lengths": np.array([len(each) for each in streams]),
+        "groups": np.arange(len(streams)) // 2,
+        "pictures": [name for pictures in asked for name in 2 * pictures],
+    }
+    return inputs, np.concatenate([found[key].logprobs for key in sorted(found)]), engine
+
+
+def scores(policy, inputs):
+    with torch.no_grad():
+        return policy(inputs).logprobs.ravel().numpy()[inputs["mask"].ravel()]
+
+
+def by_transformers(policy, inputs):
+    """Log-probs of the answers by the model's own forward pass over each conversation, pixels and all."""
+    place, names, found = policy.model.config.image_token_id, iter(inputs["pictures"]), []
+    lengths = np.cumsum(inputs["lengths"])[:-1]
+    for stream, mask in zip(np.split(inputs["actions"].ravel(), lengths), np.split(inputs["mask"].ravel(), lengths)):
+        ids = torch.from_numpy(np.where(stream < 0, place, stream).astype(np.int64))[None]
+        pixels = [load_picture(next(names)) for _ in range((stream == -1).sum())]
+        given = dict(policy.sight.processor(images=[pixels], return_tensors="pt")) if pixels else {}
+        if policy.sight.two_axes:
+            given |= {"mm_token_type_ids": (ids == place).int()} if pixels else {}
+        with torch.no_grad():
+            likely = policy.model(input_ids=ids, use_cache=False, **given).logits[0].log_softmax(-1)
+        at = np.flatnonzero(mask)
+        found.append(likely[at - 1, ids[0, at]].numpy())
+    return np.concatenate(found)
+
+
+def test_engine_and_learner_score_pictures_as_transformers_does_and_groups_share_them(policy):
+    inputs, written, engine = conversations(policy)
+    assert np.ptp(written) > 0.1  # or nothing would be compared
+    theirs = by_transformers(policy, inputs)
+    assert np.abs(written - theirs).max() < 1e-5
+    assert np.abs(scores(policy, inputs) - theirs).max() < 1e-5
+    assert np.abs(scores(policy, apart(inputs)) - theirs).max() < 1e-5
+    assert engine.totals["copied"] == engine.totals["prefilled"] > 0
+    exchanged = inputs | {"pictures": [ONE, OTHER, *inputs["pictures"][2:]]}  # within a group: not one prompt any more
+    assert np.abs(scores(policy, exchanged) - by_transformers(policy, exchanged)).max() < 1e-5
+    assert np.abs(scores(policy, exchanged) - theirs).max() > 1e-3
+
+
+def test_the_vision_tower_looks_once_at_a_picture_of_a_group(policy, monkeypatch):
+    inputs, *_ = conversations(policy)
+    seen, features = [], type(policy.sight).features
+    monkeypatch.setattr(type(policy.sight), "features", lambda s, m, names: seen.append(names) or features(s, m, names))
+    gradients, again = {}, copy.deepcopy(policy)
+    recompute(again)
+    for name, groups, whose in (("apart", apart(inputs), policy), ("together", inputs, again)):
+        whose(groups).logprobs.sum().backward()
+        gradients[name] = {key: p.grad for key, p in whose.named_parameters() if p.grad is not None}
+        whose.zero_grad()
+    assert seen == [[ONE, OTHER, WIDE]] * 2 and len(policy.blocks()) > len(blocks_of(policy.model))
+    tower = [key for key in gradients["apart"] if "vis" in key]
+    assert any(gradients["apart"][key].abs().max() > 1e-4 for key in tower)
+    for key, grad in gradients["apart"].items():
+        assert torch.allclose(gradients["together"][key], grad, atol=1e-4 * float(grad.abs().max()) + 1e-6), key
+
+
+def test_a_later_turn_shows_more_pictures_and_keeps_what_was_read(policy):
+    first = policy.tokenizer.encode(said(WIDE), first=True)
+    engine = make_engine(policy.config, policy)
+    engine.begin(0, 3, "train", SamplingRule())
+    engine.add(Request("a", first, 6, 0, pictures=(WIDE,), keep=True))
+    while engine.running:
+        (answer,) = engine.step() or (None,)
+    stream = [*first, *answer.tokens.tolist(), *policy.tokenizer.encode(said(ONE), first=False)]
+    found = {}
+    for other in (engine, make_engine(policy.config, policy)):
+        if other is not engine:
+            other.begin(0, 3, "train", SamplingRule())
+        other.add(Request("b", stream, 6, 0, pictures=(WIDE, ONE)))
+        while other.running:
+            found[other] = (other.step() or (None,))[0]
+    again, afresh = found.values()
+    assert again.tokens.tolist() == afresh.tokens.tolist() and np.allclose(again.logprobs, afresh.logprobs, atol=1e-5)
+
+
+def test_prompts_that_look_alike_and_show_other_pictures_share_no_keys(fresh):
+    *_, engine = conversations(fresh, ((ONE,), (OTHER,)))
+    assert engine.totals["prefilled"] == 2 * (len(fresh.tokenizer.encode(said(ONE), first=True)) - 1)
+    assert engine.totals["copied"] == engine.totals["prefilled"]
+
+
+def test_a_saved_policy_sees_as_before_and_transformers_reads_it(policy, tmp_path):
+    inputs, *_ = conversations(policy, ((WIDE, ONE),))
+    policy.save_pretrained(tmp_path / "ours")
+    assert np.array_equal(scores(load_policy(tmp_path / "ours"), inputs), scores(policy, inputs))
+    policy.save_published(tmp_path / "published")
+    again = build(SEES, pretrained=str(tmp_path / "published"), max_tokens=6)
+    assert np.array_equal(scores(again, inputs), scores(policy, inputs))
+
+
+def test_a_written_placeholder_token_shows_nothing(fresh):
+    """The answer is the very token that the model has for places of pictures."""
+    prompt = fresh.tokenizer.encode(said(ONE), first=True)
+    stream = np.array([*prompt, fresh.model.config.image_token_id, 5])
+    inputs = {"actions": stream[:, None, None], "mask": np.arange(len(stream))[:, None] >= len(prompt)}
+    inputs |= {"lengths": np.array([len(stream)]), "groups": np.zeros(1), "pictures": [ONE]}
+    assert np.isfinite(scores(fresh, inputs)).all()
+
+
+REFUSED = {
+    "text": (lambda p, t: build(SEES, preset="tiny"), "reads text alone"),
+    "message": (lambda p, t: build().tokenizer.encode(said(ONE), first=True), "reads text alone"),
+    "placeholder": (lambda p, t: p.tokenizer.encode(said(ONE, text=p.sight.placeholder), first=True), "1 pictures"),
+    "gone": (lambda p, t: p.tokenizer.encode(said("nowhere.png"), first=True), "no picture nowhere.png"),
+    "damaged": (lambda p, t: p.sight.read("data:image/png;base64,aGFsbG8="), "cannot be read"),
+    "not base64": (lambda p, t: p.sight.read("data:image/png;base64,!"), "not base64"),
+    "drawing": (lambda p, t: p.sight.read("drawn:house?seed=1&pixels=48"), "no drawing 'house'"),
+    "processor": (lambda p, t: Sight._processor(p.sight, t, {}), "preprocessor_config.json is missing"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_seen_is_refused_with_a_sentence(name, fresh, tmp_path):
+    call, words = REFUSED[name]
+    with pytest.raises((ConfigError, PictureError, CheckpointError), match=words):
+        call(fresh, tmp_path)
+
+
+def test_a_file_and_a_data_url_show_the_same_picture(tmp_path):
+    pixels = load_picture(WIDE)
+    Image.fromarray(pixels).save(tmp_path / "one.png")
+    assert np.array_equal(load_picture(str(tmp_path / "one.png")), pixels)
+    assert np.array_equal(load_picture(data_url(pixels)), pixels)
