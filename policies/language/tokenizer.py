@@ -74,8 +74,9 @@ class ConversationTokenizer:
         return self.own.decode(list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def plain_text(self, ids: Sequence[int]) -> str:
-        """The text of tokens without special ones, such as a chat template's."""
-        return self.own.decode(list(map(int, ids)), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """The text of tokens without special ones, such as a chat template's, and without pictures."""
+        words = [int(one) for one in ids if one >= 0]
+        return self.own.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def check_turns(self) -> None:
         """Refuse a chat template that would say what was said before in other words, as soon as there is more."""

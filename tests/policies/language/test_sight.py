@@ -185,6 +185,7 @@ def test_a_saved_policy_sees_as_before_and_transformers_reads_it(policy, tmp_pat
 def test_a_written_placeholder_token_shows_nothing(fresh):
     """The answer is the very token that the model has for places of pictures."""
     prompt = fresh.tokenizer.encode(said(ONE), first=True)
+    assert fresh.tokenizer.plain_text(prompt) == "sum: "
     stream = np.array([*prompt, fresh.model.config.image_token_id, 5])
     inputs = {"actions": stream[:, None, None], "mask": np.arange(len(stream))[:, None] >= len(prompt)}
     inputs |= {"lengths": np.array([len(stream)]), "groups": np.zeros(1), "pictures": [ONE]}
