@@ -1,13 +1,14 @@
 """Time saved by dealing units to learner ranks by cost instead of in equal numbers.
 
     python -m benchmarks.balance            the worked example, draws of lengths, predicted update times
-    python -m benchmarks.balance --measure  and updates of two learner processes, seconds of one thread's CPU time each
+    python -m benchmarks.balance --measure  and updates of two learner processes, one thread each
 
 A ratio is the maximum over the mean load of the ranks: how many times longer an update takes than with equal loads.
 `neighbours` are equal numbers of units as they come, `buckets` equal numbers of units of similar lengths, `packing`
 equal numbers of tokens, `dealt` is `deal` of `placement/balance.py` and `cut` its `deal_groups`, which learners get and
 which cuts groups of answers where that helps; `divided` lets ranks compute long sequences together
-(`placement/sequence_degrees.py`). An update waits for its slowest rank, so what is measured is the maximum over ranks.
+(`placement/sequence_degrees.py`). An update waits for its slowest rank, so what is measured is the maximum over ranks:
+CPU time, and between two quiet cores seconds of a clock, in which ranks also wait for each other's exchanges.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -35,6 +38,7 @@ DRAWS = {  # groups, answers each, tokens of the prompt, median and deviation of
     "maths": (16, 8, 128, 1500, 0.8, 16 * K),
     "long tail": (64, 8, 128, 2000, 1.2, 32 * K),
     "agents": (8, 8, 1024, 6000, 1.0, 64 * K),
+    "video questions": (256, 1, 64, 6000, 1.3, 128 * K),
     "sums": (64, 8, 16, 4, 0.2, 32),
 }
 MEASURED = {
@@ -71,6 +75,7 @@ def dealt(costs: Sequence[float], lengths: Sequence[int], ranks: int) -> list[in
 
 WAYS = (neighbours, buckets, packing, dealt)
 NAMES = [*(way.__name__ for way in WAYS), "cut"]
+MEASURED_WAYS = ("neighbours", "packing", "dealt", "divided")
 
 
 def main() -> None:
@@ -88,8 +93,8 @@ def main() -> None:
     print(markdown(["lengths", "ranks", *NAMES, "step, neighbours", "step, cut"], table(found)))
     if given.measure:
         found["measured"] = measured(given.widths, given.rounds)
-        head = ["lengths", "width", "neighbours", "packing", "dealt", "halves", "neighbours' ratio expected"]
-        head += ["neighbours / dealt", "packing / dealt"]
+        head = ["lengths", "width", *MEASURED_WAYS, "halves", "packing / dealt", "packing / divided"]
+        head += ["halves / divided", "by the clock: packing", "divided", "packing / divided"]
         print(markdown(head, rows_of(found["measured"])))
     about = {"commit": code_commit(), "packages": packages(), **machine()}
     write_json(RESULTS / "balance.json", {**found, **vars(given), **about})
@@ -165,16 +170,20 @@ def measured(widths: Sequence[int], rounds: int) -> list[dict]:
             costs = [cost.of([length]) for length in lengths]
             ways = {way.__name__: way(costs, lengths, 2) for way in (neighbours, packing, dealt)}
             expected = {f"expected_{name}": balance_ratio(costs, ranks, 2) for name, ranks in ways.items()}
-            seconds = update_seconds(width, lengths, ways, rounds)
+            seconds = update_seconds(width, lengths, {**ways, "divided": owners(costs, lengths)}, rounds)
             found.append({"lengths": name, "width": width, **seconds, **expected})
             print(json.dumps(found[-1]), flush=True)
     return found
 
 
+def owners(costs: Sequence[float], lengths: Sequence[int]) -> list[int]:
+    """The rank that has each sequence where two ranks may compute one together."""
+    sequences = [SequenceLoad(*each) for each in zip(lengths, costs, strict=True)]
+    return [ranks.start for ranks in divide_sequences(sequences, 2, ExchangeCosts(), (1, 2)).ranks]
+
+
 def update_seconds(width: int, lengths: list[int], ways: dict[str, list[int]], rounds: int) -> dict[str, float]:
-    """The fewest seconds of `rounds`, since other programs only add to them; deals that are the same are one."""
-    same = {name: next(other for other in ways if ways[other] == ranks) for name, ranks in ways.items()}
-    named, ways = ways, {name: ways[name] for name in {*same.values()}}
+    """The fewest seconds of `rounds`, since other programs only add to them."""
     with tempfile.TemporaryDirectory() as folder:
         asked = json.dumps({"width": width, "lengths": lengths, "ways": ways, "rounds": rounds, "folder": folder})
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -186,9 +195,14 @@ def update_seconds(width: int, lengths: list[int], ways: dict[str, list[int]], r
         outputs = [rank.communicate(timeout=3600)[0] for rank in ranks]
         assert not any(rank.returncode for rank in ranks)
     times = [json.loads(output.splitlines()[-1]) for output in outputs]
-    pairs = {way: [*zip(*(each[way] for each in times), strict=True)] for way in ways}
-    slowest = {name: min(map(max, pairs[same[name]])) for name in named}
-    return slowest | {"halves": min(sum(pair) / 2 for each in pairs.values() for pair in each)}
+    found = {}
+    for clock in ("cpu", "clock"):
+        pairs = {way: [*zip(*(each[clock][way] for each in times), strict=True)] for way in ways}
+        after = "" if clock == "cpu" else "_by_clock"
+        found |= {f"{way}{after}": min(map(max, each)) for way, each in pairs.items()}
+        halves = [sum(pair) / 2 for way, each in pairs.items() if way != "divided" for pair in each]
+        found |= {f"halves{after}": min(halves)}
+    return found
 
 
 def rank_of_two() -> None:
@@ -198,6 +212,7 @@ def rank_of_two() -> None:
     from embodied.algorithms.config import GRPOConfig
     from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, Unit
     from embodied.learners.config import LearnerConfig
+    from embodied.learners.divided_passes import PassTable
     from embodied.learners.model import Model, PolicyOptimizer
     from embodied.learners.train_batch import build_batch
     from embodied.learners.update import GradientSteps
@@ -205,30 +220,40 @@ def rank_of_two() -> None:
     from embodied.policies.config import LanguageConfig
     from embodied.policies.language import policy as language
     from embodied.runtime.collective import Gloo
+    from embodied.runtime.rank_groups import form_groups
     from embodied.runtime.rendezvous import RendezvousFile
+    from embodied.runtime.timers import Timers
 
     asked, rank = json.loads(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     language.DIM, language.MLP, language.POSITIONS = asked["width"], 3 * asked["width"], 16 * K
     policy = make_policy(LanguageConfig(name="language"), EnvSpec(ActionSpec(1), max_episode_steps=1, text=True), 0)
     config = GRPOConfig(name="grpo", epochs=1, minibatch_size=None).model_copy(update={"group_size": 1})
-    collective = Gloo(RendezvousFile(str(Path(asked["folder"]) / "meet"), 600.0), rank, 2)
-    model = Model(policy, LearnerConfig(pack_tokens=1024))
+    meeting = RendezvousFile(str(Path(asked["folder"]) / "meet"), 600.0)
+    collective = Gloo(meeting, rank, 2)
+    models = {way: Model(policy, LearnerConfig(pack_tokens=1024)) for way in asked["ways"]}
+    degree = LearnerConfig(pack_tokens=16 * K, sequence_degree="auto")
+    worker = SimpleNamespace(rank=rank, timers=Timers(), waiting=nullcontext)
+    groups = form_groups(meeting, worker, [2], "cpu")
+    models["divided"].table = PassTable(groups, degree, collective, rank, policy)
     optimizer = PolicyOptimizer(policy, config, collective)
-    seconds: dict[str, list[float]] = {way: [] for way in asked["ways"]}
+    found: dict[str, dict[str, list[float]]] = {clock: {way: [] for way in asked["ways"]} for clock in ("cpu", "clock")}
     for number in range(asked["rounds"] + 1):
         for way, ranks in asked["ways"].items():
-            mine = np.flatnonzero(np.array(ranks) == rank)
+            model, mine = models[way], np.flatnonzero(np.array(ranks) == rank)
             played = conversations(mine, asked["lengths"], policy.model.config.vocab_size)
             unit = Unit((), mine, np.ones(len(mine)), np.ones(len(mine)))
             batch = build_batch(played, unit, 0, config, collective, model)
             steps = GradientSteps(model, optimizer, config)
-            started = process_time()
-            steps.add(batch, batch.own_units, batch.divisor(batch.num_units))
+            divisor = batch.divisor(batch.num_units)
+            collective.gather(np.zeros(1))  # both begin now
+            started = process_time(), perf_counter()
+            steps.add(batch, batch.own_units, divisor)
             if number:
-                seconds[way].append(process_time() - started)
+                for clock, before, now in zip(found, started, (process_time(), perf_counter()), strict=True):
+                    found[clock][way].append(now - before)
             steps.step(BatchEnd(0, 10), 0, batch.stats_divisor(batch.num_units))
-    print(json.dumps(seconds), flush=True)
+    print(json.dumps(found), flush=True)
 
 
 def conversations(ids: np.ndarray, lengths: list[int], vocabulary: int):
@@ -258,10 +283,11 @@ def rows_of(found: list[dict]) -> list[list[str]]:
         [
             one["lengths"],
             str(one["width"]),
-            *(f"{one[way]:.2f} s" for way in ("neighbours", "packing", "dealt", "halves")),
-            f"{one['expected_neighbours']:.2f}",
-            f"x{one['neighbours'] / one['dealt']:.2f}",
-            f"x{one['packing'] / one['dealt']:.2f}",
+            *(f"{one[way]:.2f} s" for way in (*MEASURED_WAYS, "halves")),
+            *(f"x{one['packing'] / one[way]:.2f}" for way in ("dealt", "divided")),
+            f"{one['halves'] / one['divided']:.0%}",
+            *(f"{one[way]:.2f} s" for way in ("packing_by_clock", "divided_by_clock")),
+            f"x{one['packing_by_clock'] / one['divided_by_clock']:.2f}",
         ]
         for one in found
     ]

@@ -8,7 +8,8 @@ usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out
   recipe    {recipes}; its profile is the one measured here last
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
-            published_maniskill_openvla, published_libero_openvla_oft
+            published_maniskill_openvla, published_libero_openvla_oft,
+            published_reasoning_8b
   cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
             all nodes of the Ray cluster that the recipe names (cluster.address)
   out       where plan.json, plan.svg and plan.html go; default: plans/PROFILE-CLUSTER in run.dir
@@ -286,13 +287,18 @@ def describe(planned: Planned, name: str) -> list[str]:
         lines.append(row(planned, schedule, found) if fits else f"{schedule:<14}{'no plan':>12}: {found}")
     left = [c.name for c in planned.topology.classes() if c.count and c.name not in planned.planner.pricer.classes]
     lines += [f"nothing of this recipe runs on {one} (learner.device, env.backend)" for one in left if one != "cpu"]
-    lines += ["", planned.verdict, *(f"  {line}" for line in planned.why)]
+    lines += ["", planned.verdict, *(f"  {line}" for line in (*planned.why, *waits(planned)))]
     placement = as_placement(planned.planner.pricer, winner.layout, planned.topology, planned.draws)
     pieces = granularity(winner.layout, planned.profile.dataflow)
     cut = f" pipeline.granularity={pieces}" if pieces else ""
     if overlaps(planned.profile.dataflow):
         cut = f" pipeline.schedule={planned.profile.dataflow.schedule}"
     return [*lines, "", f"placement='{json.dumps(placement)}' pipeline.stages={winner.layout.stages}{cut}"]
+
+
+def waits(planned: Planned) -> list[str]:
+    """Says what the winner loses because answers differ in length."""
+    return reasons.describe_lengths(planned.planner.pricer, planned.winner.layout)
 
 
 def load_warning(profile: Profile) -> list[str]:

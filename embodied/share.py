@@ -10,7 +10,7 @@ usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE ..
   RECIPE    {recipes}; or a file. Keys before the first recipe hold for all runs that do not
             set them, keys after a recipe for that run
   weights   1,2: the second run owns twice as many devices [equal]
-  devices   those that are shared, cpu:0-3 or gpu:0,gpu:1 [all GPUs; all cores where there are none]
+  devices   those that are shared, cpu:0-3, gpu:0,gpu:1 or node1/gpu:0 [all GPUs; all cores where there are none]
   rule      lend: a device is lent while its run has no work for it; remaining: generation goes to the run with the
             most work left, whoever owns the device [lend]
   folder    the folder that names the runs [runs/share-DATE]
@@ -37,7 +37,7 @@ from typing import Any
 from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, replace_text
-from embodied.placement import PlacementError
+from embodied.placement import PlacementError, Topology
 from embodied.placement.grammar import parse_devices
 from embodied.reporting.run_page import REPORT, report_or_say_why
 from embodied.reporting.share_record import PREDICTED, record_of
@@ -51,6 +51,7 @@ from embodied.run.shared_runs import (
     SharedRuns,
     devices_of,
     load_run,
+    on_node,
     prepare,
     read_shared_runs,
 )
@@ -147,27 +148,36 @@ def new_runs(order: ShareOrder) -> SharedRuns:
     """The runs of a command line, with their devices; nothing is started."""
     first = load_run(order.runs[0]).config
     there = machines(first)
-    if len(there.nodes) > 1:
-        raise ConfigError("embodied.share runs on one machine; leave cluster.address out")
-    devices = devices_of(there)
-    if order.devices:
-        try:
-            slots = parse_devices(order.devices)
-        except PlacementError as err:
-            raise ConfigError(f"devices={order.devices}: {err}") from None
-        cores = there.nodes[0].core_numbers
-        named = [(slot.kind, device) for slot in slots for device in slot.devices]
-        known = {"cpu": range(len(cores)), "gpu": [gpu.index for gpu in there.nodes[0].gpus]}
-        if wrong := [f"{kind}:{n}" for kind, n in named if n not in known.get(kind, (n,))]:
-            has = f"this machine has {len(cores)} cores and {len(there.nodes[0].gpus)} GPUs"
-            raise ConfigError(f"devices={order.devices}: {wrong[0]} is not there: {has}")
-        devices = tuple(f"{kind}:{cores[n] if kind == 'cpu' else n}" for kind, n in named)
+    devices = named_devices(order.devices, there) if order.devices else devices_of(there)
     folder = order.folder or first.run.dir / f"share-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():
         raise ConfigError(f"folder={folder} exists; go on with its runs: resume={folder}, or name another one")
     shared = SharedRuns(folder, devices, order.rule)
     shared.runs = prepare(shared, order.runs, order.weights, there)
     return shared
+
+
+def named_devices(text: str, there: Topology) -> tuple[str, ...]:
+    """What devices= names, as gangs name it."""
+    try:
+        slots = parse_devices(text)
+    except PlacementError as err:
+        raise ConfigError(f"devices={text}: {err}") from None
+    nodes = {"": there.nodes[0], **{node.name: node for node in there.nodes}}
+    found = []
+    for slot in slots:
+        if (node := nodes.get(slot.node)) is None:
+            raise ConfigError(
+                f"devices={text}: {slot.node} is not there: {', '.join(filter(None, nodes)) or 'one machine'}"
+            )
+        known = {"cpu": range(node.cores), "gpu": [gpu.index for gpu in node.gpus]}
+        for number in slot.devices:
+            if number not in known.get(slot.kind, (number,)):
+                has = f"{node.name or 'this machine'} has {node.cores} cores and {len(node.gpus)} GPUs"
+                raise ConfigError(f"devices={text}: {slot.kind}:{number} is not there: {has}")
+            core = node.core_numbers[number] if slot.kind == "cpu" else number
+            found.append(on_node(node, f"{slot.kind}:{core}"))
+    return tuple(found)
 
 
 def describe(shared: SharedRuns) -> list[str]:

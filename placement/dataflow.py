@@ -12,6 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from embodied.placement.lengths import Lengths, learner_ratios, lengths_from_json
+
 SCHEDULES = ("sync", "periodic", "async")
 
 
@@ -58,6 +62,7 @@ class Dataflow:
     group_size: int = 1  # episodes
     schedule: str = "sync"  # or periodic, async: when an update begins
     level: int = 1  # batches that async collects ahead
+    lengths: Lengths | None = None  # of conversations, where an item is one
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.components]
@@ -109,6 +114,15 @@ class Dataflow:
         """True if a component makes weights that others use in the next iteration: a learner."""
         return any(edge.next_iteration and edge.source == name for edge in self.edges)
 
+    def learner_ratios(self, most: int) -> np.ndarray | None:
+        """By the number of learners, up to `most`: the load of the one with most to do over the mean load; None where
+        they have equal parts."""
+        if self.lengths is None:
+            return None
+        learner = next(c for c in self.components if self.is_learner(c.name))
+        groups, size = max(1, learner.items // self.lengths.group), min(self.lengths.group, learner.items)
+        return learner_ratios(self.lengths, self.groups or groups, size, most)
+
     def under(self, schedule: str) -> Dataflow:
         """The same work under this schedule."""
         return replace(self, schedule=schedule)
@@ -149,8 +163,10 @@ def reachable(start: str, after: Mapping[str, set[str]]) -> set[str]:
 
 
 def dataflow_from_json(content: Mapping[str, Any]) -> Dataflow:
-    parts = {"components": tuple(Component(**c) for c in content["components"])}
+    parts: dict[str, Any] = {"components": tuple(Component(**c) for c in content["components"])}
     parts["edges"] = tuple(Edge(**e) for e in content["edges"])
+    if content.get("lengths"):
+        parts["lengths"] = lengths_from_json(content["lengths"])
     return Dataflow(**{**content, **parts})
 
 

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 from embodied.placement.iteration_cost import NodeTurn, Pricer
 from embodied.placement.layout import Layer, Layout, Zone
+from embodied.placement.lengths import group_times
 from embodied.placement.schedule_overlap import (
+    engine_of,
     learner_of,
     learns,
     num_waves,
@@ -115,7 +117,7 @@ class LayoutReplay:
         self.beside = (min(arrivals), inf)
         end = self._play(collecting, layer, at, start)
         self.beside = (start, end)
-        return self._learn_groups(learner_of(self.dataflow), at, start, self._arrivals(at, end))
+        return self._learn_groups(learner_of(self.dataflow), at, start, self._arrivals(at, start, end))
 
     def _tried(
         self, side: Sequence[NodeTurn], layer: Layer, at: dict, start: float, alone: bool = False
@@ -126,10 +128,14 @@ class LayoutReplay:
         self.beside = (start, inf) if learns(self.dataflow, side[0].node) and not alone else (inf, inf)
         end = self._play(side, layer, at, start)
         self.schedule = kept
-        return end - start, self._arrivals(at, end) if self.dataflow.schedule == "periodic" else []
+        return end - start, self._arrivals(at, start, end) if self.dataflow.schedule == "periodic" else []
 
-    def _arrivals(self, at: dict, end: float) -> list[float]:
-        """The times at which the groups of a rollout that ends then are finished."""
+    def _arrivals(self, at: dict, start: float, end: float) -> list[float]:
+        """The times at which the groups of a rollout between two times are finished."""
+        if engine := engine_of(self.dataflow):
+            engines = int(self.pricer.count(engine, at, self.layout.stages))
+            groups = self.dataflow.groups, self.dataflow.group_size
+            return [start + share * (end - start) for share in group_times(self.dataflow.lengths, *groups, engines)]
         asker = next(c for c in self.dataflow.components if c.splits)
         waves = num_waves(self.dataflow, asker.items)
         if waves == 1:

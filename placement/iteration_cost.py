@@ -21,6 +21,7 @@ import numpy as np
 from embodied.placement import schedule_overlap
 from embodied.placement.dataflow import Dataflow, Edge, asker_of
 from embodied.placement.layout import DeviceClass, Layer, Layout, Zone
+from embodied.placement.lengths import engine_ratios
 from embodied.placement.profile import Array, Cost, Profile, Table, make_table, max_of
 
 
@@ -79,6 +80,8 @@ class Pricer:
         """True if more devices can cost time: another receiver of weights is another copy, another worker slows
         others, and what learners exchange after the last group is not hidden behind a rollout."""
         if self.dataflow.schedule == "periodic" and any(map(self.dataflow.is_learner, components)):
+            return True
+        if self.dataflow.lengths:
             return True
         slowed = self.profile.costs if schedule_overlap.overlaps(self.dataflow) else components
         costs = [cost for name in slowed for cost in self.profile.costs[name].values()]
@@ -283,7 +286,7 @@ class Pricer:
             one = asking.seconds[devices] * slowed
             return one, one, one * stages, 0.0
         component, cost = self.dataflow[name], self.cost(name, zone.device_class)
-        ratio = slowed * component.calls / self.dataflow[asker].calls
+        ratio = slowed * component.calls / self.dataflow[asker].calls * self.unequal(name, at, stages)
         parts = asking.workers[home_devices] * stages
         if zone is home:
             size = component.items / np.maximum(parts, 1)
@@ -299,6 +302,13 @@ class Pricer:
         first = np.where(together == 1, one * -(-requests // stages), stage)
         whole = np.where(together == 1, one, stage) * requests
         return one, first, whole, cost.last_s.at(together * each) * slowed
+
+    def unequal(self, name: str, at: Mapping, stages: int) -> Array:
+        """How much longer the workers of a component that answers take together because answers differ in length."""
+        if (lengths := self.dataflow.lengths) is None:
+            return 1.0
+        engines = np.maximum(self.count(name, at, stages), 1)
+        return engine_ratios(lengths, self.dataflow[name].items, self.classes[at[name][0].device_class].count)[engines]
 
     def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
         """Returns for a component that answers: items of a request, requests of a stage that wait for a worker, and
@@ -368,7 +378,8 @@ class Pricer:
         on, learns = self.classes[device_class], self.dataflow.is_learner(name)
         groups = self.dataflow.groups if learns and self.dataflow.schedule == "periodic" else 1
         held = schedule_overlap.held_items(self.dataflow) if learns else 0
-        return make_table(component, cost, on, stages if component.splits else 1, groups, held)
+        unequal = self.dataflow.learner_ratios(on.count) if learns else None
+        return make_table(component, cost, on, stages if component.splits else 1, groups, held, unequal)
 
 
 # Memory

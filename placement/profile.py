@@ -195,16 +195,25 @@ class Table:
 
 
 def make_table(
-    component: Component, cost: Cost, on: DeviceClass, stages: int, groups: int = 1, held_items: int = 0
+    component: Component,
+    cost: Cost,
+    on: DeviceClass,
+    stages: int,
+    groups: int = 1,
+    held_items: int = 0,
+    ratios: np.ndarray | None = None,
 ) -> Table:
     """The table, which more devices make neither slower nor fuller: a component takes the fastest number of workers
     that fits. One that asks in a cycle takes as many as it can, since what the others do depends on their number.
-    `groups`: parts of its items that a worker takes one by one; `held_items` are held by all workers together."""
+    `groups`: parts of its items that a worker takes one by one; `held_items` are held by all workers together.
+    `ratios`: by number of workers, the load of the one with most to do over the mean load; None: equal loads."""
     count = np.arange(on.count + 1)
     workers = np.minimum(np.maximum(count, 1), component.items)
     size = -(-component.items // (workers if groups == 1 else groups))
     seconds = cost.seconds.at(size / stages)
-    if groups > 1:
+    if ratios is not None:
+        seconds = ratios[workers] * (groups / workers if groups > 1 else 1) * seconds
+    elif groups > 1:
         seconds = -(-groups // workers) * seconds
     seconds = seconds + cost.exchange_s.at(workers) / stages
     if not component.splits:

@@ -86,6 +86,23 @@ def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) ->
     return lines
 
 
+def describe_lengths(pricer: Pricer, layout: Layout) -> list[str]:
+    """How much longer engines and learners take because answers differ in length; nothing where they do not."""
+    if (lengths := pricer.dataflow.lengths) is None:
+        return []
+    found = []
+    for layer in layout.layers:
+        at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
+        for name in at:
+            count, on = int(pricer.count(name, at, layout.stages)), pricer.classes[at[name][0].device_class]
+            if pricer.dataflow.is_learner(name):
+                found.append((name, count, pricer.dataflow.learner_ratios(on.count)[count]))
+            elif pricer.asker_for(name) not in (None, name):
+                found.append((name, count, pricer.unequal(name, at, layout.stages)))
+    longer = " and ".join(f"{name} on {count} {float(ratio):.2f} times" for name, count, ratio in found)
+    return [f"answers of {lengths.answers[0]:,} to {lengths.answers[-1]:,} tokens take {longer} as long as equal ones"]
+
+
 def why_not_apart(planner: Planner) -> str:
     """Why learners cannot have devices of their own, with the arithmetic."""
     schedule = f"with pipeline.schedule={planner.dataflow.schedule} learners and the others need devices of their own"

@@ -22,6 +22,7 @@ import numpy as np
 
 from embodied.placement.dataflow import Dataflow
 from embodied.placement.layout import Layer
+from embodied.placement.lengths import shares_by_time
 from embodied.placement.profile import Array, max_of
 
 if TYPE_CHECKING:
@@ -92,6 +93,26 @@ def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
     return shares
 
 
+def shares_of_groups(pricer: Pricer, at: Mapping, stages: int) -> Array:
+    """[..., parts] The share of the groups that is finished at the end of each of equally long parts of a rollout."""
+    dataflow = pricer.dataflow
+    asker = next(c for c in dataflow.components if c.splits)
+    if (engine := engine_of(dataflow)) is None:
+        return shares_of_waves(dataflow, asker.items)[pricer.count(asker.name, at, stages)]
+    most = pricer.classes[at[engine][0].device_class].count
+    shares = shares_by_time(dataflow.lengths, dataflow.groups, dataflow.group_size, most)
+    return shares[pricer.count(engine, at, stages)]
+
+
+def engine_of(dataflow: Dataflow) -> str | None:
+    """The component whose answers differ in length, where groups come to the learner when their last answer is
+    written."""
+    asker = next(c for c in dataflow.components if c.splits)
+    if dataflow.lengths is None or num_waves(dataflow, 1) == 1:
+        return None
+    return next(name for node in dataflow.order for name in node if asker.name in node and name != asker.name)
+
+
 def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[NodeTurn, ...]]:
     """The turns of those that collect, and of the learners."""
     found: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
@@ -117,8 +138,7 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
         return np.where(possible, max_of(side_by_side(rollout, update), weights_s, circle_s), np.inf)
     tails = [tail_seconds(pricer, at, stages, beside) for beside in (True, False)]
     update = [np.maximum(whole - tail, 0.0) for whole, tail in zip(update, tails)]
-    asker = next(c for c in pricer.dataflow.components if c.splits)
-    shares = shares_of_waves(pricer.dataflow, asker.items)[pricer.count(asker.name, at, stages)]
+    shares = shares_of_groups(pricer, at, stages)
     return np.where(possible, in_waves(rollout, update, shares, tails[1]), np.inf) + pricer.sync_seconds(at, stages)
 
 

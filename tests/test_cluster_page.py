@@ -211,6 +211,28 @@ def test_profile_plan_auto_and_benchmark_use_all_machines_of_the_cluster(machine
     assert "does not count: measured on 4 cores of 2 nodes, this run has 2 cores" in done.stdout
 
 
+def test_runs_share_the_devices_of_all_machines(machines, tmp_path):
+    at = f"cluster.address={machines.address}:{machines.port}"
+    here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    small = ["eval.episodes=2", "eval.videos=0"]
+    robot = ["pointmass_ppo", "run.env_steps=512", "env.num_envs=8", "algo.rollout_decisions=16"]
+    talker = ["sums_grpo", "run.start_from=null", "run.iterations=2", "env.num_envs=32", "algo.max_empty=1000"]
+    share = [sys.executable, "-m", "embodied.share", at, "folder=both", *small]
+    words = [*share, *robot, "algo.minibatch_size=32", *talker]
+    done = subprocess.run(words, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pointmass_ppo owns node1/cpu:0, node1/cpu:1" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "both/share.jsonl").read_text().splitlines()]
+    worked = {
+        (line["run"], line["device"].partition("/")[0]) for line in lines if line.get("run") and line.get("device")
+    }
+    assert worked >= {("pointmass_ppo", "node1"), ("sums_grpo", "node2")}
+    for run in json.loads((tmp_path / "both/share.json").read_text())["runs"]:
+        assert run["ended"] == "finished"
+        hosts = json.loads((tmp_path / "both" / run["folder"] / "run.json").read_text())["placement"]["hosts"]
+        assert {host["node"] for host in hosts if "learner" in host["roles"]} == {run["own"][0].partition("/")[0]}
+
+
 MY_ENV = """
 import os
 from embodied.envs.pointmass.env import PointMassEnv

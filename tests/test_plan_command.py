@@ -29,6 +29,7 @@ def run(capsys, *argv):
     ("profile", "order"),
     [
         ("published_maniskill_openvla", ["hybrid", "collocated", "disaggregated"]),
+        ("published_reasoning_8b", ["hybrid", "collocated", "disaggregated"]),
         ("published_libero_openvla_oft", ["hybrid", "collocated", "disaggregated"]),
     ],
 )

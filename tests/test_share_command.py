@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -160,16 +161,48 @@ def test_a_run_that_is_killed_frees_its_devices_at_once_and_others_go_on(alone, 
     assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["failed", "finished"]
 
 
+def phase_of_run(folder, name):
+    """What a run that shares devices holds some for, if anything."""
+    holds = {}
+    for line in (folder / "s" / "share.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if "device" in event:
+            holds[event["device"]] = (event["run"], event["phase"])
+    return next((phase for run, phase in holds.values() if run == name), None)
+
+
 @pytest.mark.slow
 @pytest.mark.chaos
-def test_engines_that_are_killed_cost_a_shared_run_nothing(alone, tmp_path):
-    """The second one is on the other run's device."""
-    process = start(tmp_path, "share", "folder=s", *changed(ROBOT, "run.iterations=40"), *TALKER)
-    for number in range(3):
-        until(lambda: rows(tmp_path, "s-sums_grpo") > number, tmp_path, process)  # noqa: B023
-        os.kill(pid_of(tmp_path, "s-sums_grpo", f"policy-{number % 2}"), signal.SIGKILL)
-    assert process.wait(LONG_S) == 0, (tmp_path / "said.txt").read_text()
+@pytest.mark.parametrize(
+    ("victim", "phase"),
+    [
+        *product(("policy-0", "policy-1", "sim-0", "learner-0", "driver", "command"), ("rollout", "update")),
+        ("driver", "initialise"),
+        ("command", "initialise"),
+    ],
+)
+def test_whoever_is_killed_in_whatever_phase_all_runs_learn_what_they_learn_alone(alone, victim, phase, tmp_path):
+    """A run whose driver, learner or command is killed goes on with resume=, from its newest checkpoint."""
+    process = start(tmp_path, "share", "folder=s", *ROBOT, *TALKER)
+    name = "sums_grpo"
+
+    def at_work():
+        there = (tmp_path / "s" / "share.jsonl").exists() and (phase_of_run(tmp_path, name) or "").startswith(phase)
+        return there and (victim == "command" or pid_of(tmp_path, f"s-{name}", victim))
+
+    until(at_work, tmp_path, process)
+    pid = process.pid if victim == "command" else pid_of(tmp_path, f"s-{name}", victim)
+    os.kill(pid, signal.SIGKILL)
+    code = process.wait(LONG_S)
+    if victim in ("sim-0", "policy-0", "policy-1"):
+        assert code == 0, (tmp_path / "said.txt").read_text()
+    if victim == "command":
+        paths = list(tmp_path.glob("runs/s-*/run.json"))
+        until(lambda: all(json.loads(p.read_text())["state"] != "running" for p in paths), tmp_path, process)
+    if code:
+        run(tmp_path, "share", "resume=s")
     assert far(weights(tmp_path, "s-sums_grpo"), alone["talker"]) < 1e-9
+    assert far(weights(tmp_path, "s-pointmass_ppo"), alone["robot"]) < 1e-9
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ the policy as it is trained, with Adam, `sharding` weights split over several ra
 __all__ = [
     "bc",
     "config",
+    "divided_passes",
     "examples",
     "memory_estimate",
     "model",

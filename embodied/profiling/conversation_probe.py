@@ -14,7 +14,7 @@ from embodied.core.conversations import Completion, CompletionBatch, PromptBatch
 from embodied.core.types import Trajectory
 from embodied.envs.text.worker import TextWorker
 from embodied.policies.language.worker import LanguageWorker
-from embodied.profiling.role_probe import DirectChannel, ProbedPart, ProbeWorker
+from embodied.profiling.role_probe import DirectChannel, ProbedPart, ProbeWorker, Samples
 
 NUMBER = "\\boxed{7}"
 
@@ -22,6 +22,14 @@ NUMBER = "\\boxed{7}"
 class ConversationProbe(ProbeWorker):
     sim_worker = TextWorker
     policy_worker = LanguageWorker
+
+    def rollout(self, num_envs: int, decisions: int, repeats: int) -> Samples:
+        samples = super().rollout(num_envs, decisions, repeats)
+        part = self.parts[self._rows(num_envs)]
+        if part.policy:
+            samples.conversations += sizes_of(part.kept.get())
+            samples.pass_cost = part.policy.policy.pass_cost()
+        return samples
 
     def _rows(self, num_envs: int) -> int:
         """All envs: asking costs little."""
@@ -46,6 +54,13 @@ class ConversationProbe(ProbeWorker):
 
     def _answers(self, part: ProbedPart, copies: int) -> DirectChannel:
         return EngineAnswers(part.policy) if part.policy else NumberAnswers()
+
+
+def sizes_of(played: Trajectory) -> list[tuple[int, int]]:
+    """Of each conversation the tokens of the prompt, and of all that follows."""
+    masks = np.split(played.mask[:, 0], np.cumsum(played.lengths)[:-1])
+    prompts = [int(np.argmax(mask)) if mask.any() else len(mask) for mask in masks]
+    return [(prompt, len(mask) - prompt) for prompt, mask in zip(prompts, masks, strict=True)]
 
 
 class NumberAnswers(DirectChannel):

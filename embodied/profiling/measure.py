@@ -17,19 +17,23 @@ from __future__ import annotations
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError
+from embodied.learners.config import DEGREES
 from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
 from embodied.placement.cost_curves import constant, fit
 from embodied.placement.deploy import devices_of
 from embodied.placement.grammar import Slot, others
 from embodied.placement.layout import DeviceClass
+from embodied.placement.lengths import Lengths
 from embodied.placement.placement_plan import hosts_on
 from embodied.placement.profile import NOTHING, Cost, Profile, write_profile
 from embodied.placement.reasons import words
@@ -59,6 +63,7 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 REPEATS = 3
+QUANTILES = 33  # of the lengths of answers
 PROBING = 0.4  # of the time goes to the parts, the rest to short real runs
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
@@ -121,7 +126,9 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
         costs = probed.costs | {
             role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]} for role in others(roles)
         }
-        whole = dataflow_of(config, probed.horizon, roles)
+        if probed.lengths:
+            made["lengths"] = asdict(probed.lengths)
+        whole = dataflow_of(config, probed.horizon, roles, probed.lengths)
         profile = Profile(whole, costs, made=made)
         profile = calibrate(config, profile, there, clock, Path(logs), say, probed.reset_s, program)
         whole = replace(whole, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
@@ -180,12 +187,13 @@ class Probed:
     costs: dict[str, dict[str, Cost]]
     horizon: int  # decisions of a rollout, or of a whole episode
     reset_s: float  # of the resets of whole episodes, per episode of a row; part of what a sim's decisions cost
+    lengths: Lengths | None = None  # of conversations
 
 
 def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probed:
     """The costs of every part on every kind of device that it runs on."""
     costs: dict[str, dict[str, Cost]] = {"sim": {}, "policy": {}, "learner": {}}
-    sites, horizon, reset_s = sites_of(config, there), 1, 0.0
+    sites, horizon, reset_s, lengths = sites_of(config, there), 1, 0.0, None
     for place, site in enumerate(sites):
         share = PROBING * (place + 1) / len(sites)
         hosts = probe_hosts(site, there, devices.draws_on_gpus(config.env))
@@ -194,7 +202,8 @@ def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probe
             costs[name] |= on
         horizon = found.horizon
         reset_s = found.reset_s if "sim" in site.parts else reset_s
-    return Probed(costs, horizon, reset_s)
+        lengths = found.lengths or lengths
+    return Probed(costs, horizon, reset_s, lengths)
 
 
 def probe_site(
@@ -205,6 +214,7 @@ def probe_site(
     alone: dict[str, float] = defaultdict(lambda: 1.0)
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
     resets: list[float] = []
+    conversations: list[tuple[int, int]] = []
     learns = "learner" in site.parts
     logs.mkdir(parents=True)
     here = not any(host.node for host in hosts)
@@ -223,6 +233,8 @@ def probe_site(
                 for name, taken in (("sim", samples.bytes), ("policy", samples.policy_bytes)):
                     used_bytes[name][num_envs] = max(used_bytes[name][num_envs], taken)
                 resets += samples.reset_s if place == 0 else []
+                conversations += samples.conversations
+                pass_cost = samples.pass_cost
             minibatch = share_of_step(config, num_envs, decisions)
             for learned in probes.update(num_envs, minibatch, 1).wait() if learns else []:
                 used_bytes["learner"][minibatch] = max(used_bytes["learner"][minibatch], *learned.pop("bytes"))
@@ -244,7 +256,24 @@ def probe_site(
         learner = Cost(fit(found["step"]), needed["learner"], first["fixed"], alone=alone["whole"])
         learner = replace(learner, ahead_s=first["ahead"], item_bytes=first["item_bytes"])
         costs["learner"] = movable(learner, [each["learner"] for each in moves], site.on)
-    return Probed({name: {str(site.on): cost} for name, cost in costs.items()}, horizon, median(resets or [0.0]))
+    on = {name: {str(site.on): cost} for name, cost in costs.items()}
+    lengths = lengths_of(config, conversations, pass_cost) if conversations else None
+    return Probed(on, horizon, median(resets or [0.0]), lengths)
+
+
+def lengths_of(config: RunConfig, conversations: list[tuple[int, int]], pass_cost: tuple[float, float]) -> Lengths:
+    """The lengths of these conversations (tokens of the prompt, and of what follows), as a plan needs them."""
+    prompts, answers = np.array(conversations).T
+    quantiles = np.quantile(np.maximum(answers, 1), np.linspace(0, 1, QUANTILES)).round().astype(int)
+    shares = config.learner.share_prompts
+    return Lengths(
+        tuple(quantiles.tolist()),
+        config.algo.group_size,
+        int(np.median(prompts)) if shares else 0,
+        config.policy.max_running,
+        *pass_cost,
+        degrees=DEGREES if config.learner.sequence_degree == "auto" else (1,),
+    )
 
 
 def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:

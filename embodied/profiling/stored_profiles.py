@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
@@ -22,6 +23,7 @@ from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
 from embodied.placement.grammar import EMBODIED, others
 from embodied.placement.layout import DeviceClass
+from embodied.placement.lengths import Lengths, lengths_from_json
 from embodied.placement.placement_errors import number
 from embodied.placement.profile import NOTHING, Profile, read_profile
 from embodied.placement.profile_planner import Choice, Planner
@@ -53,8 +55,14 @@ def repeated(config: RunConfig) -> RunConfig:
     return config.with_values("algo", **same)
 
 
-def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequence[PlacedRole] = EMBODIED) -> Dataflow:
-    """The dataflow of an iteration of this recipe; `episode_decisions` is how long whole episodes are."""
+def dataflow_of(
+    config: RunConfig,
+    episode_decisions: float = 1.0,
+    roles: Sequence[PlacedRole] = EMBODIED,
+    lengths: Lengths | None = None,
+) -> Dataflow:
+    """The dataflow of an iteration of this recipe; `episode_decisions` is how long whole episodes are, `lengths` how
+    long conversations are."""
     algo, envs = config.algo, config.env.num_envs
     if not algo.whole_episodes:
         decisions = algo.rollout_decisions
@@ -70,7 +78,8 @@ def dataflow_of(config: RunConfig, episode_decisions: float = 1.0, roles: Sequen
     calls = algo.epochs * -(-items // minibatch)
     more = [role.name for role in others(roles)]
     schedule = config.pipeline.schedule
-    about = {"schedule": "sync" if schedule == "auto" else schedule, "level": config.pipeline.async_level}
+    about: dict[str, Any] = {"schedule": "sync" if schedule == "auto" else schedule, "lengths": lengths}
+    about |= {"level": config.pipeline.async_level}
     if algo.whole_episodes and not algo.why_not_periodic():
         about |= {"groups": algo.groups, "group_size": algo.group_size}
     return embodied_dataflow(envs, decisions, calls, minibatch, steps, ahead, config.merged_rows, more, **about)
@@ -208,9 +217,15 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[P
             "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
             f"recipe={config.run.name}"
         )
-    dataflow = dataflow_of(config, profile.made.get("episode_decisions", 1.0), roles)
+    dataflow = dataflow_of(config, profile.made.get("episode_decisions", 1.0), roles, made_lengths(profile))
     dataflow = replace(dataflow, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
     return replace(profile, dataflow=dataflow)
+
+
+def made_lengths(profile: Profile) -> Lengths | None:
+    """The lengths of conversations that were measured."""
+    found = profile.made.get("lengths")
+    return lengths_from_json(found) if found else None
 
 
 # placement=auto

@@ -356,7 +356,7 @@ def shortened(
     kept = dataflow_of(short, length, roles)["sim"].calls / decisions
     minibatch = config.algo.minibatch_size
     short = short.with_values("algo", minibatch_size=minibatch and max(1, round(kept * minibatch)), epochs=1)
-    return short, replace(profile, dataflow=dataflow_of(short, length, roles))
+    return short, replace(profile, dataflow=dataflow_of(short, length, roles, profile.dataflow.lengths))
 
 
 def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunConfig, int]:

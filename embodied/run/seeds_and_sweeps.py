@@ -255,9 +255,9 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
 
 def places_that_share(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
     """The number of runs at once that share all devices: each owns one at least, and all fit into memory."""
-    if len(there.nodes) > 1 or plan.mode == "explicit":
-        raise ConfigError("at_once=shared is for one machine, without a placement by hand; leave it out")
-    devices, fit = devices_of(there), max(1, int(there.nodes[0].memory_bytes // memory))
+    if plan.mode == "explicit":
+        raise ConfigError("at_once=shared places the runs itself; leave placement or at_once=shared out")
+    devices, fit = devices_of(there), max(1, int(sum(node.memory_bytes for node in there.nodes) // memory))
     return min(len(devices), fit), f"they share {number(len(devices), 'device')}; a run takes {memory / 1e9:.1f} GB"
 
 
@@ -265,7 +265,7 @@ def places_for_sharing(folder: Path, first: Loaded, count: int) -> SharedPlaces:
     there = machines(first.config)
     devices = devices_of(there)
     owns = own_devices(devices, [1.0] * count)
-    placements = [placement_for(first.config, there, devices, own, place, count) for place, own in enumerate(owns)]
+    placements = [placement_for(first.config, there, devices, owns, place) for place in range(count)]
     leases = RecordedLeases(folder, devices, "lend", lambda words: "error: they are seeds or settings of one command")
     return SharedPlaces(leases, owns, placements)
 

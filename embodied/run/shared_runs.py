@@ -1,5 +1,5 @@
-"""Several runs that share the devices of this machine: which devices each owns, their processes, and the folder that
-names them.
+"""Several runs that share the devices of a machine or a cluster: which devices each owns, their processes, and the
+folder that names them.
 
     share.json     the runs: arguments, devices, folder, how each ended
     share.jsonl    who held which device when (`runtime/run_turns.py`)
@@ -26,6 +26,7 @@ from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
 from embodied.placement import PlacementPlan, Topology, roles_of
+from embodied.placement.topology import Node
 from embodied.run import launch
 from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_words, what_it_says
 from embodied.run.devices import divides_requests, machines
@@ -91,56 +92,73 @@ def own_devices(devices: Sequence[str], weights: Sequence[float]) -> list[tuple[
 
 def devices_of(there: Topology) -> tuple[str, ...]:
     """The devices that runs share: GPUs, or cores where there are none."""
-    node = there.nodes[0]
-    return tuple(f"gpu:{gpu.index}" for gpu in node.gpus) or tuple(f"cpu:{core}" for core in node.core_numbers)
+    gpus = tuple(on_node(node, f"gpu:{gpu.index}") for node in there.nodes for gpu in node.gpus)
+    return gpus or tuple(on_node(node, f"cpu:{core}") for node in there.nodes for core in node.core_numbers)
 
 
-def part_of(there: Topology, own: Sequence[str], place: int, places: int) -> Topology:
-    """What a run plans for: its GPUs and its part of the cores, or its cores."""
-    node = there.nodes[0]
-    cores = tuple(core for core in node.core_numbers if f"cpu:{core}" in own)
-    if not cores:
-        cores = node.core_numbers[place * node.cores // places : max(1, (place + 1) * node.cores // places)]
-    gpus = tuple(gpu for gpu in node.gpus if f"gpu:{gpu.index}" in own)
-    return replace(there, nodes=(replace(node, cores=len(cores), core_ids=cores, numa=(), gpus=gpus),))
+def on_node(node: Node, device: str) -> str:
+    """The device's name, which no other machine's device has."""
+    return f"{node.name}/{device}" if node.name else device
+
+
+def part_of(there: Topology, owned: Sequence[Sequence[str]], place: int) -> Topology:
+    """What the run at this place of `owned` plans for: its cores, or its GPUs and its part of the cores beside them."""
+    nodes = []
+    for node in there.nodes:
+        mine = {*devices_of(replace(there, nodes=(node,)))}
+        owners = [i for i, own in enumerate(owned) if mine.intersection(own)]
+        if place not in owners:
+            continue
+        cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in owned[place])
+        if not cores:
+            turn, count = owners.index(place), len(owners)
+            cores = node.core_numbers[turn * node.cores // count : max(1, (turn + 1) * node.cores // count)]
+        gpus = tuple(gpu for gpu in node.gpus if on_node(node, f"gpu:{gpu.index}") in owned[place])
+        nodes.append(replace(node, cores=len(cores), core_ids=cores, numa=(), gpus=gpus))
+    return replace(there, nodes=tuple(nodes))
 
 
 def placement_for(
-    config: RunConfig, there: Topology, devices: Sequence[str], own: Sequence[str], place: int, places: int
+    config: RunConfig, there: Topology, devices: Sequence[str], owned: Sequence[Sequence[str]], place: int
 ) -> dict[str, Any] | None:
-    """The map of a run that may borrow devices; None where its recipe has a map, or it is on other devices."""
+    """The map of the run at this place, which may borrow devices; None where its recipe has a map, or it is on other
+    devices."""
     if isinstance(config.placement, dict):
         return None
-    roles = roles_of_run(EmbodiedLoop, config)
-    _, plan = launch.placed(config, part_of(there, own, place, places), True, roles_of(roles))
+    part, roles = part_of(there, owned, place), roles_of_run(EmbodiedLoop, config)
+    _, plan = launch.placed(config, part, True, roles_of(roles))
     slots: dict[str, list[str]] = {}
     renders: dict[str, list[str]] = {}
-    numbers = list(there.nodes[0].core_numbers)
+    nodes = {node.name: node for node in there.nodes}
     for host in plan.hosts:
-        key = ",".join(host.roles)
-        first = numbers.index(host.cores[0])
+        key, node = ",".join(host.roles), nodes[host.node or part.nodes[0].name]
+        first = node.core_numbers.index(host.cores[0])
         cores = f"cpu:{first}-{first + len(host.cores) - 1}" if len(host.cores) > 1 else f"cpu:{first}"
-        slots.setdefault(key, []).append(host.device or cores)
+        slots.setdefault(key, []).append(on_node(node, host.device or cores))
         renders.setdefault(key, []).extend([host.render] if host.render else [])
-    lent = [device for device in devices if device not in own]
+    lent = [device for device in devices if device not in owned[place]]
     if divides_requests(config):
-        slots, renders = with_borrowed(slots, lent, numbers), {"sim": [r for each in renders.values() for r in each]}
+        slots, renders = with_borrowed(slots, lent, there), {"sim": [r for each in renders.values() for r in each]}
     return {
         roles: {"devices": ",".join(on), "render": ",".join(renders[roles])} if renders.get(roles) else ",".join(on)
         for roles, on in slots.items()
     }
 
 
-def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], numbers: list[int]) -> dict[str, list[str]]:
-    """The same with policy workers in processes of their own, on lent devices too."""
+def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], there: Topology) -> dict[str, list[str]]:
+    """The same with policy workers in processes of their own, on lent devices too. Maps count cores from 0."""
+    counted = {
+        on_node(node, f"cpu:{core}"): on_node(node, f"cpu:{i}")
+        for node in there.nodes
+        for i, core in enumerate(node.core_numbers)
+    }
     found: dict[str, list[str]] = {}
     for key, on in slots.items():
         roles = key.split(",")
         if others := ",".join(role for role in roles if role != "policy"):
             found[others] = on
         if "policy" in roles:
-            more = [f"cpu:{numbers.index(int(d[4:]))}" if d.startswith("cpu:") else d for d in lent]
-            found["policy"] = [*on, *more]
+            found["policy"] = [*on, *(counted.get(device, device) for device in lent)]
     return found
 
 
@@ -152,7 +170,7 @@ def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: To
 
     def lines(names: Sequence[str]) -> list[str]:
         chosen = [run for run in runs if run[0] in names]
-        return [line for line in (on_host(chosen, there), *on_gpus(chosen, there)) if line]
+        return [line for line in (*on_hosts(chosen, there), *on_gpus(chosen, there)) if line]
 
     names = [name for name, _, _ in runs]
     if not (problems := lines(names)):
@@ -162,29 +180,32 @@ def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: To
     raise ConfigError("\n".join([*(f"memory: {line}" for line in problems), f"that is more than there is; {advice}"]))
 
 
-def on_host(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> str:
-    """The sum of all runs on the machine, where it is too much. What leaves a GPU waits there."""
-    parts = {}
+def on_hosts(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[str]:
+    """For each machine, the sum of all runs there, where it is too much. What leaves a GPU waits there. Drivers are on
+    the first machine."""
+    parts: dict[str, dict[str, float]] = {node.name: {} for node in there.nodes}
     for name, config, plan in runs:
         found = needs(config, plan, there)
-        aside = sum(need.whole for need in found if need.device)
-        counted = sum(need.whole for need in found if not need.device)
-        parts[name] = counted + aside + PROCESS_BYTES * (1 + len(plan.hosts))
-    return too_much("this machine", parts, there.nodes[0].memory_bytes)
+        for place, node in enumerate(there.nodes):
+            names = (node.name, "") if place == 0 else (node.name,)
+            mine = [need for need in found if need.node in names]
+            processes = sum(host.node in names for host in plan.hosts) + (place == 0)
+            parts[node.name][name] = sum(need.whole for need in mine) + PROCESS_BYTES * processes
+    return [too_much(node.name or "this machine", parts[node.name], node.memory_bytes) for node in there.nodes]
 
 
 def on_gpus(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[str]:
     """For each GPU, the run that needs most and what the others keep there, where that is too much."""
     found = []
-    for gpu in there.nodes[0].gpus:
-        device = f"gpu:{gpu.index}"
+    memory = {on_node(node, f"gpu:{gpu.index}"): gpu.memory_bytes for node in there.nodes for gpu in node.gpus}
+    for device, has in memory.items():
         least, kept = {}, {}
         for name, config, plan in runs:
-            least[name] = sum(need.least for need in needs(config, plan, there) if need.device == device)
-            kept[name] = CONTEXT_BYTES * sum(host.device == device for host in plan.hosts)
+            least[name] = sum(need.least for need in needs(config, plan, there) if need.place == device)
+            kept[name] = CONTEXT_BYTES * sum(device in host.held for host in plan.hosts)
         largest = max(least, key=lambda name: least[name], default="")
         parts = {f"{name} asleep": size for name, size in kept.items() if name != largest}
-        found.append(too_much(device, {largest: least.get(largest, 0.0), **parts}, gpu.memory_bytes))
+        found.append(too_much(device, {largest: least.get(largest, 0.0), **parts}, has))
     return found
 
 
@@ -262,12 +283,13 @@ def prepare(
         owns = own_devices(free, weights)
     else:  # as if all were dealt anew, but the others keep what they have: owners of one device take turns
         owns = own_devices(shared.devices, [*(run.weight for run in going), *weights])[len(going) :]
-    for place, (words, own, weight) in enumerate(zip(orders, owns, weights)):
+    owned = [*(run.own for run in going), *owns]
+    for place, (words, own, weight) in enumerate(zip(orders, owns, weights), start=len(going)):
         loaded = load_run(words)
         name = free_name(loaded.name, taken)
         taken.add(name)
         config, _ = launch.planned(loaded.config, roles=roles_of_run(EmbodiedLoop, loaded.config))
-        placement = placement_for(config, there, shared.devices, own, place, len(orders))
+        placement = placement_for(config, there, shared.devices, owned, place)
         run = SharedRun(name, tuple(words), own, weight, placement)
         plans.append((name, *planned(run, loaded)))
         found.append(run)

@@ -1,0 +1,147 @@
+"""What unequal lengths of conversations cost: engines are done when the longest answer is, learner ranks wait for the
+one that has most to do, and groups come when their last answer is written.
+
+A profile has the lengths of answers as even quantiles. Batches drawn from them, the same in every process, are played
+on engines that write so many answers at a time, and dealt to ranks as `balance.py` deals them. The ratios multiply what
+the profile's curves say of one worker, which include the lengths' effect on it: with one worker they are 1.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from embodied.placement.balance import PassCost, deal_groups
+from embodied.placement.sequence_degrees import ExchangeCosts, SequenceLoad, divide_sequences
+
+BATCHES = 4  # that are drawn
+PARTS = 64  # of a rollout, for the times at which groups come
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Three answers of 100, 200 and 900 tokens by one engine that writes two at a time are written when 900 are: the
+    third begins when the first ends, at 100, if it is the long one at 1,000."""
+
+    answers: tuple[int, ...]  # tokens of an answer, as even quantiles, the shortest first
+    group: int = 1  # answers to one prompt
+    prompt: int = 0  # tokens of it, which they share
+    running: int = 1  # answers that an engine writes at a time
+    item: float = 1.0  # of a learner's pass: a token (`PassCost`)
+    pair: float = 0.0  # and two tokens of which one sees the other
+    degrees: tuple[int, ...] = (1,)  # numbers of learners that may compute a group together
+
+    def __post_init__(self) -> None:
+        if not self.answers or min(self.answers) < 1 or sorted(self.answers) != [*self.answers]:
+            raise ValueError(f"answers={self.answers}: should be numbers of tokens, the fewest first")
+        if self.running < 1 or self.prompt < 0 or min(self.item, self.pair) < 0 or not self.degrees:
+            raise ValueError(f"running={self.running}, prompt={self.prompt}, item={self.item}, pair={self.pair}")
+
+    def batches(self, groups: int, size: int) -> np.ndarray:
+        """[BATCHES, groups, size] Drawn tokens of answers."""
+        places = np.linspace(0.0, 1.0, len(self.answers))
+        drawn = np.random.default_rng(0).random((BATCHES, groups, size))
+        return np.maximum(np.interp(drawn, places, self.answers), 1).astype(int)
+
+
+def lengths_from_json(content: Mapping[str, Any]) -> Lengths:
+    """Lists in JSON are tuples here."""
+    return Lengths(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
+
+
+def ends(lengths: np.ndarray, slots: int) -> np.ndarray:
+    """When each answer is written, in tokens: the next one begins when any of the slots is free.
+
+    Lengths 3, 1, 4 in two slots: 3, 1, 5.
+    """
+    free = [0.0] * min(slots, len(lengths))
+    found = np.empty(len(lengths))
+    for place, length in enumerate(lengths):
+        found[place] = heapq.heappop(free) + length
+        heapq.heappush(free, found[place])
+    return found
+
+
+@cache
+def engine_ratios(lengths: Lengths, answers: int, most: int) -> np.ndarray:
+    """[most + 1] By the number of engines: how much longer all of these answers take than an equal part of them on one
+    engine does on average."""
+    return interpolated(lambda engines: engine_ratio(lengths, answers, min(engines, answers)), most)
+
+
+def engine_ratio(lengths: Lengths, answers: int, engines: int) -> float:
+    found = []
+    for batch in lengths.batches(1, answers)[:, 0]:
+        alone = [ends(part, lengths.running).max() for part in np.array_split(batch, engines)]
+        found.append((ends(batch, engines * lengths.running).max(), np.mean(alone)))
+    together_s, alone_s = np.mean(found, axis=0)
+    return max(1.0, float(together_s / alone_s))
+
+
+@cache
+def learner_ratios(lengths: Lengths, groups: int, size: int, most: int) -> np.ndarray:
+    """[most + 1] By the number of learners: the load of the one that has most to do over the mean load, as groups of
+    drawn lengths are dealt."""
+    return interpolated(lambda ranks: learner_ratio(lengths, groups, size, ranks), most)
+
+
+def interpolated(ratio: Callable[[int], float], most: int) -> np.ndarray:
+    """The ratios of 0, 1, ... workers, of which those of powers of two are computed."""
+    counts = [2**power for power in range(most.bit_length() + 1)]
+    ratios = [ratio(count) for count in counts]
+    return np.interp(np.log2(np.maximum(np.arange(most + 1), 1)), np.log2(counts), ratios)
+
+
+def learner_ratio(lengths: Lengths, groups: int, size: int, ranks: int) -> float:
+    if ranks == 1:
+        return 1.0
+    return float(
+        np.mean([dealt_ratio(lengths, batch + lengths.prompt, ranks) for batch in lengths.batches(groups, size)])
+    )
+
+
+def dealt_ratio(lengths: Lengths, batch: np.ndarray, ranks: int) -> float:
+    """Maximum over mean load of learners that are dealt this batch [groups, size] of conversations' tokens, whichever
+    is lower: with each group's answers on one rank each, or with ranks that compute groups together."""
+    groups, size = batch.shape
+    members = [[(group, place) for place in range(size)] for group in range(groups)]
+
+    def cost(part: Sequence[tuple[int, int]]) -> float:
+        return PassCost(lengths.item, lengths.pair).of([int(batch[one]) for one in part], lengths.prompt)
+
+    whole = [cost(group) for group in members]
+    rank_of = deal_groups(members, cost, ranks)
+    loads = np.zeros(ranks)
+    for group in members:
+        for rank in {rank_of[one] for one in group}:
+            loads[rank] += cost([one for one in group if rank_of[one] == rank])
+    degrees = [degree for degree in lengths.degrees if ranks % degree == 0]
+    together = [SequenceLoad(int(group.sum()), each) for group, each in zip(batch, whole)]
+    divided = divide_sequences(together, ranks, ExchangeCosts(), degrees).loads if len(degrees) > 1 else [np.inf]
+    return float(min(loads.max(), max(divided)) * ranks / sum(whole))
+
+
+@cache
+def group_times(lengths: Lengths, groups: int, size: int, engines: int) -> tuple[float, ...]:
+    """The share of a rollout after which each group is whole, the first one first."""
+    found = []
+    for batch in lengths.batches(groups, size):
+        there = ends(batch.reshape(-1), engines * lengths.running).reshape(groups, size).max(axis=1)
+        found.append(np.sort(there) / there.max())
+    return tuple(np.mean(found, axis=0).tolist())
+
+
+@cache
+def shares_by_time(lengths: Lengths, groups: int, size: int, most: int) -> np.ndarray:
+    """[most + 1, PARTS] By the number of engines: the share of the groups that is whole at the end of each part of a
+    rollout."""
+    found = np.zeros((most + 1, PARTS))
+    for engines in range(1, most + 1):
+        at = np.ceil(np.array(group_times(lengths, groups, size, engines)) * PARTS).astype(int) - 1
+        found[engines] = np.bincount(np.clip(at, 0, PARTS - 1), minlength=PARTS) / groups
+    return found
