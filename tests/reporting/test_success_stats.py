@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from embodied.core.errors import EmbodiedError
@@ -42,7 +42,6 @@ def test_several_suites_have_a_rate_each():
     assert "per_suite" not in summarize([episode(0, task="libero_goal/0"), episode(1, task="libero_goal/1")])
 
 
-@settings(deadline=None)
 @given(st.integers(1, 500).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
 def test_the_interval_holds_the_rate_and_mirrors(pair):
     count, total = pair
