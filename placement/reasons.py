@@ -95,8 +95,8 @@ def describe_lengths(pricer: Pricer, layout: Layout) -> list[str]:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
         for name in at:
             count, on = int(pricer.count(name, at, layout.stages)), pricer.classes[at[name][0].device_class]
-            if pricer.dataflow.is_learner(name):
-                found.append((name, count, pricer.dataflow.learner_ratios(on.count)[count]))
+            if (ratios := pricer.dataflow.learner_ratios(on.count)) is not None and pricer.dataflow.is_learner(name):
+                found.append((name, count, ratios[count]))
             elif pricer.asker_for(name) not in (None, name):
                 found.append((name, count, pricer.unequal(name, at, layout.stages)))
     longer = " and ".join(f"{name} on {count} {float(ratio):.2f} times" for name, count, ratio in found)
