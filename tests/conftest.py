@@ -32,7 +32,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 DRAWING = (  # files whose tests draw ManiSkill's scenes
-    *("tests/envs/maniskill/", "tests/test_bridge_evaluation.py", "tests/test_images_page.py"),
+    *("tests/envs/maniskill/", "tests/test_bridge_evaluation.py"),
     "tests/test_own_task_page.py",
 )
 

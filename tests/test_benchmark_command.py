@@ -1,7 +1,6 @@
 """`python -m embodied.benchmark` measures every mode next to what it said before, and tells what does not fit."""
 
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +22,7 @@ from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, copied, real
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, TimedRun
-from embodied.reporting.benchmark_page import describe, html, paired_ratio, rows_of, timeline, warnings
-from embodied.reporting.timeline import TraceWriter
+from embodied.reporting.benchmark_page import describe, html, paired_ratio, warnings
 from embodied.runtime.device_memory import num_bytes
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
@@ -51,30 +49,6 @@ def test_the_table_puts_predicted_next_to_measured():
     assert first.split()[-5:] == ["s", "1.250", "s", "-20%", "20%"]  # quartiles 1.125 and 1.375 around 1.25
     assert "disaggregated  not run: needs 3 devices" in "\n".join(lines)
     assert lines[-1].startswith("the order of modes is the predicted one; placement=auto takes collocated, the fastest")
-
-
-def test_memory_that_moved_is_listed_with_its_bytes_and_drawn(tmp_path):
-    writer = TraceWriter(tmp_path / "trace.json", [("driver", "driver"), ("learner-0", "learner")])
-    writer.add("driver", [("rollout", 2.0, 1.0)], 1)
-    writer.add("learner-0", [("offload optimizer, 32 MB", 2.5, 0.001), ("offload", 2.5, 0.002)], 1)
-    writer.close()
-    picture, moves = timeline("hybrid", tmp_path / "trace.json")
-    assert "hybrid: one iteration" in picture and picture.count("offload optimizer, 32 MB, 1 ms at 0.5 s") == 1
-    assert all(word in moves for word in ("0.500 s", "learner-0", "offload optimizer, 32 MB", "1.00 ms"))
-
-
-def test_an_auto_that_is_not_the_fastest_is_told_with_an_interval():
-    lines = describe(result(collocated=[2.0] * 7, hybrid=[1.0] * 7))
-    assert lines[-1].startswith(
-        "placement=auto takes collocated, not the fastest here: 0.50 times as fast as hybrid (95% interval 0.50"
-    )
-
-
-def test_one_round_has_neither_an_interval_nor_a_spread_and_makes_no_mode_the_fastest():
-    lines = describe(result(collocated=[1.0], hybrid=[2.0]))
-    row, told = next(line for line in lines if line.lstrip().startswith("collocated ")), lines[-1]
-    assert row.split()[-3:] == ["1.000", "s", "+0%"]  # predicted, measured and error, then no spread
-    assert told.endswith("not apart from the fastest: 2.00 times as fast as hybrid (one round, which has no interval)")
 
 
 def test_modes_that_are_predicted_equal_are_called_so_and_only_an_interval_makes_one_the_fastest():
@@ -134,15 +108,6 @@ def test_a_profile_and_a_benchmark_that_were_measured_under_load_are_warned_of()
     assert not warnings([found], ABOUT) and "load unknown" in html([found], ABOUT)
 
 
-def test_the_page_draws_predicted_and_measured_speeds_with_the_middle_half_of_the_rounds():
-    page = html([result(collocated=[1.0, 1.25, 2.0], **{"<b>": [2.0] * 3})], ABOUT)
-    assert "<title>collocated: 80 env steps/s measured, the middle half 65 to 90</title>" in page
-    assert "<title>&lt;b&gt;: 100 env steps/s predicted</title>" in page and "<b>" not in page
-    lengths = [float(length) for length in re.findall(r'd="M\S+ \d+h(\S+)"', page)][2:]  # after those of the legend
-    assert [length / lengths[0] for length in lengths] == pytest.approx([1.0, 0.8, 1.0, 0.5], abs=0.002)
-    assert page.count('class="edge"') == 2
-
-
 def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_takes():
     found = result(collocated=[2.0] * 7, hybrid=[4.0] * 7, **{"async": [1.0] * 7})
     found.expected = {name: found.expected[name] for name in ("async", "collocated", "hybrid")}  # the fastest first
@@ -163,13 +128,6 @@ def test_a_row_of_a_schedule_is_run_under_it(tmp_path):
         assert changed.pipeline.schedule == asked
         assert plan.apart("learner") == (asked == "async")
         assert expected["seconds"] == choice.price.seconds
-
-
-def test_the_sentence_says_what_the_table_says():
-    found = result(collocated=[1.0, 1.0, 1.0, 4.0, 4.0], hybrid=[1.1, 1.1, 1.1, 9.0, 9.0])
-    table = rows_of(found)
-    ratio = table["collocated"]["env_steps_per_s"] / table["hybrid"]["env_steps_per_s"]
-    assert f"{ratio:.2f} times as fast as hybrid" in describe(found)[-1]
 
 
 def test_paired_rounds_cancel_a_slow_minute():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from embodied import evaluate, train
-from embodied.config.sections import EvalSection
 from embodied.envs import env_class
 from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
 from embodied.reporting.results import COLUMNS
@@ -61,11 +60,3 @@ def test_the_python_examples_on_datasets_run(tmp_path, monkeypatch):
     read, write = (code for code in re.findall(r"```python\n(.*?)```", PAGE, re.S) if "datasets" in code)
     exec(write, {"image": np.zeros((64, 64, 3), np.uint8)})
     exec(read.replace('"dataset"', '"mine"'), {})
-
-
-def test_the_keys_on_videos_are_those_there_are():
-    defaults = {"eval.videos": 4, "eval.failure_videos": 4}
-    for key, value in re.findall(r"^\| `(eval\.\w+)=(\w+)` \|", PAGE, re.M):
-        default = EvalSection().model_dump()[key.removeprefix("eval.")]
-        default = EvalSection().most_failure_videos if default is None else default
-        assert default == defaults.get(key, False) and value == str(defaults.get(key, "true"))

@@ -174,11 +174,6 @@ def test_what_does_not_run_on_gpus_needs_no_costs_there(capsys, tmp_path, more, 
     assert "nothing of this recipe runs on gpu" in out
 
 
-def test_devices_that_were_measured_are_planned(capsys, tmp_path):
-    code, out, err = run(capsys, profile_of(tmp_path, ON_H100), "cluster=8xH100", f"out={tmp_path}/plan")
-    assert code == 0 and "8 gpu" in out, err
-
-
 def test_modes_that_are_predicted_equal_have_no_winner_among_them(capsys, tmp_path):
     code, out, err = run(capsys, profile_of(tmp_path, ON_CORES), "cluster=128xCPU", f"out={tmp_path}")
     assert code == 0, err
@@ -197,13 +192,6 @@ def test_a_profile_that_was_measured_under_load_is_warned_of(capsys, tmp_path):
     stored["made"]["busy"] = {"before": 1.9, "during": 1.5}
     (tmp_path / "p.json").write_text(json.dumps(stored))
     assert "warning     the profile was measured under load: other programs kept cores busy" in run(capsys, *asked)[1]
-
-
-def test_advice_to_measure_names_the_users_program(capsys, tmp_path, monkeypatch):
-    (tmp_path / "own_loop.py").write_text("from embodied import EmbodiedLoop\nclass Loop(EmbodiedLoop): pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    code, _, err = run(capsys, "recipe=pointmass_ppo", "program=own_loop:Loop", f"run.dir={tmp_path}")
-    assert code and "python -m embodied.profiling program=own_loop:Loop recipe=pointmass_ppo" in err
 
 
 def test_a_layout_says_how_many_workers_a_role_has_in_the_map_to_paste(capsys, tmp_path):

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from embodied.config.merge import recipe_names
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.M | re.S)
@@ -132,30 +130,6 @@ def test_what_is_documented_learns(folder, command):
     output = run(command, folder)
     rate = float(re.findall(r"success_once ([\d.]+)%", output)[-1])
     assert rate > 80
-
-
-def test_make_targets_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    documents = README + (ROOT / "CONTRIBUTING.md").read_text()
-    for target in re.findall(r"^make ([\w-]+)", documents, re.M):
-        assert re.search(f"^{target}:", makefile, re.M), target
-
-
-@pytest.mark.parametrize("command", [line for line in PYTHON if "benchmarks" in line])
-def test_a_benchmark_is_there_and_explains_itself(command):
-    module = command.split()[2]
-    assert importlib.util.find_spec(module) or (ROOT / f"{module.replace('.', '/')}.py").is_file()
-    assert "usage:" in run(f"python -m {module} --help", ROOT)
-
-
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#]+)\)", README))
-def test_a_link_leads_somewhere(link):
-    assert link.startswith("https://") or (ROOT / link).is_file()
-
-
-@pytest.mark.parametrize("name", re.findall(r"^\| `(\w+)`", README, re.M))
-def test_a_recipe_in_the_table_exists(name):
-    assert name in recipe_names()
 
 
 @pytest.mark.parametrize("setting", re.findall(r"`(env\.\S+=[^`]+)`", README))

@@ -1,24 +1,20 @@
 """The page on reasoning, followed from a user's folder: an env is checked, imitated, trained, evaluated, compared."""
 
-import importlib
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest
+from pages import Page, newest, runner
 from tiny_language import publish
 
-from embodied.config.key_tree import leaves, root
-from embodied.config.recipe import RunConfig, load
+from embodied.config.recipe import load
 from embodied.core.types import EpisodeResult
-from embodied.envs.config import ENV_CONFIGS
 from embodied.reporting.success_stats import summarize
 from embodied.reporting.transcripts import TranscriptWriter, read_transcripts
 
-PAGE = (Path(__file__).parents[1] / "docs" / "reasoning.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
-COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+PAGE = Page("reasoning.md")
+COMMANDS = [*PAGE.lines]
 PPO = COMMANDS.pop(next(at for at, line in enumerate(COMMANDS) if "recipe=sums_ppo" in line))
 TRAIN, CHECK, TRAIN_OWN, SAMPLED, GREEDY, REPORT, PERIODIC, *MORE = COMMANDS
 PROFILE, PLAN, FOR_GPUS, MAKE_SMOL, SMOL = MORE
@@ -31,39 +27,12 @@ IMITATE = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A user's folder with the files of the page, and nothing else."""
-    folder = tmp_path_factory.mktemp("mine")
-    for kind, text in BLOCKS:
-        if kind in ("python", "yaml"):
-            (folder / text.splitlines()[0].removeprefix("# ")).write_text(text)
-    return folder
+    return PAGE.write(tmp_path_factory.mktemp("mine"))
 
 
 @pytest.fixture
 def here(folder, monkeypatch, capsys):
-    """Runs a command of the page in this process; returns what it printed."""
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-
-    def here(command, *more):
-        replaced = {word.partition("=")[0] for word in more}
-        _, _, module, *words = shlex.split(with_dates(command, folder))
-        words = [word for word in words if word.partition("=")[0] not in replaced]
-        assert importlib.import_module(module).main([*words, *more]) == 0, capsys.readouterr().err
-        return " ".join(capsys.readouterr().out.split())
-
-    return here
-
-
-def with_dates(command, folder):
-    """The command with the newest run for each NAME-DATE."""
-    for name in re.findall(r"runs/(\w+)-DATE", command):
-        command = command.replace(f"runs/{name}-DATE", str(newest(folder, name).relative_to(folder)))
-    return command
-
-
-def newest(folder, name):
-    return max(folder.glob(f"runs/{name}-2*"), key=lambda path: path.stat().st_mtime)
+    return runner(folder, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -72,12 +41,6 @@ def imitated(folder, here):
     if not list(folder.glob("runs/backwards_sft-*")):
         here(IMITATE.format("./backwards_sft.yaml"), "cluster.backend=inline")
     return newest(folder, "backwards_sft")
-
-
-def test_the_env_has_a_dozen_lines():
-    env = next(text for kind, text in BLOCKS if text.startswith("# my_text.py"))
-    lines = [line for line in env.partition("class ")[2].splitlines() if line.strip()]
-    assert len(lines) <= 12
 
 
 def test_the_env_keeps_the_contract(here):
@@ -101,7 +64,7 @@ def test_a_policy_that_has_imitated_is_evaluated_and_its_answers_can_be_read(imi
 
 
 def test_the_example_of_a_transcript_is_what_is_written(tmp_path):
-    (text,) = (text for kind, text in BLOCKS if kind == "json")
+    (text,) = (text for kind, text in PAGE.blocks if kind == "json")
     example = json.loads(text)
     success, reward = example["success"], example["reward"]
     result = EpisodeResult(example["index"], example["task"], 3, 7, 1, reward, success, success)
@@ -111,17 +74,9 @@ def test_the_example_of_a_transcript_is_what_is_written(tmp_path):
 
 
 def test_the_figures_that_are_named_are_those_of_the_file():
-    named = re.search(r"these are `overall.text`: ([^;]*);", PAGE)[1]
+    named = re.search(r"these are `overall.text`: ([^;]*);", PAGE.text)[1]
     answer = EpisodeResult(0, "t", 0, 0, 1, 1.0, True, True, truncated=False, tokens=2)
     assert re.findall(r"`(\w+)`", named) == list(summarize([answer])["overall"]["text"])
-
-
-def test_keys_and_envs_that_are_named_are_there():
-    keys = {key for key, _, _ in leaves(root(RunConfig))}
-    named = set(re.findall(r"`((?:algo|eval|policy|run|env|sft|pipeline)\.\w+)", PAGE))
-    assert named and not {key for key in named if key not in keys}
-    envs = re.findall(r"^\| `(\w+)` \|", PAGE, re.M)
-    assert set(envs) <= {*ENV_CONFIGS, "vllm", "http"}
 
 
 def test_the_env_is_trained_and_two_policies_are_compared(imitated, folder, here):

@@ -2,41 +2,23 @@
 
 import importlib
 import re
-import shlex
-from pathlib import Path
 
 import pytest
+from pages import Page, runner
 from verifiers_stand_in import stand_in
 
 from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.text.config import TOY_TASKS
 
-PAGE = (Path(__file__).parents[1] / "docs" / "text_envs.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
-CHECK, TRAIN, CHECK_PICTURES, CHECK_TURNS, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = [
-    line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()
-]
+PAGE = Page("text_envs.md")
+CHECK, TRAIN, CHECK_PICTURES, CHECK_TURNS, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = PAGE.commands
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, capsys):
-    """Runs a command in a user's folder with the files of the page; returns what it printed."""
-    for kind, text in BLOCKS:
-        if kind == "python":
-            (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
-        if kind == "json":
-            (tmp_path / "questions.jsonl").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def here(command, *more, code=0):
-        _, _, module, *words = shlex.split(command)
-        ended = importlib.import_module(module).main([*words, *more])
-        printed = capsys.readouterr()
-        assert ended == code, printed
-        return " ".join((printed.out if code == 0 else printed.err).split())
-
-    return here
+    (questions,) = (text for kind, text in PAGE.blocks if kind == "json")
+    (tmp_path / "questions.jsonl").write_text(questions)
+    return runner(PAGE.write(tmp_path), monkeypatch, capsys)
 
 
 def test_the_env_of_the_page_keeps_the_contract(here):
@@ -87,7 +69,7 @@ def test_an_environment_of_verifiers_is_looked_at_and_trained_on(here, tmp_path)
 
 
 def test_every_env_and_task_of_the_page_is_there_and_the_other_way_round():
-    table = re.findall(r"^\| `([\w:]+)` \| (.*) \|", PAGE, re.M)
+    table = re.findall(r"^\| `([\w:]+)` \| (.*) \|", PAGE.text, re.M)
     assert {name.partition(":")[0] for name, _ in table} == {
         "sums",
         "sort",

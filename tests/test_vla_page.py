@@ -32,14 +32,6 @@ SHORT = {
 FEWER = {"eval.episodes=200": "eval.episodes=2", "eval.videos=4": "eval.videos=1"}
 
 
-@pytest.mark.parametrize(("name", "told"), COMMANDS)
-def test_the_commands_are_understood(name, told, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    if name != "evaluate":  # which wants the policy
-        assert MAINS[name]([*told.split(), "--cfg"]) == 0
-        assert "PushCube-v1" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["openvla_oft", "pi0"])
 def test_a_small_vla_goes_from_demonstrations_to_rl(family, tmp_path, monkeypatch):

@@ -4,14 +4,12 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections import defaultdict
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import Page, apart, newest
 
 import embodied
 from embodied import train
@@ -25,11 +23,11 @@ from embodied.run.shared_runs import placement_for
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
-PAGE = (Path(__file__).parents[1] / "docs" / "workflows.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.M | re.S)
-PROGRAMS = {text.splitlines()[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
-COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
-INLINE, LOCAL, RAY, MODE, TRAIN, RESUME, EVALUATE, BENCHMARK, PLAN, *ROLES = COMMANDS
+PAGE = Page("workflows.md")
+PROGRAMS = {name: text for name, text in PAGE.files.items() if name.endswith(".py")}
+INLINE, LOCAL, RAY, MODE, TRAIN, RESUME, EVALUATE, BENCHMARK, PLAN, *ROLES = (
+    line for kind, text in PAGE.blocks if kind == "bash" for line in text.splitlines()
+)
 SHORT = ["env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16", "run.env_steps=null"]
 SHORT += ["env.max_episode_steps=6", "eval.episodes=2", "eval.videos=0"]
 PLANTED = """
@@ -86,9 +84,8 @@ def test_roles_of_a_recipe_are_placed_and_shared(tmp_path):
 def folder(tmp_path_factory):
     """A user's folder with the programs of the page, and a scorer whose numbers are known."""
     folder = tmp_path_factory.mktemp("mine")
-    for name, text in {**PROGRAMS, "planted.py": PLANTED}.items():
-        (folder / name).write_text(text)
-    return folder
+    (folder / "planted.py").write_text(PLANTED)
+    return PAGE.write(folder)
 
 
 @pytest.fixture
@@ -102,24 +99,6 @@ def options_of(command, replaced):
     """The options of a command of the page that none of `replaced` sets anew."""
     keys = {word.partition("=")[0] for word in replaced}
     return [word for word in shlex.split(command)[3:] if word.partition("=")[0] not in keys]
-
-
-def run(command, folder, *more, code=0):
-    """The output of a command in a process of its own."""
-    replaced = {word.partition("=")[0] for word in more}
-    words = [word for word in shlex.split(command) if word.partition("=")[0] not in replaced]
-    if "-DATE" in command:
-        newest = max((folder / "runs").glob("scored-*"), key=lambda path: path.stat().st_mtime)
-        words = [word.replace("runs/scored-DATE", str(newest.relative_to(folder))) for word in words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 280}
-    done = subprocess.run([sys.executable, *words[1:], *more], **options)
-    assert done.returncode == code, done.stdout + done.stderr
-    return " ".join((done.stdout if code == 0 else done.stderr).split())
-
-
-def newest(folder, name):
-    return max(folder.glob(f"runs/{name}-*"), key=lambda path: path.stat().st_mtime)
 
 
 def metrics(folder, name):
@@ -142,12 +121,12 @@ def found(told):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the page uses two cores")
 def test_the_workflow_finds_the_same_in_one_process_and_in_three(folder):
-    assert found(run(INLINE, folder)) == found(run(LOCAL, folder)) == found(run(MODE, folder))
+    assert found(apart(INLINE, folder)) == found(apart(LOCAL, folder)) == found(apart(MODE, folder))
 
 
 @pytest.mark.slow
 def test_the_workflow_finds_the_same_on_ray(folder):
-    assert found(run(RAY, folder)) == found(run(INLINE, folder))
+    assert found(apart(RAY, folder)) == found(apart(INLINE, folder))
 
 
 def learned(here, name, *options):
@@ -249,13 +228,13 @@ def test_a_killed_simulator_is_replaced_where_a_mode_has_placed_the_reward_worke
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="the page uses two cores")
 def test_the_commands_train_resume_evaluate_benchmark_and_plan_with_four_roles(folder):
-    told = run(TRAIN, folder, *SHORT, "run.iterations=3")
+    told = apart(TRAIN, folder, *SHORT, "run.iterations=3")
     assert "1 x reward on core 1" in told and "reward: pass_rollouts" in told
     assert "reward" in (newest(folder, "scored") / "report.html").read_text()
-    assert "resumed from" in run(RESUME, folder, "run.env_steps=null", "run.iterations=5")
-    assert "success_once" in run(EVALUATE, folder, "eval.episodes=2")
-    told = run(
+    assert "resumed from" in apart(RESUME, folder, "run.env_steps=null", "run.iterations=5")
+    assert "success_once" in apart(EVALUATE, folder, "eval.episodes=2")
+    told = apart(
         BENCHMARK, folder, *SHORT, "run.iterations=1", "modes=[collocated]", "rounds=1", "seconds=8", "out=bench"
     )
     assert "collocated" in told and re.search(r"at work: sim .*, policy .*, learner .*, reward \d+%", told)
-    assert "reward" in run(PLAN, folder, *SHORT, "run.iterations=1")
+    assert "reward" in apart(PLAN, folder, *SHORT, "run.iterations=1")

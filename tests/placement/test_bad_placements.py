@@ -74,10 +74,6 @@ def test_pieces_of_a_rollout_need_learners_on_devices_of_their_own(two_cores, tm
     planned(*pieces, 'placement={"sim,policy": "cpu:0", learner: "cpu:1"}')
 
 
-def test_there_are_twenty():
-    assert len(BAD) >= 20
-
-
 @pytest.mark.parametrize("name", ["arm", "cpu:0", "fake:1", "gpu:0", "arm:0-3"])
 def test_hardware_is_declared_by_kind_and_number(name):
     with pytest.raises(ConfigError, match="arm:0 for example"):

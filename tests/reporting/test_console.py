@@ -46,27 +46,6 @@ def test_a_closed_stdout_ends_no_run_either(monkeypatch):
     assert noted == ["one"]
 
 
-def test_what_was_collected_ahead_of_a_resumed_run_is_counted_in_words():
-    stream = StringIO()
-    console = Console(Path("run"), stream=stream)
-    for dropped in (0, 1, 2):
-        console.resumed(Path("v1"), STATE, 0, dropped)
-    assert [line.partition(")")[2] for line in stream.getvalue().splitlines()] == [
-        "",
-        "; 1 batch that was collected ahead was dropped",
-        "; 2 batches that were collected ahead were dropped",
-    ]
-
-
-def test_a_resumed_run_says_of_abandoned_episodes_that_nothing_else_is_lost():
-    stream = StringIO()
-    Console(Path("run"), stream=stream).resumed(Path("v1"), STATE, 64, 0)
-    assert stream.getvalue().partition("; ")[2] == (
-        "64 open episodes were abandoned, since this simulator's state is not saved: new ones begin, and all that was "
-        "learned is kept\n"
-    )
-
-
 def test_success_is_of_the_last_100_episodes_of_robots_and_of_all_conversations_of_an_iteration():
     for truncated, wanted in ((None, (100, 0.0)), (False, (150, 0.3333))):
         console = Console(Path("run"), stream=StringIO())
@@ -116,10 +95,6 @@ def test_the_advice_names_what_the_run_lacks_and_nothing_that_it_has(arguments, 
     assert all(part in advice for part in says) and leaves_out not in advice
 
 
-def test_language_models_get_no_such_advice():
-    assert without_success(load(["recipe=sums_grpo"]).config) == ""
-
-
 def test_an_iteration_that_left_no_group_to_learn_from_says_why():
     stream = StringIO()
     console = Console(Path("run"), stream=stream)
@@ -130,19 +105,3 @@ def test_an_iteration_that_left_no_group_to_learn_from_says_why():
     learned, empty, robots = stream.getvalue().splitlines()
     assert "  no group to learn from: 5 of equal returns, 1 incomplete  " in empty
     assert "no group" not in learned + robots
-
-
-@pytest.mark.parametrize(("most", "asked"), [(None, 200), (1000, 200), (20, 20)])
-def test_no_more_episodes_are_proposed_than_there_are_prompts(most, asked):
-    stream = StringIO()
-    Console(Path("run"), stream=stream).end(STATE, False, "", most)
-    assert f"checkpoint=run eval.episodes={asked}\n" in stream.getvalue()
-
-
-def test_options_of_an_evaluation_that_come_after_it_are_answered_with_the_command_that_takes_them():
-    stream = StringIO()
-    console = Console(Path("run"), stream=stream)
-    console.nothing_left(3, 3, [])
-    assert "evaluate" not in stream.getvalue()
-    console.nothing_left(3, 3, ["eval.episodes=9", "eval.seed=2"])
-    assert "with these: python -m embodied.evaluate checkpoint=run eval.episodes=9 eval.seed=2\n" in stream.getvalue()

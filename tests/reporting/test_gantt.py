@@ -52,14 +52,3 @@ def test_thousands_of_bars_are_a_small_file_and_a_cluster_shows_its_kinds_of_dev
     cluster = draw({"one": schedule(1.0, **{f"n:{i}": [("sim" if i < 150 else "policy", 0, 1)] for i in range(300)})})
     rows = [text for text in texts(cluster) if text.startswith("n:")]
     assert len(rows) == MOST_ROWS and {"n:0", "n:149", "n:150", "n:299"} <= {*rows}
-
-
-def test_a_schedule_without_spans_is_a_title_over_an_empty_axis():
-    assert texts(draw({"idle": schedule(0.0)}))[0] == "idle; 0 s" and not parts(draw({"idle": schedule(0.0)}), "path")
-
-
-def test_odd_names_are_text():
-    odd = "<script>&\"'"
-    drawing = draw({odd: schedule(1.0, **{odd: [(odd, 0, 1)]})})
-    assert "<script>" not in drawing
-    assert texts(drawing)[:2] == [odd, f"{odd}; 1 s"] and parts(drawing, "title")[0].text == f"{odd}: {odd}"

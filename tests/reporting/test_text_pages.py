@@ -121,22 +121,6 @@ def test_unlikely_tokens_are_marked_the_more_the_less_likely(page_of):
     assert "probability 0.05, log-prob -3.00" in classes(page, "span", "title")
 
 
-def test_marks_differ_without_colour_too():
-    style = (Path(__file__).parents[2] / "assets" / "report.css").read_text()
-    lines = re.findall(r"\.p\d[^{]*\{[^}]*border-bottom(?:-style)?: ([^;]*);", style)
-    assert len(set(lines)) == 4
-
-
-def test_a_token_of_unknown_probability_is_marked_and_shown(page_of):
-    page = page_of([(spoken(0, True), [turn("ab", logprobs=[float("nan"), 0.0])])])
-    assert "probability unknown" in classes(page, "span", "title")
-
-
-def test_answers_without_tokens_or_too_long_are_plain(page_of):
-    page = page_of([(spoken(0, True), [turn("95", tokens=[])]), (spoken(1, True), [turn("x" * 70_000)])])
-    assert "50,000 more characters" in page.text
-
-
 def test_a_transcript_of_another_shape_is_left_out(tmp_path, page_checker):
     told = [(spoken(0, True), [turn("95")]), (spoken(1, True), [{"said": 7}]), (spoken(2, True), [])]
     folder = write_evaluation(tmp_path / "e", told)
@@ -150,20 +134,6 @@ def test_rates_over_prompts_stand_in_tiles_and_table(page_of):
     for words in ("avg@4, T=1", "pass@4, T=1", "pass@2", "4 to each of 10 prompts", "at most 1 turns", "1 - C(n-c, k)"):
         assert words in page.text
     assert "success_at_end" not in page.text
-
-
-def test_greedy_answers_say_so(page_of):
-    page = page_of([(spoken(0, True), [turn("95")])], temperature=0.0)
-    assert "success, greedy" in page.text and "pass@" not in page.text
-
-
-def test_an_evaluation_without_transcripts_still_has_its_figures(tmp_path, page_checker):
-    folder = tmp_path / "e"
-    folder.mkdir()
-    episodes = [spoken(0, True)]
-    write_results(folder, {"policy_version": 3, **summarize(episodes)}, episodes)
-    page = page_checker(report(read_run(folder), folder))
-    assert "tokens an answer" in page.text and "Conversations" not in page.text
 
 
 def test_training_metrics_of_text_are_those_of_the_iteration():
@@ -227,18 +197,6 @@ def test_a_runs_page_shows_the_long_tail_of_its_answers(tmp_path, page_checker):
         assert words in page.text
     log.keep_rows(1)
     assert [row["iteration"] for row in read_ends(run)] == [1]
-
-
-def test_two_evaluations_at_other_temperatures_stand_apart(tmp_path, page_checker):
-    run = write_run(tmp_path / "run", [(spoken(i, True), [turn("95")]) for i in range(3)])
-    write_evaluation(run / "eval" / "v000003-greedy", [(spoken(0, True), [turn("95")])], temperature=0.0)
-    page = page_checker(report(read_run(run), run))
-    assert "greedy" in page.text and "T=1" in page.text
-
-
-def test_an_evaluation_of_the_likeliest_tokens_says_so(page_of):
-    page = page_of([(spoken(0, True), [turn("95")])], temperature=0.6, top_p=0.9, top_k=20)
-    assert "success, T=0.6, top_p 0.9, top_k 20" in page.text
 
 
 def compared(tmp_path, page_checker, first, second, **more):

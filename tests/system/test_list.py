@@ -7,16 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
-import pytest
-
-from embodied import list as listing
 from embodied.config.recipe import load
 from embodied.config.recipe_files import recipe_names
 from embodied.envs import PLUGINS
 from embodied.envs.config import ENV_CONFIGS
-from embodied.list import LISTS, advice, main, problem_of_env, show
+from embodied.list import LISTS, advice, main, problem_of_env
 from embodied.policies import FAMILIES
-from embodied.system.machine import ROOT, Done, Machine, Requirement, install, why_not
+from embodied.system.machine import Done, Machine
 
 LIBERO = ENV_CONFIGS["libero"].needs
 
@@ -135,49 +132,11 @@ def test_tasks_come_from_the_simulators_and_name_what_they_lack():
     assert named("tasks", Bare())["maniskill"].problem == "not installed: mani-skill, sapien"
 
 
-def test_tasks_that_cannot_be_listed_are_one_line():
-    machine = Bare("mani-skill", "sapien")
-    machine.probe = lambda *words: Done(1, err="ImportError: broken")
-    assert named("tasks", machine)["maniskill"].problem == "ImportError: broken"
-
-
-def test_needs_are_told_in_words():
-    assert str(Requirement()) == "nothing more"
-    assert why_not(Requirement(("no-such-package",)), Machine()) == "not installed: no-such-package"
-
-
-def test_what_is_missing_is_installed_from_the_checkout_or_as_a_wheel():
-    machine = Bare()
-    machine.exists = lambda path: True
-    assert install(ENV_CONFIGS["maniskill"].needs, machine).endswith(f"constraints.txt -e '{ROOT}[maniskill]'")
-    machine.exists = lambda path: False
-    assert install(ENV_CONFIGS["maniskill"].needs, machine) == "python -m pip install 'embodied-loop[maniskill]'"
-
-
-def test_a_line_has_name_state_what_and_why(capsys):
-    show("envs", [listing.Item("a", "does x.", ""), listing.Item("bcd", "does y.", "no card")])
-    assert capsys.readouterr().out.splitlines() == [
-        "envs   here",
-        "  a    yes   does x.",
-        "  bcd  no    does y. (no card)",
-        "",
-    ]
-    show("recipes", [listing.Item("a", "does x.", "", "toys"), listing.Item("b", "does y.", "", "toys")])
-    assert capsys.readouterr().out.splitlines()[1:4] == [" toys", "  a      yes   does x.", "  b      yes   does y."]
-
-
 def test_an_unknown_word_is_refused_with_what_there_is(capsys):
     assert main(["zzz"]) == main(["receipts"]) == 2
     unlike, near = capsys.readouterr().err.splitlines()
     assert "zzz: no such list; there are recipes, envs, tasks, policies" in unlike
     assert "receipts: no such list, did you mean 'recipes'? there are recipes" in near
-
-
-@pytest.mark.parametrize("argument", ["recipes", "policies"])
-def test_the_command_prints_one_list(argument, capsys):
-    assert main([argument]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(argument) and out.count("\n\n") == 1
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():

@@ -114,16 +114,3 @@ def test_a_machine_without_a_mirror_is_told_so(tmp_path):
     (tmp_path / "sources.list.d").mkdir()
     (tmp_path / "sources.list.d" / "debian.sources").write_text(DEB822)
     assert bookworm_mirror(tmp_path).uri == "http://mirror.example/debian"
-
-
-def test_without_root_the_command_is_told(monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(EmbodiedError, match="sudo apt-get install -y --no-install-recommends libllvm15"):
-        vulkan.apt_install(["libllvm15"], "libLLVM-15.so.1")
-
-
-def test_an_unknown_distribution_is_told_what_to_install(bare, monkeypatch):
-    monkeypatch.setattr(vulkan, "LIBRARIES", {})
-    monkeypatch.setattr(vulkan.shutil, "which", lambda name: None)
-    with pytest.raises(EmbodiedError, match=r"lavapipe, version 24 or later"):
-        vulkan.install()

@@ -1,0 +1,77 @@
+"""Pages of the documents: their fenced blocks, the files that blocks hold, and their commands, run in a folder."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"^(?: {4})?((?:\w+=\S+ )*python -m embodied\.[\w.]+.*|embodied\b.*)", re.M)
+
+
+class Page:
+    def __init__(self, name):
+        self.name = name
+        self.text = (ROOT / name if name == "README.md" else ROOT / "docs" / name).read_text()
+        self.blocks = re.findall(r"^```(\w+)\n(.*?)^```", self.text, re.M | re.S)
+        self.lines = [line for kind, text in self.blocks if kind in ("bash", "sh") for line in text.splitlines()]
+        self.commands = [line.replace("embodied", "python -m embodied", 1) if line[0] == "e" else line
+                         for line in COMMAND.findall(self.text)]  # fmt: skip
+
+    @property
+    def files(self):
+        """Name -> content of blocks that begin with the name of a file."""
+        named = ((re.match(r"[#;] ?([\w/]+\.\w+)$", text.partition("\n")[0]), text) for _, text in self.blocks)
+        return {found[1]: text for found, text in named if found}
+
+    def write(self, folder):
+        for name, text in self.files.items():
+            (folder / name).write_text(text)
+        return folder
+
+
+def replaced(command, folder, more):
+    """The words of a command behind `python`: runs/NAME-DATE is the newest such run, and `more` replaces its keys."""
+    keys = {word.partition("=")[0] for word in more}
+    for name in re.findall(r"runs/([\w+]+)-DATE", command):
+        command = command.replace(f"runs/{name}-DATE", str(newest(folder, name).relative_to(folder)))
+    return [*(word for word in shlex.split(command)[1:] if word.partition("=")[0] not in keys), *more]
+
+
+def newest(folder, name):
+    return max(Path(folder).glob(f"runs/{name}-2*"), key=lambda path: path.stat().st_mtime)
+
+
+def apart(command, folder, *more, code=0):
+    """Run a command in a process of its own, as a user does; returns what it printed, in one line."""
+    done = subprocess.run(
+        [sys.executable, *replaced(command, folder, more)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return " ".join((done.stdout if code == 0 else done.stderr).split())
+
+
+def runner(folder, monkeypatch, capsys):
+    """Runs commands in this process, which has imported simulators already; returns what they print, in one line."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+
+    def here(command, *more, code=0):
+        _, module, *words = replaced(command, folder, more)
+        try:
+            ended = importlib.import_module(module).main(words)
+        except SystemExit as exit:
+            ended = exit.code or 0
+        printed = capsys.readouterr()
+        assert ended == code, printed
+        return " ".join((printed.out if code == 0 else printed.err).split())
+
+    return here

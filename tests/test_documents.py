@@ -1,0 +1,116 @@
+"""Every command of the README and of docs/ is accepted, short ones run, and what pages name is there."""
+
+import re
+import shlex
+
+import pytest
+from pages import ROOT, Page, runner
+
+from embodied.algorithms.config import PRESETS, GRPOConfig
+from embodied.config.key_tree import leaves, root
+from embodied.config.recipe import RunConfig, load
+from embodied.config.recipe_files import recipe_names
+
+PAGES = [Page("README.md"), *(Page(path.name) for path in sorted((ROOT / "docs").glob("*.md")))]
+ALL = "\n".join(page.text for page in PAGES)
+TAKES_A_RECIPE = re.compile(r"python -m embodied\.(train|sft|collect|evaluate) (.*)")
+OF_A_FOLDER = (
+    r"(resume|checkpoint|join|pretrained|env\.python|data|statistics)=\S*[/A-Z]|=FOLDER|=models/|seeds=|program="
+)
+SHORT = ["run.iterations=1", "eval.episodes=2", "eval.videos=0", "cluster.backend=inline"]
+FEW_ENVS = ["env.num_envs=4", "env.max_episode_steps=8"]
+FEW_DECISIONS = [*FEW_ENVS, "algo.rollout_decisions=8", "algo.minibatch_size=16"]
+FEW_GROUPS = [*FEW_ENVS, "algo.groups=2", "algo.group_size=2", "algo.minibatch_size=8"]
+RUN_ELSEWHERE = (
+    r" cluster\.| seeds=| run\.start_from|[ =]my_|=sums_|=smol_|=\./|program=|pretrained|-DATE|--|ppo_(gpu|rgb)"
+)
+
+
+def commands(pattern, but):
+    found = {(page.name, line) for page in PAGES for line in page.commands if re.match(pattern, line)}
+    return sorted((name, line) for name, line in found if not re.search(but, line))
+
+
+@pytest.mark.parametrize(("name", "command"), commands(TAKES_A_RECIPE, OF_A_FOLDER + "|--help"))
+def test_a_command_says_what_its_recipe_takes(name, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(Page(name).write(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    entry, words = TAKES_A_RECIPE.match(command).groups()
+    load([word for word in shlex.split(words) if not word.startswith("--")], entry=entry)
+
+
+def slow_where_it_takes_long(command):
+    return pytest.param(command, marks=[pytest.mark.slow] if re.search("libero|robosuite", command) else [])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [slow_where_it_takes_long(line) for _, line in commands(r"python -m embodied\.train ", RUN_ELSEWHERE)],
+)
+def test_a_training_command_runs(command, tmp_path, monkeypatch, capsys):
+    here, words = runner(tmp_path, monkeypatch, capsys), shlex.split(command)[3:]
+    batch = FEW_GROUPS if load(words).config.algo.whole_episodes else FEW_DECISIONS
+    named = {word.partition("=")[0] for word in words}
+    here(command, *SHORT, *(word for word in batch if word.partition("=")[0] not in named))
+
+
+def test_every_key_that_a_page_names_is_there():
+    keys = {key for key, _, _ in leaves(root(RunConfig))}
+    sections = {key.partition(".")[0] for key in keys if "." in key}
+    named = set(re.findall(rf"`((?:{'|'.join(sections)})\.\w+)[=`]", ALL)) - {
+        "run.json",
+        "policy.save_published",
+    }  # a file, a method
+    assert len(named) > 100 and not named - keys
+    faults = {key for key in named if key.startswith("faults.")}
+    assert faults == {key for key in keys if key.startswith("faults.")}
+
+
+def test_every_recipe_that_a_page_names_is_there():
+    table = re.findall(r"^\| `(\w+)`", PAGES[0].text, re.M)
+    named = {*re.findall(r"recipe=(\w+)(?![\w./*])", ALL), *table} - {"NAME"}
+    assert len(named) > 30 and not named - {*recipe_names()}
+
+
+def test_the_table_of_relatives_of_grpo_is_that_of_the_presets():
+    page = Page("algorithms.md").text
+    for name, preset in PRESETS.items():
+        (row,) = re.findall(rf"^\| `{re.escape(name)}` \|.*\| `([^`]*)` \|$", page, re.M)
+        told = dict(word.split("=") for word in row.split())
+        assert {key: str(getattr(GRPOConfig(name=name), key)) for key in told} == told
+        assert preset.keys() <= told.keys()
+
+
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"-m (benchmarks\.\w[.\w]*)", ALL)) - {"benchmarks.COMMAND"}))
+def test_a_benchmark_that_is_named_is_there(module):
+    assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere_and_programs_compile(page):
+    folder = ROOT if page.name == "README.md" else ROOT / "docs"
+    for target, _, anchor in (link.partition("#") for link in re.findall(r"\]\((?!https:)([^)]+)\)", page.text)):
+        path = folder / target if target else folder / page.name
+        assert path.is_file(), target
+        assert not anchor or anchor in anchors(path.read_text()), f"{target}#{anchor}"
+    for kind, text in page.blocks:
+        if kind == "python":
+            compile(text, page.name, "exec")
+
+
+def anchors(text):
+    """The anchors of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", title).lower()).replace(" ", "-") for title in titles}
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make ([\w-]+)", PAGES[0].text + (ROOT / "CONTRIBUTING.md").read_text(), re.M):
+        assert re.search(f"^{target}:", makefile, re.M), target
+
+
+def test_every_page_is_reached_from_the_readme():
+    assert {*re.findall(r"docs/(\w+\.md)", Page("README.md").text), *re.findall(r"\((\w+\.md)", ALL)} >= {
+        page.name for page in PAGES if page.name != "README.md"
+    }
