@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
+from run_processes import hosts
 
-from benchmarks.common import hosts
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.runs import read_run
 
