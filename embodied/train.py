@@ -134,7 +134,7 @@ def follow(
             folder.record(placement=asdict(plan))
             console.say("\n".join([launch.describe(config, plan, weights=checkpoint), *launch.notes(loaded)]))
             console.say(launch.describe_saving(config))
-            for line in folder.log.begin(config.run.log):
+            for line in folder.log.begin(config.run.log, bool(config.cluster.joined)):
                 console.say(line)
             console.say(f"results     {folder.path}")
             lives = Supervisor(
@@ -147,9 +147,9 @@ def follow(
                 except WorkerFailed as err:
                     if not err.lost_state or interruption.requested or lives.died("run", time.monotonic()) is not None:
                         raise
+                    plan = plan_without(err, loaded, program) if config.cluster.joined else plan
                     checkpoint = newest_of(folder, err, lives, console)
                     origin = origin_of(start, config, folder.path, checkpoint) if start else None
-                    plan = plan_without(err, loaded, program) if config.cluster.address else plan
     return interruption.exit_code
 
 

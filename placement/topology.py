@@ -43,6 +43,12 @@ class Gpu:
     card: int | None = None  # among all of its machine by PCI address, as nvidia-smi counts; None: where none was seen
     uuid: str = ""
 
+    @property
+    def cuda_name(self) -> str:
+        """What CUDA_VISIBLE_DEVICES calls it: the UUID where it is known, which no order of devices changes and slices
+        of a GPU (MIG) cannot do without."""
+        return self.uuid or str(self.index if self.card is None else self.card)
+
 
 @dataclass(frozen=True)
 class Node:

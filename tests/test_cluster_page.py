@@ -69,7 +69,8 @@ class Machines:
     def words(self, command: str) -> list[str]:
         if self.address:
             command = command.replace("10.0.0.1", self.address)
-        return [*shlex.split(command.replace("6379", str(self.port))), *SMALL]
+        alone = [] if self.address else ["--include-dashboard=false"]  # other tests may have its port
+        return [*shlex.split(command.replace("6379", str(self.port))), *SMALL, *alone]
 
     def start(self, name: str, command: list[str], asked: str) -> str:
         output = self.folder / f"{name}.txt"
@@ -311,3 +312,27 @@ def test_a_run_survives_the_loss_of_a_machine_that_only_plays(tmp_path, lost):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     missed = sum(row["faults/lost_decisions"] for row in rows)
     assert rows[-1]["env_steps"] + missed == LOSS_ITERATIONS * 8 * 16
+
+
+@pytest.mark.chaos
+def test_a_lost_machine_with_a_learner_is_named_and_the_run_goes_on_from_the_newest_checkpoint(tmp_path):
+    """In the default placement, where steps are large enough to be divided between the learners of both machines."""
+    same = [argument for argument in SAME if not argument.startswith(("run.iterations", "policy.hidden"))]
+    more = ["run.iterations=8", "run.save_every=2", "placement=auto", "policy.hidden=[1024,1024]"]
+    said = []
+    with two_machines() as machines:
+        here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        with machines.begin(tmp_path, *same, *more, env=here, stderr=subprocess.STDOUT) as process:
+            late = threading.Timer(600, process.kill)
+            late.start()
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("iteration 3/"):
+                    machines.lose_the_second()
+            late.cancel()
+    assert process.returncode == 0, said
+    (line,) = [line for line in said if "is started again with all workers" in line]
+    assert re.search(r"^learner-1 is .* from v00000\d: its process was lost with node node2 of the cluster", line), line
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, 9))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -249,12 +250,14 @@ class RunLog:
         self.metrics = run / "metrics.jsonl"
         self.conversations = run / SAMPLES
         self._file: FileIO | None = None
-        self._loggers: list[TensorBoardLogger | WandbLogger] = []
+        self._loggers: list[TensorBoardLogger | WandbLogger | RayGauges] = []
         self._tensorboard = True  # to be opened with the first row
 
-    def begin(self, names: Sequence[str]) -> list[str]:
-        """Write the curves of `run.log`; returns lines that say where those of others go."""
+    def begin(self, names: Sequence[str], on_ray: bool = False) -> list[str]:
+        """Write the curves of `run.log`, on a Ray cluster its metrics too; returns lines that say where others go."""
         self._tensorboard = "tensorboard" in names
+        if on_ray:
+            self._loggers.append(RayGauges(self.path.name))
         if "wandb" not in names:
             return []
         found = WandbLogger(self.path)
@@ -338,6 +341,27 @@ class RunLog:
             self._file.close()
             self._file = None
         replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+class RayGauges:
+    """The newest numbers as metrics of the Ray cluster, embodied_train_loss for train/loss, by run: for its dashboard
+    and whatever reads Prometheus' format."""
+
+    def __init__(self, run: str) -> None:
+        self.run = run
+        self.gauges: dict[str, Any] = {}
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        from ray.util.metrics import Gauge
+
+        for name, number in {"env_steps": step, **numbers}.items():
+            if name not in self.gauges:
+                words = re.sub(r"\W", "_", name.removeprefix("run/"))
+                self.gauges[name] = Gauge(f"embodied_{words}", f"{name} of a run's newest iteration", ("run",))
+            self.gauges[name].set(number, {"run": self.run})
+
+    def close(self, failed: bool = False) -> None:
+        self.gauges.clear()
 
 
 class TensorBoardLogger:

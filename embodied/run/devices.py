@@ -31,9 +31,9 @@ def machines(config: RunConfig) -> Topology:
             found = read_topology(cluster.machines)
         except PlacementError as err:
             raise ConfigError(f"cluster.machines={cluster.machines}: {err}") from None
-    elif cluster.address:
-        nodes = nodes_of(cluster.address, on_ray_node)
-        found = Topology(tuple(replace(node, name=name) for name, node in nodes.items()), cluster.address)
+    elif address := cluster.joined:
+        nodes = nodes_of(address, on_ray_node)
+        found = Topology(tuple(replace(node, name=name) for name, node in nodes.items()), address)
     else:
         found = discover()
         found = replace(found, nodes=(replace(found.nodes[0], name=""),))
@@ -97,7 +97,8 @@ def environment(host: PlannedHost) -> dict[str, str]:
     found = {"EMBODIED_DEVICE": host.device} if host.device else {}
     if host.gpu:
         card = str(host.gpu.index if host.gpu.card is None else host.gpu.card)
-        found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card, "MUJOCO_EGL_DEVICE_ID": card}
+        found |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": host.gpu.cuda_name}
+        found |= {"MUJOCO_EGL_DEVICE_ID": card}
         found |= {"EMBODIED_RENDER_FILE": host.gpu.render} if host.gpu.render else {}
     return found | ({"EMBODIED_RENDER": host.render} if host.render else {})
 

@@ -285,7 +285,7 @@ def placed(
 def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     """The config with the backend decided."""
     several = several or bool(named_nodes(config.placement))
-    backend = choose_backend(config.cluster.backend, config.cluster.address, several)
+    backend = choose_backend(config.cluster.backend, config.cluster.joined, several)
     if several and backend != "ray":
         raise ConfigError(
             f"cluster.backend={backend} keeps to one machine, and here are several; try cluster.backend=auto"
@@ -415,7 +415,7 @@ def cluster(
     program: type | None = None,
 ) -> Cluster:
     """The processes of a plan; `program` is the workflow."""
-    options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.address)
+    options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.joined)
     own = modules_of(config, program)
     with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy", "learner"]
     hosts = host_plans(plan, with_policy, slow_imports(config.policy.name))

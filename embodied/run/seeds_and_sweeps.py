@@ -287,7 +287,7 @@ def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
         return [([], "")]
     node = there.nodes[0]
     numbers = list(node.core_numbers)
-    cards = [str(gpu.index if gpu.card is None else gpu.card) for gpu in node.gpus]
+    cards = [gpu.cuda_name for gpu in node.gpus]
     each, more = len(numbers) // count, len(cards) // count
     return [(numbers[i * each : (i + 1) * each], ",".join(cards[i * more : (i + 1) * more])) for i in range(count)]
 

@@ -86,9 +86,9 @@ def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
     return name
 
 
-def nodes_of(address: str, describe: Callable[[int], Any]) -> dict[str, Any]:
+def nodes_of(address: str, describe: Callable[[int, int], Any]) -> dict[str, Any]:
     """Returns the nodes of a running Ray cluster, the one we are on first, and what `describe` returns there, given how
-    many GPUs Ray counts."""
+    many GPUs and cores Ray counts."""
     from embodied.runtime.ray.nodes import Connection
 
     connection = Connection(address)
@@ -125,7 +125,7 @@ def make_backend(
         return LocalBackend(run, plans, log_dir, timeout_s, events)
     from embodied.runtime.ray.actors import RayBackend
 
-    return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s)
+    return RayBackend(run, log_dir, timeout_s, events, address, modules, start_s, plans)
 
 
 class InlineBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from embodied.core.options import Strict
 
+ADDRESS = re.compile(r"[\w.-]+:\d+")
 HARDWARE = re.compile(r"(?:[\w.-]+/)?(?P<kind>[a-z]\w*):\d+")
 
 
@@ -20,8 +22,9 @@ class ClusterConfig(Strict):
     )
     address: str | None = Field(
         None,
-        description="host:port of a running Ray cluster to join, of which this machine is a node; without it "
-        "backend=ray starts a private one on this machine",
+        description="host:port of a running Ray cluster to join, of which this machine is a node, or auto: the one "
+        "that runs here; unset: that of RAY_ADDRESS, as `ray job submit` sets it. Without one backend=ray starts a "
+        "private cluster on this machine",
     )
     start_s: float = Field(
         120.0, gt=0, description="Seconds in which Ray has to start on this machine, where it is not joined by address."
@@ -41,6 +44,14 @@ class ClusterConfig(Strict):
         description="Memory of every device to keep to: roles that do not fit on one together swap. null: what a GPU "
         "has, no limit elsewhere.",
     )
+
+    @property
+    def joined(self) -> str | None:
+        """The address of the Ray cluster that the run joins."""
+        if self.address is not None or self.backend in ("inline", "local"):
+            return self.address
+        found = os.environ.get("RAY_ADDRESS", "")
+        return found if found == "auto" or ADDRESS.fullmatch(found) else None  # http://... is for `ray job` itself
 
     @field_validator("devices")
     @classmethod

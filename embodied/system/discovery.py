@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import platform
+import re
 import shutil
 import subprocess
 from contextlib import suppress
@@ -26,15 +27,16 @@ def discover() -> Topology:
     return Topology((this_node(visible(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))),), "this machine")
 
 
-def on_ray_node(num_gpus: int) -> Node:
-    """This node, asked from inside a Ray task, whose environment hides the GPUs; that of its Ray node names them."""
+def on_ray_node(num_gpus: int, num_cpus: int) -> Node:
+    """This node, asked from inside a Ray task, whose environment hides the GPUs; that of its Ray node names them.
+    It has as many cores as Ray counts."""
     environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
     started_with = dict(line.partition("=")[::2] for line in environ)
-    return this_node(visible(gpus(), started_with.get("CUDA_VISIBLE_DEVICES"))[:num_gpus])
+    return this_node(visible(gpus(), started_with.get("CUDA_VISIBLE_DEVICES"))[:num_gpus], num_cpus)
 
 
-def this_node(cards: list[Gpu]) -> Node:
-    mine = cores()
+def this_node(cards: list[Gpu], num_cpus: int | None = None) -> Node:
+    mine = cores()[:num_cpus]
     return Node(platform.node(), len(mine), tuple(cards), memory_bytes(), numa_nodes(SYS, list(mine)), core_ids=mine)
 
 
@@ -49,12 +51,15 @@ def memory_bytes(sys: Path = SYS) -> float:
 
 
 def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names (by number or UUID, up to the first unknown), renumbered from 0."""
+    """The GPUs, or slices of them, that CUDA_VISIBLE_DEVICES names (by number or UUID, up to the first unknown),
+    renumbered from 0."""
     if chosen is None:
         return cards
     found: list[Gpu] = []
     for name in (part.strip() for part in chosen.split(",")):
-        same = [c for c in cards if name == str(c.card) or (name.startswith("GPU-") and c.uuid.startswith(name))]
+        same = [
+            c for c in cards if name == str(c.card) or (name.startswith(("GPU-", "MIG-")) and c.uuid.startswith(name))
+        ]
         if len(same) != 1:
             break
         found.append(replace(same[0], index=len(found)))
@@ -85,10 +90,30 @@ def gpus(sys: Path = SYS) -> list[Gpu]:
         return []
     query = [program, "--query-gpu=index,name,memory.total,pci.bus_id,uuid", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True)
+        done, listed = (
+            subprocess.run(asked, capture_output=True, text=True, timeout=QUERY_S, check=True)
+            for asked in (query, [program, "-L"])
+        )
     except (OSError, subprocess.SubprocessError):
         return []  # a driver that does not answer offers no GPU; `doctor` says why
-    return [read_gpu(row, sys) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True)]
+    found = [read_gpu(row, sys) for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True)]
+    return with_slices(found, listed.stdout)
+
+
+def with_slices(cards: list[Gpu], listed: str) -> list[Gpu]:
+    """The same with the slices of a GPU (MIG) in its place, by `nvidia-smi -L`: programs cannot use it whole then."""
+    of: dict[str, list[tuple[float, str]]] = {}
+    for line in listed.splitlines():
+        if found := re.search(r"\(UUID: (GPU-[\w-]+)\)", line):
+            slices = of.setdefault(found[1], [])
+        elif found := re.search(r"MIG \S*\.(\d+)gb\S* .*\(UUID: (MIG-[\w-]+)\)", line):
+            slices.append((float(found[1]) * 1e9, found[2]))
+    parts = [
+        part
+        for card in cards
+        for part in [replace(card, memory_bytes=size, uuid=uuid) for size, uuid in of.get(card.uuid, ())] or [card]
+    ]
+    return [replace(part, index=index) for index, part in enumerate(parts)]
 
 
 def read_gpu(row: list[str], sys: Path) -> Gpu:

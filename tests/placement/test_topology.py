@@ -110,13 +110,42 @@ def test_a_gpu_is_read_from_the_drivers_answer(tmp_path):
     assert discovery.model_of("NVIDIA GeForce RTX 4090") == "4090"
 
 
+LISTED = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa-1)
+  MIG 3g.40gb     Device  0: (UUID: MIG-bbbb-1)
+  MIG 1g.10gb+me  Device  1: (UUID: MIG-bbbb-2)
+GPU 1: NVIDIA A16-4Q (UUID: GPU-cccc-1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, ["MIG-bbbb-1", "MIG-bbbb-2", "GPU-cccc-1"]),
+        ("MIG-bbbb-2,1", ["MIG-bbbb-2", "GPU-cccc-1"]),
+        ("MIG-bbbb-1", ["MIG-bbbb-1"]),
+        ("MIG-bbbb", []),  # of two
+        ("MIG-dddd,1", []),
+    ],
+)
+def test_slices_and_virtual_gpus_are_devices_of_their_own_by_uuid(chosen, names, tmp_path):
+    """An H100 in two slices, whose own number names none of them, and a virtual A16."""
+    h100 = discovery.read_gpu(["0", "NVIDIA H100 80GB HBM3", "81559", "00000000:3B:00.0", "GPU-aaaa-1"], tmp_path)
+    a16 = discovery.read_gpu(["1", "NVIDIA A16-4Q", "4096", "00000000:02:01.0", "GPU-cccc-1"], tmp_path)
+    found = discovery.visible(discovery.with_slices([h100, a16], LISTED), chosen)
+    assert [gpu.cuda_name for gpu in found] == names and [gpu.index for gpu in found] == list(range(len(names)))
+    sizes = {"MIG-bbbb-1": 40e9, "MIG-bbbb-2": 10e9, "GPU-cccc-1": 4096 * 2**20}
+    assert [gpu.memory_bytes for gpu in found] == [sizes[name] for name in names]
+    assert discovery.with_slices([h100, a16], "") == [h100, a16]
+
+
 SMI = """#!/bin/sh
 echo "0, NVIDIA L4, 23034, 00000000:3B:00.0, GPU-0000aaaa"
 echo "1, NVIDIA H100 80GB HBM3, 81559, 00000000:5E:00.0, GPU-1111bbbb"
 """
 ON_A_NODE = """
 import os, subprocess, sys
-look = "from embodied.system.discovery import on_ray_node; print(on_ray_node(1).gpus)"
+look = "from embodied.system.discovery import on_ray_node; print(on_ray_node(1, 1).gpus)"
 subprocess.run([sys.executable, "-c", look], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=True)
 """
 

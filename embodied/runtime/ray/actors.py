@@ -51,6 +51,7 @@ from embodied.runtime.processes import (
 from embodied.runtime.ray import guard
 from embodied.runtime.ray.nodes import Connection, RayNode, last_words, move, run_on
 from embodied.runtime.ray.object_store import Stored, decode, encode, pack_message, unpack_message
+from embodied.runtime.ray.reservation import Reservation
 
 if TYPE_CHECKING:
     from embodied.runtime.backend import Events
@@ -100,10 +101,18 @@ class RayBackend(Processes):
         address: str | None = None,
         modules: Sequence[str] = (),
         start_s: float = START_S,
+        plans: Sequence[HostPlan] = (),
     ) -> None:
         self._lives = itertools.count(1)
         self._stopping = False
         self._connection = Connection(address, modules, start_s)
+        self._reservation: Reservation | None = None
+        if address is not None:  # a private cluster has no other programs
+            try:
+                self._reservation = Reservation(plans, self._connection.node)
+            except BaseException:
+                self._connection.close()
+                raise
         super().__init__(run, log_dir and log_dir.absolute(), timeout_s, events, encode, decode)
         once = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         self._actor_class = ray.remote(**once, concurrency_groups=_ONE_THREAD_EACH)(RayHost)
@@ -156,6 +165,9 @@ class RayBackend(Processes):
     # Inside
 
     def _close(self) -> None:
+        if self._reservation is not None:
+            with suppress(RayError):
+                self._reservation.free()
         self._connection.close()
 
     def _boot(self, plan: HostPlan, life: int, log: str | None, progress_file: str | None) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class RayNode:
     here: bool  # on the driver's machine: they see the same files and processes
     folder: str  # where Ray keeps its logs
     num_gpus: int = 0
+    num_cpus: int = 0
 
 
 class Connection:
@@ -92,10 +93,11 @@ class Connection:
         """The nodes that are still there."""
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 
-    def ask(self, function: Callable[[int], Any]) -> dict[str, Any]:
-        """Returns what it returns on every node, ours first, given how many GPUs Ray counts there."""
+    def ask(self, function: Callable[[int, int], Any]) -> dict[str, Any]:
+        """Returns what it returns on every node, ours first, given how many GPUs and cores Ray counts there."""
         nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.own.id, node.name))
-        return dict(zip([n.name for n in nodes], answers([(node.id, (node.num_gpus,)) for node in nodes], function)))
+        counts = [(node.id, (node.num_gpus, node.num_cpus)) for node in nodes]
+        return dict(zip([node.name for node in nodes], answers(counts, function), strict=True))
 
     def close(self) -> None:
         if self._ours:
@@ -109,8 +111,8 @@ class Connection:
         with _secret() as secret:
             seen = answers([(node["NodeID"], secret) for node in alive], look)
         for node, (cores, python, here, folder) in zip(alive, seen):
-            gpus = int(node["Resources"].get("GPU", 0))
-            one = RayNode(node["NodeName"], node["NodeID"], cores, python, here, folder, gpus)
+            gpus, cpus = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
+            one = RayNode(node["NodeName"], node["NodeID"], cores[:cpus], python, here, folder, gpus, cpus)
             if node["NodeID"] == own:
                 self.own = one
             if one.name in self._nodes:
@@ -170,9 +172,10 @@ def last_words(exit_file: str, log: str | None) -> tuple[int | None, bytes]:
 
 def join(address: str, modules: Sequence[str]) -> None:
     """The user's own cluster: with the token that the user has, and with our code and the user's for its nodes."""
+    address = address_here() if address == "auto" else address
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        raise ConfigError(f"cluster.address={address}: write host:port, as `ray start --head` prints it")
+        raise ConfigError(f"cluster.address={address}: write auto, or host:port as `ray start --head` prints it")
     if not _answers(host, int(port)):
         raise EmbodiedError(
             f"cluster.address={address}: nothing answers there; is `ray start --head` running, and is the port open?"
@@ -180,6 +183,17 @@ def join(address: str, modules: Sequence[str]) -> None:
     with pack_modules(modules) as folder:
         with _loopback(not _answers(services.get_node_ip_address(), int(port)) and host in ("127.0.0.1", "localhost")):
             _connect(address, {"working_dir": str(folder)})
+
+
+def address_here() -> str:
+    """The address of the Ray that runs on this machine."""
+    try:
+        found = services.canonicalize_bootstrap_address("auto")
+    except (ConnectionError, ValueError):
+        found = None
+    if found is None:
+        raise EmbodiedError("cluster.address=auto: no Ray runs on this machine; start one: `ray start --head`")
+    return found
 
 
 def connect_to_private(cluster: PrivateCluster) -> None:
@@ -206,6 +220,8 @@ def _loopback(only: bool) -> Iterator[None]:
 
 
 def _connect(address: str, runtime_env: dict | None) -> None:
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # of `ray job submit`, which may send a folder of its own
+        os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
     auto_init_hook.enable_auto_connect = False  # else a late Ray call would start a cluster of Ray's own
     Config.initialize("")  # Ray has read the environment when it was imported
     AuthenticationTokenLoader.instance().reset_cache()
