@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from embodied.core import rng
-from embodied.core.arrays import Observation, finite_rows, join_rows, map_obs, num_rows, text_lists
+from embodied.core.arrays import Observation, finite_rows, is_tensor, join_rows, map_obs, num_rows, text_lists
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
-from embodied.policies import make_policy
+from embodied.policies import device_noise, make_policy
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
@@ -49,6 +49,7 @@ class PolicyWorker(Worker):
         self.belongings = DeviceTensors(self.timers)
         self.policy = make_policy(self.config, spec).eval().to(self.device)
         self.noise = self.policy.noise_spec()
+        self.noise_device = self.device if self.device != "cpu" and self.policy.takes_device_noise else ""
         self.action_dim = spec.action.dim
 
     def initial_weights(self, spec: EnvSpec) -> dict[str, Blob]:
@@ -171,8 +172,7 @@ class PolicyWorker(Worker):
         noise = self._noise(asked, rule.stream)
         output = self.policy.act(text_lists(join_rows([request.obs for request in asked])), noise, rule.temperature)
         check_output(output, len(noise), self.action_dim)
-        for what in ("actions", "logprobs", "values"):
-            self._check_finite(what.replace("logprobs", "log-probs"), getattr(output, what))
+        check_finite({"actions": output.actions, "log-probs": output.logprobs, "values": output.values})
         rows = zip(requests, spans([request.rows for request in asked]), strict=True)
         return {i: PolicyOutput(**map_obs(lambda array: array[mine], vars(output))) for i, mine in rows}  # noqa: B023
 
@@ -183,20 +183,28 @@ class PolicyWorker(Worker):
         values = self.policy.value(text_lists(join_rows(list(observations.values()))))
         if list(values.shape) != [sum(counts)]:
             raise WrongShape(f"the policy's values are of shape {list(values.shape)}, it must be one per env row")
-        self._check_finite("values", values)
+        check_finite({"values": values})
         return {i: values[mine] for i, mine in zip(observations, spans(counts), strict=True)}
 
-    def _check_finite(self, what: str, numbers: Array) -> None:
-        if not (finite := finite_rows(numbers)).all():
-            rows = np.flatnonzero(~finite)
-            raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()}")
-
-    def _noise(self, requests: list[ActRequest], stream: str) -> np.ndarray:
-        draw = rng.normal if self.noise.kind == "normal" else rng.uniform
+    def _noise(self, requests: list[ActRequest], stream: str) -> Array:
         episodes, decisions = (
             np.concatenate(part) for part in zip(*((r.episodes, r.decisions) for r in requests), strict=True)
         )
-        return draw(self.seed, f"act/{stream}", episodes, decisions, self.noise.width)
+        key = (self.seed, f"act/{stream}", episodes, decisions, self.noise.width)
+        if self.noise_device:
+            return device_noise.draw(self.noise.kind, *key, self.noise_device)
+        return (rng.normal if self.noise.kind == "normal" else rng.uniform)(*key)
+
+
+def check_finite(numbers: dict[str, Array]) -> None:
+    """Raise where a policy's numbers are NaN or infinite. If all are finite, one number leaves their device."""
+    tensors = [each for each in numbers.values() if is_tensor(each)]
+    fine = not tensors or bool(torch.stack([each.isfinite().all() for each in tensors]).all())
+    for what, each in numbers.items():
+        if fine and is_tensor(each):
+            continue
+        if len(rows := np.flatnonzero(~finite_rows(each))):
+            raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()}")
 
 
 def check_output(output: PolicyOutput, num: int, dim: int) -> None:

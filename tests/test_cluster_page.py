@@ -332,7 +332,9 @@ def test_a_lost_machine_with_a_learner_is_named_and_the_run_goes_on_from_the_new
             late.cancel()
     assert process.returncode == 0, said
     (line,) = [line for line in said if "is started again with all workers" in line]
-    assert re.search(r"^learner-1 is .* from v00000\d: its process was lost with node node2 of the cluster", line), line
+    assert re.search(r"^learner-\d is .* from v00000\d: its process was lost with node node2 of the cluster", line), (
+        line
+    )
     (run,) = (tmp_path / "runs").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == list(range(1, 9))

@@ -31,6 +31,7 @@ class VLAPolicy(PublishedPolicy):
     """A published policy that sees images and is given an instruction. A family implements `imitate_actions`,
     `vision_encoder` and `unit_state`."""
 
+    takes_device_noise = True
     any_image_size = True
     value_names = ("value_head.",)
     tokenizers: tuple[Callable[..., Tokenizer], Callable[..., Tokenizer]]  # of a published folder; of a small model

@@ -1,0 +1,57 @@
+"""The CPU stands in for the device: what is computed there is computed from the same integers."""
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from embodied.core import rng
+from embodied.core.conversations import SamplingRule
+from embodied.core.types import ActionSpec, ActRequest, EnvSpec
+from embodied.policies import device_noise, make_policy
+from embodied.policies.config import MLPConfig
+from embodied.policies.worker import PolicyWorker
+from embodied.runtime import Timers
+
+EPISODES, DECISIONS = np.array([0, 4, 2**40 + 9, 2**33, 7]), np.array([0, 3, 2**31, 7, 12345])
+
+
+def test_a_device_draws_the_uniform_numbers_of_the_host_bit_for_bit_and_normal_ones_nearly():
+    for seed, width in ((0, 1), (5, 7), (2**40 + 3, 8)):
+        for kind in ("uniform", "normal"):
+            arguments = (seed, "act/train", EPISODES, DECISIONS, width)
+            theirs = getattr(rng, kind)(*arguments)
+            ours = device_noise.draw(kind, *arguments, "cpu").numpy()
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=0 if kind == "uniform" else 1e-13)
+            assert ours.shape == (len(EPISODES), width)
+
+
+def test_philox_of_tensors_gives_the_published_vectors():
+    counters = tuple(torch.tensor([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]).split(1))
+    found = [int(word) for word in device_noise.philox(counters, (0xA4093822, 0x299F31D0))]
+    assert found == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+class CountedReads(TorchDispatchMode):
+    """Counts the numbers that Python reads from tensors: on a GPU each waits for all work before it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_policy_on_a_device_reads_one_number_a_decision_and_decides_as_with_the_noise_of_the_host():
+    worker = PolicyWorker(MLPConfig(dtype="float64"), seed=3)
+    worker.timers = Timers()
+    spec = EnvSpec(ActionSpec(2), state_dim=4, max_episode_steps=9)
+    worker.build(spec)
+    worker.policy = make_policy(worker.config, spec, 3).eval()
+    obs = {"state": torch.arange(20.0, dtype=torch.float64).view(5, 4) / 20}
+    request = ActRequest("sim-0/0#1", 0, obs, EPISODES, DECISIONS)
+    by_host = worker._act({0: request}, SamplingRule())[0]
+    worker.noise_device = "cpu"
+    with CountedReads() as reads:
+        by_device = worker._act({0: request}, SamplingRule())[0]
+    torch.testing.assert_close(by_device.actions, by_host.actions, rtol=0, atol=1e-13)
+    assert reads.count == 1
