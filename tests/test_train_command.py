@@ -204,9 +204,8 @@ def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(fi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inline", "local"])
-def test_a_process_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call, backend):
-    process = start("train", *tiny(f"cluster.backend={backend}", "run.iterations=60"), cwd=tmp_path)
+def test_a_process_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call):
+    process = start("train", *tiny("cluster.backend=local", "run.iterations=60"), cwd=tmp_path)
     read_until(process, "iteration 3/60")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)

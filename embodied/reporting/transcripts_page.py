@@ -14,7 +14,6 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from embodied.core.conversations import is_content, parts_of
-from embodied.core.pictures import PictureError, data_url, load_picture, shown
 from embodied.core.types import EpisodeResult
 from embodied.reporting.html import Html, join, tag
 from embodied.reporting.results import check
@@ -195,6 +194,8 @@ def contents(message: Any) -> list[Html]:
 @lru_cache(MOST_SAMPLES)
 def picture(name: str) -> Html:
     """A picture within the page, made small; its name where it cannot be loaded."""
+    from embodied.core.pictures import PictureError, data_url, load_picture, shown
+
     try:
         pixels = load_picture(name)
     except PictureError as err:

@@ -56,7 +56,7 @@ def test_help_and_a_mistakes_answer_cost_little_more_than_the_libraries_they_nee
         assert min(probe(work)["cpu_s"] for _ in range(3)) < 6 * without_us, argv
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["train", "serve"])  # what answers stands in embodied/__init__.py, for all
 def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
     (tmp_path / "yaml.py").write_text(SLOW_IMPORT)
     ours = [sys.executable, "-m", f"embodied.{command}", "--help"]
@@ -117,14 +117,3 @@ def test_a_word_after_help_picks_the_keys_that_it_names(words, keys, not_keys, c
     assert load(["--help", *words]) is None
     named = {line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"  \S", line)}
     assert keys <= named and not not_keys & named
-
-
-def test_a_word_that_names_nothing_is_answered_in_words(capsys):
-    load(["--help", "gamms"])
-    assert capsys.readouterr().out == "no key of train has 'gamms' in its name or meaning, did you mean 'algo.gamma'?\n"
-
-
-def test_recipes_are_shown_by_family(capsys):
-    load(["--help", "recipe"])
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[:2] == ["toys", "gym_ppo,"] for line in lines)

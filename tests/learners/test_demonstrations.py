@@ -13,10 +13,6 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.datasets import RecordedEpisode
 from embodied.learners.bc import DemoImages, Demonstrations, next_keyframes, sft_factor
-from embodied.learners.model import PolicyOptimizer
-from embodied.policies import make_policy
-from embodied.policies.config import MLPConfig
-from embodied.runtime.collective import Alone
 
 SPEC = EnvSpec(ActionSpec(2), state_dim=3, images={"a": (16, 16, 3), "b": (8, 4, 3)}, instruction=True)
 
@@ -124,22 +120,3 @@ def test_learning_rates_by_hand():
 def test_options_that_cannot_hold_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason):
         SFTConfig(**options)
-
-
-def test_the_optimizer_is_torchs_adamw():
-    config = SFTConfig(lr=0.1, adam_betas=(0.8, 0.95), weight_decay=0.3, max_grad_norm=None)
-    spec = EnvSpec(ActionSpec(2), state_dim=3)
-    ours, theirs = (make_policy(MLPConfig(hidden=(4,)), spec, 0) for _ in range(2))
-    optimizer = PolicyOptimizer(ours, config, Alone())
-    trained = [p for name, p in theirs.named_parameters() if not name.startswith(theirs.value_names)]
-    adamw = torch.optim.AdamW(trained, lr=0.1, betas=(0.8, 0.95), eps=config.adam_eps, weight_decay=0.3)
-    for step in range(3):
-        for policy in (ours, theirs):
-            draw = torch.Generator().manual_seed(step)
-            for p in policy.parameters():
-                p.grad = torch.randn(p.shape, generator=draw)
-        _, norm = optimizer.exchange(torch.zeros(1))
-        optimizer.step(norm, 1.0)
-        adamw.step()
-    for name, p in theirs.named_parameters():
-        torch.testing.assert_close(dict(ours.named_parameters())[name], p, atol=1e-6, rtol=0)

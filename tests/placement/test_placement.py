@@ -63,52 +63,21 @@ def test_numbers_count_the_cores_the_run_may_use():
     assert [(host.cores, host.threads) for host in plan.hosts] == [((4,), 1), ((9,), 1), ((4, 9), 2)]
 
 
+APART = {"sim": "cpu:0", "policy": "cpu:0", "learner": "cpu:0"}
+
+
 @pytest.mark.parametrize(
     ("placement", "num_envs", "stages", "answer"),
     [
-        (
-            {"sim,policy": "cpu:0-3*2", "learner": "cpu:0"},
-            8,
-            1,
-            "cpu:2-3 is not there: this run may use 2 cores, cpu:0-1",
-        ),
-        (
-            {"sim,policy": "cpus:0", "learner": "cpu:0"},
-            8,
-            1,
-            "cpus:0 is not there: devices are arm, cpu, fake, gpu,",
-        ),
-        ({"sim,policy": "gpu:1", "learner": "cpu:0"}, 8, 1, "gpu:1 is not there: this run may use gpu:0"),
-        (
-            {"sim,policy": "cpu:0", "learner": "gpu:0,cpu:0"},
-            8,
-            1,
-            "'learner' is on cpu and on gpu; its workers",
-        ),
-        ({"sim": "arm:0*2", "policy": "cpu:0", "learner": "cpu:0"}, 8, 1, "two sim workers are on arm:0"),
-        ({"sim,policy": "n1/cpu:0", "learner": "cpu:0"}, 8, 1, "names the node 'n1'"),
-        (
-            {"sim,policy": "cpu:0-1*2", "learner": "cpu:0"},
-            63,
-            1,
-            "does not divide among 2 sim workers; env.num_envs=62 or env.num_envs=64 does",
-        ),
-        ({"sim,policy": "cpu:0-1*2", "learner": "cpu:0"}, 6, 2, "2 sim workers x pipeline.stages=2 = 4 parts"),
-        (
-            {"sim,policy": "cpu:0", "learner": "cpu:0-1*2"},
-            1,
-            1,
-            "2 learners share env.num_envs=1, so 1 would have none",
-        ),
-        (
-            {"sim": "cpu:0", "policy": "cpu:0-1*2", "learner": "cpu:0"},
-            8,
-            1,
-            "so 1 would have no work",
-        ),
+        (APART | {"sim": "cpus:0"}, 8, 1, "cpus:0 is not there: devices are arm, cpu, fake, gpu,"),
+        (APART | {"learner": "gpu:0,cpu:0"}, 8, 1, "'learner' is on cpu and on gpu; its workers"),
+        (APART | {"sim": "arm:0*2"}, 8, 1, "two sim workers are on arm:0"),
+        (APART | {"sim": "cpu:0-1*2"}, 6, 2, "2 sim workers x pipeline.stages=2 = 4 parts"),
+        (APART | {"learner": "cpu:0-1*2"}, 1, 1, "2 learners share env.num_envs=1, so 1 would have none"),
     ],
 )
 def test_explicit_plans_that_cannot_hold_show_the_arithmetic(placement, num_envs, stages, answer):
+    """Others: tests/placement/test_bad_placements.py."""
     with pytest.raises(PlacementError) as caught:
         make_plan(placement, Topology((machine(TWO, 1, "arm:0"),)), num_envs, stages)
     assert answer in str(caught.value)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from embodied import doctor
-from embodied.doctor import CHECKS, Finding, describe, examine, main
+from embodied.doctor import CHECKS, Finding, examine
 from embodied.envs.config import ENV_CONFIGS
 from embodied.system.machine import Done, Machine
 
@@ -283,15 +283,6 @@ def test_ctrl_c_ends_the_checks_that_run(tmp_path):
         process.send_signal(signal.SIGINT)
         assert process.wait(30)
     os.close(reader)
-
-
-def test_lines_say_state_check_and_fix():
-    assert describe(Finding("disk", "failed", "full", "rm x")).split() == ["failed", "disk", "full", "fix:", "rm", "x"]
-
-
-def test_an_unknown_argument_is_refused(capsys):
-    assert main(["--jsno"]) == 2
-    assert "--json" in capsys.readouterr().err
 
 
 def test_a_process_that_hangs_is_ended_with_what_it_started(tmp_path):

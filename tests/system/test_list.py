@@ -137,9 +137,3 @@ def test_an_unknown_word_is_refused_with_what_there_is(capsys):
     unlike, near = capsys.readouterr().err.splitlines()
     assert "zzz: no such list; there are recipes, envs, tasks, policies" in unlike
     assert "receipts: no such list, did you mean 'recipes'? there are recipes" in near
-
-
-def test_a_reader_that_has_seen_enough_is_no_error():
-    command = ["sh", "-c", '"$0" -m embodied.list | head -1', sys.executable]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-    assert done.stdout.startswith("recipes") and done.stderr == ""
