@@ -53,7 +53,7 @@ class Request:
     tokens: Sequence[int]  # the whole stream so far, continued verbatim
     max_tokens: int  # of the answer
     episode: int  # with a token's index in the stream it keys the token's noise
-    sampling: Sampling | None = None  # None: as the round says; only our own engine knows others
+    sampling: Sampling | None = None  # None: as the round says
     pictures: Sequence[str] = ()  # that the tokens show
     keep: bool = False  # whether another request may follow that begins with these tokens and their answer
 

@@ -94,7 +94,10 @@ class HTTPEngine(Engine):
             return
         number, self.added = self.added, self.added + 1
         self.asked[number] = request
-        body = body_of(request, most, self.stops, *self.round)
+        how = self.round
+        if own := request.sampling:
+            how = own.seed, own.stream.removeprefix("act/"), own.rule
+        body = body_of(request, most, self.stops, *how)
         self.loop.call_soon_threadsafe(self.pool.put, number, PooledRequest(request, body))
 
     def step(self) -> list[Answer]:

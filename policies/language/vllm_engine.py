@@ -105,7 +105,8 @@ class VLLMEngine(Engine):
         if (most := self.longest_answer(request)) <= 0:
             self.ended.append(unanswered(request))
             return
-        seed, stream, rule = self.round
+        own = request.sampling
+        seed, stream, rule = (own.seed, own.stream, own.rule) if own else self.round
         name, self.added = str(self.added), self.added + 1
         self.writing[name] = Writing(request)
         settings = self.sampling(

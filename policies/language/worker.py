@@ -187,7 +187,6 @@ class LanguageWorker(PolicyWorker):
         """None: that of the round."""
         if override is None:
             return None
-        assert self.config.engine == "transformers", "others know only the sampling of the round"
         return Sampling(self.seed, f"act/{override.stream}", override, frozenset(self.policy.tokenizer.stops))
 
     def _step(self, version: int, show: bool) -> list[tuple[str, Completion]]:

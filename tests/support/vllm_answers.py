@@ -8,12 +8,14 @@ while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
 import json
 import os
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
 from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3, qwen3_moe
 
 from embodied.core.conversations import SamplingRule
+from embodied.policies.language.engine import Sampling
 from embodied.policies.language.vllm_engine import SETTINGS, memory_of
 
 MODELS = {"tied": lambda: qwen3(tied=True), "untied": qwen3, "experts": qwen3_moe}
@@ -84,6 +86,10 @@ def main(kind):
     engine.load(weights_of(model), 1)
     said["greedy"] = answered(answers(engine, ASKED, temperature=0))
     said["narrow"] = [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6})]
+    greedy = Sampling(0, "act/eval", SamplingRule(0.0), frozenset({STOP}))
+    beside = [replace(one, sampling=greedy if place % 2 else None) for place, one in enumerate(ASKED)]
+    engine.begin(1, 0, "train", SamplingRule())
+    said["beside"] = answered(drained(engine, beside))
     said["greedy_of_ours"] = answered(answers(engine_of(model, max_length=256), ASKED, temperature=0))
     said["first"], said["again"] = (answered(answers(engine, ASKED)) for _ in range(2))
     said["slept"] = slept(engine, model)

@@ -7,12 +7,15 @@ import sys
 
 import numpy as np
 import pytest
+from served_language import SECRET, served
 from talking_runs import program
+from tiny_language import build
 
 from embodied import evaluate, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.policies.policy_folder import read_weights
+from embodied.serving.config import TOKEN
 from embodied.workflows.evaluator import Evaluator
 from embodied.workflows.rl_loop import EmbodiedLoop
 
@@ -75,6 +78,22 @@ def test_it_finds_the_same_and_changes_no_training(whole, alone, options, tmp_pa
     assert equal(final_weights(run), final_weights(whole))
 
 
+def test_with_servers_it_finds_the_same(whole, alone, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    models = [build(preset="tiny_gpt2", dtype="float64", max_running=4, seed=seed) for seed in (7, 8)]
+    with served(models[0], tmp_path) as one, served(models[1], tmp_path) as other:
+        options = [
+            "policy.engine=http",
+            f"policy.url=[{one.url}, {other.url}]",
+            f"policy.weights={tmp_path / 'weights'}",
+        ]
+        run = run_of(tmp_path / "runs", BESIDE, *options)
+    assert alone == [(3, 6)]
+    for version in ("v000001", "v000002", "v000003"):
+        turns = [[one["answer"] for one in line["turns"]] for line in found(run / "eval" / version)[0]]
+        assert turns == [[one["answer"] for one in line["turns"]] for line in found(whole / "eval" / version)[0]]
+
+
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
 def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tmp_path):
     """Greedy answers, beside those of training that are drawn."""
@@ -126,7 +145,6 @@ def test_where_a_sim_dies_what_it_held_is_played_by_itself(whole, tmp_path):
     ("arguments", "answer"),
     [
         (["recipe=pointmass_grpo", "run.eval_every=1"], "a robot's sims step all their envs together"),
-        (["recipe=sums_grpo", "policy.engine=vllm"], "policy.engine=transformers promises, not vllm"),
         (["recipe=sums_grpo", "run.eval_every=null"], "has no effect without run.eval_every"),
     ],
 )

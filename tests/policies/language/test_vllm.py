@@ -58,6 +58,12 @@ def test_the_likeliest_token_alone_is_drawn_where_the_rule_keeps_no_other(said):
 
 
 @needs_vllm
+def test_greedy_answers_beside_drawn_ones_are_those_of_a_greedy_round(said):
+    for place, (key, answer) in enumerate(said["beside"].items()):
+        assert (answer == said["greedy"][key]) == bool(place % 2)
+
+
+@needs_vllm
 def test_a_round_that_is_repeated_writes_the_same(said):
     assert said["first"] == said["again"]
     assert len({tuple(tokens) for tokens, *_ in said["first"].values()}) > 5  # every conversation has noise of its own
