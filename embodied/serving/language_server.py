@@ -7,6 +7,7 @@ the server itself, its weights or whether it answers, needs the token always.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -313,10 +314,13 @@ class LanguageServer:
             if request.transport is not None:
                 request.transport.abort()
             return response
+        except ConnectionResetError:  # the client is gone
+            return response
         finally:
             for future in done:
                 future.cancel()
-        await response.write(b"data: [DONE]\n\n")
+        with contextlib.suppress(ConnectionResetError):
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     def part(

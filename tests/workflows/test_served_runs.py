@@ -1,12 +1,16 @@
 """Runs whose answers come from a server: token by token those of runs that answer themselves, and what a user sees when
 the server ends."""
 
+import asyncio
 import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from served_language import SECRET, served
@@ -46,6 +50,55 @@ def test_a_run_through_a_server_takes_the_same_steps(schedule, tmp_path):
             assert far(run.weights(), weights) < 1e-10
     for _, row in rows:
         assert row.get("train/logprob_gap", 0.0) < 1e-6 and row["engine/asked_again"] == row["engine/unusable"] == 0
+
+
+async def many_clients(url, stop, answers):
+    """50 of OpenAI's clients: some read their answers, some leave in the middle of a stream, some while they wait."""
+    openai = pytest.importorskip("openai", reason="comes with vLLM")
+
+    async def ask(client, number):
+        asked = {"model": "m", "prompt": f"{number}", "max_tokens": 24, "seed": number}
+        while not stop.is_set():
+            if number % 3 == 0:
+                stream = await client.completions.create(**asked, stream=True)
+                async for _ in stream:
+                    break
+                await stream.close()
+            elif number % 3 == 1:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(client.completions.create(**asked), 0.05)
+            else:
+                found = await client.completions.create(**asked)
+                answers.setdefault((number, found.policy_version), set()).add(found.choices[0].text)
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=SECRET, max_retries=0, timeout=300) as client:
+        await asyncio.gather(*(ask(client, number) for number in range(50)))
+
+
+def test_fifty_clients_that_come_and_go_change_nothing_in_a_run_on_their_server(tmp_path):
+    with Talk(tmp_path / "own", placement=ONE_OF_EACH) as run:
+        want, weights = run.some(2), run.weights()
+    answers, stop = {}, threading.Event()
+    model = build(preset="tiny_gpt2", dtype="float64", max_running=8, seed=7)
+    with served(model, tmp_path) as server, ThreadPoolExecutor(1) as pool:
+        clients = pool.submit(asyncio.run, many_clients(server.url, stop, answers))
+        try:
+            with Talk(tmp_path / "served", *at(server, tmp_path), placement=ONE_OF_EACH) as run:
+                assert told(run.some(2)) == told(want)
+                assert far(run.weights(), weights) < 1e-10
+        finally:
+            stop.set()
+        clients.result(300)
+        until(lambda: not (server.generation.writing or server.generation.waiting or server.active))
+    assert len({version for _, version in answers}) > 1 and len(answers) > 16
+    assert all(len(texts) == 1 for texts in answers.values())  # by question and version
+
+
+def until(true):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
