@@ -5,6 +5,7 @@ A server may join, leave, die, be started again, or be given other weights by so
     it has other weights         it takes no requests until it has loaded those that are wanted
     a request fails there        that request waits again, and the server takes none until it was looked at
     it cannot be reached         all its requests wait again; it is asked for, until it is back
+    it has become very slow      its last requests wait again, once other servers have nothing left to do
     its log-probs are wrong      all its requests wait again, with the answers that were not released; it stays out
 
 An answer is released once its server's log-probs were compared with the learner's (`compare`), so nothing that a
@@ -35,9 +36,11 @@ from embodied.policies.language.weight_folder import WeightFolder
 AT_FIRST_S = 5.0  # that a worker waits for servers which are not there when it begins
 SHORTEST_S, LONGEST_S = 0.1, 5.0  # between two attempts
 WATCH_S = 5.0  # after which a server that answers is asked whether it still has the wanted weights
+PATIENCE = 4.0  # times as long as the longest answer of other servers, a request may take where these are idle
 CHANGES = 5  # of a server's weights by others, within one version of ours
 JUDGED_TOKENS = 32  # over which the mean gap of a server is taken, at least
 RATIO, SMALL = 10.0, 1e-3  # a mean gap so many times that of the other servers is too large, if it is above SMALL
+COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers")
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
 
@@ -123,6 +126,8 @@ class PooledServer:
     loads: int = 0  # of the wanted weights
     doubt: asyncio.Event = field(default_factory=asyncio.Event)  # whether it has the wanted weights
     calls: dict[int, asyncio.Task] = field(default_factory=dict)  # by request
+    asked_at: dict[int, float] = field(default_factory=dict)  # by request
+    longest_s: float = 0.0  # that an answer has taken
     unreleased: dict[int, Any] = field(default_factory=dict)  # answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
     speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
@@ -156,7 +161,7 @@ class ServerPool:
         self.wanted = ""  # the name of the weights that are to answer
         self.named, self.joined = asyncio.Event(), asyncio.Event()
         self.keepers: list[asyncio.Task] = []
-        self.totals = dict.fromkeys(("asked_again", "unusable", "outages", "dropped_servers"), 0)
+        self.totals = dict.fromkeys(COUNTED, 0)
 
     @property
     def single(self) -> bool:
@@ -308,11 +313,26 @@ class ServerPool:
                 await asyncio.wait_for(server.doubt.wait(), WATCH_S)
                 return
             except TimeoutError:
+                self.move_stragglers(server)
                 has = await server.remote.weights(self.away_s)
                 if not has:
                     await server.remote.look()
                 elif not (has == self.wanted or (self.folder is None and same_numbers(has, self.wanted))):
                     return
+
+    def move_stragglers(self, server: PooledServer) -> None:
+        """Requests that take this server much longer than others ever took wait again, where these have nothing to
+        do."""
+        idle = [s for s in self.servers if s.takes and not s.calls and s.longest_s]
+        if self.queue.waiting or not idle:
+            return
+        since = time.monotonic() - PATIENCE * max(one.longest_s for one in idle)
+        for number in [number for number, began in server.asked_at.items() if began < since]:
+            server.calls.pop(number).cancel()
+            self.queue.kept_by[self.queue.taken[server.name][number].conversation] = idle[0].name
+            self.queue.give_back(number)
+            self.totals["moved"] += 1
+        self.hand_out()
 
     def lose(self, server: PooledServer, err: Exception) -> None:
         """It cannot be reached: all its requests wait again."""
@@ -369,6 +389,7 @@ class ServerPool:
     def take_from(self, server: PooledServer) -> None:
         """Have its requests wait again; nothing that it still says about them is heard."""
         calls, server.calls, server.unreleased = server.calls, {}, {}
+        server.asked_at.clear()
         for call in calls.values():
             call.cancel()
         for number in [*self.queue.taken.get(server.name, ())]:
@@ -399,6 +420,7 @@ class ServerPool:
 
     async def ask(self, server: PooledServer, number: int, request: PooledRequest) -> None:
         began, remote = time.monotonic(), server.remote
+        server.asked_at[number] = began
         try:
             found = read_answer(await remote.ask(request.body | {"model": remote.model}))
             check_tokens(found, request.body["max_tokens"], self.settings["vocab_size"])
@@ -412,11 +434,13 @@ class ServerPool:
             self.refuse(server, err if isinstance(err, EmbodiedError) else EmbodiedError(f"{server.name}: {err}"))
             return
         finally:
-            server.calls.pop(number, None)
+            if server.calls.get(number) is asyncio.current_task():  # else it was taken from the server meanwhile
+                del server.calls[number], server.asked_at[number]
         if not found.dropped and (found.finish == "abort" or (has and not same_numbers(has, self.wanted))):
             self.ask_again(server, number)
             return
         server.pause = SHORTEST_S
+        server.longest_s = max(server.longest_s, time.monotonic() - began)
         self.totals["unusable"] += bool(found.dropped)
         server.speed.wrote(len(found.tokens), time.monotonic(), bool(self.queue.waiting))
         self.done.put((server, number, found))

@@ -12,6 +12,7 @@ from tiny_language import build
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
+from embodied.policies.language import server_pool
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.server_pool import GapRecord, WritingSpeed, rooms
 from embodied.policies.language.weight_folder import WeightFolder
@@ -122,6 +123,23 @@ def test_a_server_that_lies_is_named_within_32_tokens(policy, tmp_path, capsys):
         falsify(servers[0])
         with pytest.raises(EmbodiedError, match=f"{servers[0].url}: the log-probs of its answers differ"):
             answers(engine, ASKED)
+
+
+def test_what_a_server_that_has_stopped_keeps_is_answered_by_others(policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(server_pool, "WATCH_S", 0.1)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(served(of_other_weights(), tmp_path)) for _ in range(2)]
+        engine = stack.enter_context(engine_of(policy, servers, tmp_path))
+        engine.load(policy.state_dict(), 1)
+        until(lambda: servers[0].generation.version == servers[1].generation.version == 1)
+
+        def stop(count):
+            if count == 20:
+                monkeypatch.setattr(servers[0].generation.engine, "step", lambda: time.sleep(0.01) or [])
+
+        check_same(answers(engine, ASKED, stop), policy)
+        assert engine.metrics()["moved"] > 0
+        until(lambda: not servers[0].generation.writing)
 
 
 def test_a_server_that_does_not_see_the_folder_is_sent_the_weights(policy, tmp_path, monkeypatch):
