@@ -40,6 +40,7 @@ PLUGINS = {
     "pictures": "embodied.envs.text.picture_questions:PictureQuestions",
     "reverse_text": "embodied.envs.text.reverse_text:ReverseText",
     "math": "embodied.envs.text.math:Math",
+    "mixture": "embodied.envs.text.mixture:Mixture",
     "reasoning_gym": "embodied.envs.text.reasoning_gym:ReasoningGym",
     "verifiers": "embodied.envs.text.verifiers:Verifiers",
     "gym": "embodied.envs.gym.env:GymEnv",

@@ -18,6 +18,7 @@ from embodied.envs.pointmass.config import PointMassConfig
 from embodied.envs.robosuite.config import RobosuiteConfig
 from embodied.envs.text.config import (
     MathConfig,
+    MixtureConfig,
     PicturesConfig,
     ReasoningGymConfig,
     ReverseTextConfig,
@@ -70,6 +71,7 @@ EnvConfig = Annotated[
     | Annotated[PicturesConfig, Tag("pictures")]
     | Annotated[ReverseTextConfig, Tag("reverse_text")]
     | Annotated[MathConfig, Tag("math")]
+    | Annotated[MixtureConfig, Tag("mixture")]
     | Annotated[ReasoningGymConfig, Tag("reasoning_gym")]
     | Annotated[VerifiersConfig, Tag("verifiers")]
     | Annotated[GymConfig, Tag("gym")]

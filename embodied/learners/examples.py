@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from embodied.core.conversations import Said, in_words, is_content
 from embodied.core.errors import ConfigError
-from embodied.core.files import reading
+from embodied.core.rows import read_rows
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
+from embodied.envs.text.math import INSTRUCTION
 
 Example = tuple[tuple[Said, str], ...]  # what the env said and the right answer, turn after turn
 ROLES = ("system", "user", "assistant")
-LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" in place of "prompt"'
+LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" or a "question" in place of "prompt"'
 
 
 def solved(config: Any, seed: int, numbers: range) -> list[Example]:
@@ -59,30 +58,29 @@ def shown(said: Said) -> str:
 
 
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
-    """The first `count` examples of a JSONL file, or all: a line each."""
-    with reading(path, ConfigError, f"sft.data is JSONL, {LINES}"), path.open(encoding="utf-8") as file:
-        found = list(islice(examples(file), count))
-    if not found:
-        raise ConfigError(f"{path} holds no examples; sft.data is JSONL, {LINES}")
-    return found
+    """The first `count` examples of a data set, or all: a row each."""
+    try:
+        if found := [example_of(row, where) for where, row in islice(read_rows(path), count)]:
+            return found
+    except ConfigError as err:
+        raise ConfigError(f"{err}; sft.data is JSONL or parquet, {LINES}") from None
+    raise ConfigError(f"{path} holds no examples; sft.data is JSONL or parquet, {LINES}")
 
 
-def examples(lines: Any) -> Iterator[Example]:
-    """The example of every line that is not empty."""
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            content = json.loads(line)
-            yield ((said_in(content), text_in(content, "answer")),)
-        except (ValueError, TypeError) as err:
-            raise ValueError(f"line {number}: {err}") from None
+def example_of(row: dict[str, Any], where: str) -> Example:
+    try:
+        return ((said_in(row), text_in(row, "answer")),)
+    except (ValueError, TypeError) as err:
+        raise ConfigError(f"{where}: {err}") from None
 
 
 def said_in(content: Any) -> Said:
-    """The text of a line's prompt or messages."""
-    if not isinstance(content, dict) or ("prompt" in content) == ("messages" in content):
-        raise ValueError('it should have either "prompt" or "messages"')
+    """The text of a row's prompt or messages, or its question as env.name=math asks it."""
+    asked = [key for key in ("prompt", "messages", "question") if content.get(key) is not None]
+    if len(asked) != 1:
+        raise ValueError('it should have either "prompt" or "messages" or "question"')
+    if asked == ["question"]:
+        return ({"role": "user", "content": f"{text_in(content, 'question')}\n{INSTRUCTION}"},)
     if "prompt" in content:
         return text_in(content, "prompt")
     messages = content["messages"]

@@ -232,11 +232,20 @@ def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, f
     turns, tokens = (sum(getattr(episode, name) for episode in played) for name in ("length", "tokens"))
     if not turns:
         return {}
-    return {
+    found = {
         "text/truncated": sum(bool(episode.truncated) for episode in played) / len(played),
         "text/tokens": tokens / turns,  # an answer, on average
         "text/tokens_per_s": tokens / elapsed_s,
     }
+    by_task: dict[str, list[EpisodeResult]] = {}
+    for episode in played:
+        by_task.setdefault(episode.task, []).append(episode)
+    for task, some in sorted(by_task.items()) if len(by_task) > 1 else ():
+        found[f"task/{task}/conversations"] = len(some)
+        found[f"task/{task}/success"] = sum(bool(episode.success_once) for episode in some) / len(some)
+        found[f"task/{task}/return"] = sum(episode.total_reward for episode in some) / len(some)
+        found[f"task/{task}/tokens"] = sum(episode.tokens for episode in some) / len(some)
+    return found
 
 
 # Metrics, in metrics.jsonl and with other loggers

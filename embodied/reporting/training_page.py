@@ -47,9 +47,17 @@ def text_charts(run: Run) -> list[Html]:
         line_chart("answers cut off", in_both(run, "text/truncated"), (0.0, 1.0), percent),
         line_chart("tokens an answer", in_both(run, "text/tokens"), from_zero=True),
         line_chart("tokens per second", speed, from_zero=True),
+        *task_charts(run),
         *([line_chart("MFU of learners", mfu, show=percent, from_zero=True)] if mfu[0].x else []),
         *tail_charts(read_ends(run.folder), {row["iteration"]: row["env_steps"] for row in run.metrics}),
     ]
+
+
+def task_charts(run: Run) -> list[Html]:
+    """Success by task, where conversations were of several."""
+    keys = sorted({key for row in run.metrics for key in row if key.startswith("task/") and key.endswith("/success")})
+    lines = [curve(run, key, key[5:-8], place) for place, key in enumerate(keys[:COLORS])]
+    return [line_chart("success by task", lines, (0.0, 1.0), percent)] if lines else []
 
 
 def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[Html]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -33,6 +34,7 @@ TOY_TASKS = {  # env.name -> its tasks, the usual one first
         "add2": "37+58=",
         "fewshot_sums": "37 + 8 = after three examples, for models that have read of such things",
         "calc2": "37*58=, where <calc>37*58</calc> asks a calculator",
+        "mul2": "37*58= without one",
     },
     "sort": {"sort4": "sort 98171: of four to six digits"},
     "pictures": {
@@ -49,8 +51,8 @@ class ToyTextConfig(TextConfig):
     )
     task: Tasks = Field(
         "",
-        description="Which one, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2. sort: "
-        "sort4. What they ask: python -m embodied.list tasks",
+        description="Which one, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2, mul2. "
+        "sort: sort4. What they ask: python -m embodied.list tasks",
     )
 
     @classmethod
@@ -101,7 +103,14 @@ class MathConfig(TextConfig):
     name: Literal["math"] = Field(description="Questions from a file, whose boxed answers are compared as mathematics.")
     task: str = Field("math", description="How results name it.")
     file: LocalPath | None = Field(
-        None, description="JSONL, a question a line: {question or prompt or messages, answer or solutions}."
+        None,
+        description="JSONL, parquet or a folder of the package datasets, a question a row: {question or prompt or "
+        "messages, answer or solutions}.",
+    )
+    solve_rate: tuple[float, float] | None = Field(
+        None,
+        description="Train on questions alone whose stored `solve_rate` is between these two, [0.1,0.9] say; null: on "
+        "all.",
     )
     held_out: LocalPath | None = Field(
         None, description="Another such file for evaluations; unset: the first 5% of the questions, at most 500."
@@ -123,6 +132,27 @@ class ReasoningGymConfig(TextConfig, NamedWithKind):
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
         listing = 'python -c "import reasoning_gym.factory as f; print(*sorted(f.DATASETS))"'
         return [("", f"env.name=reasoning_gym:NAME for any NAME of: {listing}")]
+
+
+class MixtureConfig(TextConfig):
+    name: Literal["mixture"] = Field(description="Several text envs in one run (docs/text_envs.md).")
+    task: str = Field("mixture", description="How the mixture is called; results name its envs.")
+    mixture: dict[str, dict[str, Any]] = Field(
+        description="The options of each env by a name for it, its `name` among them, and its `weight` (1): how often "
+        "training asks it, beside the others'."
+    )
+
+    @model_validator(mode="after")
+    def _envs_are_named(self) -> MixtureConfig:
+        if not self.mixture:
+            raise ValueError("env.mixture is empty: name text envs, such as {sums: {name: sums}, sort: {name: sort}}")
+        for name, options in self.mixture.items():
+            weight = options.get("weight", 1)
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+                raise ValueError(f"env.mixture.{name}.weight={weight!r}: should be a number above 0")
+            if options.get("name") in (None, "mixture") or not re.fullmatch(r"[\w-]+", name):
+                raise ValueError(f"env.mixture.{name}: takes the options of a text env, its name among them")
+        return self
 
 
 class VerifiersConfig(TextConfig, NamedWithKind):

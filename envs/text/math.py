@@ -1,14 +1,14 @@
-"""Questions from a JSONL file. What an answer puts into its last `\\boxed{...}` is compared with the solutions as
-mathematics, by math-verify in a process of its own.
+"""Questions from a data set (`core/rows.py`). What an answer puts into its last `\\boxed{...}` is compared with the
+solutions as mathematics, by math-verify in a process of its own.
 
-A line holds `question` (asked as a message, with the request to box the result), `prompt` (text to be continued as it
+A row holds `question` (asked as a message, with the request to box the result), `prompt` (text to be continued as it
 is) or `messages`, and `answer` or `solutions`, of which any will do. With `images`, files beside it, a question or its
-messages show pictures, each where the text says <image>, or all before a question that does not.
+messages show pictures, each where the text says <image>, or all before a question that does not. With a `solve_rate`,
+the share of some model's answers that were right, `env.solve_rate` chooses among those to train on.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from typing import Any
 
 from embodied.core.conversations import Said, pictures_in
 from embodied.core.errors import ConfigError, MissingAsset
+from embodied.core.rows import read_rows
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.scoring_process import Scorers
 from embodied.envs.text.text_env import TextEnv, Turn
@@ -26,6 +27,7 @@ SHARE, MOST = 0.05, 500  # held out of a file that has no other beside it
 FEW = 20  # held-out questions with which an evaluation tells little
 PLACE = "<image>"  # of a picture in a text
 BOX = "\\boxed{"
+RATE = "solve_rate"
 ASKED, SOLVED = ("question", "prompt", "messages"), ("answer", "solutions")
 
 
@@ -33,6 +35,7 @@ ASKED, SOLVED = ("question", "prompt", "messages"), ("answer", "solutions")
 class Question:
     said: Said
     solutions: tuple[str, ...]
+    solve_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -142,36 +145,41 @@ def questions(config: Any) -> tuple[list[Question], list[Question]]:
     else:
         held_out = every[: max(1, min(MOST, int(SHARE * len(every))))]
     known = {repr(one.said) for one in held_out}
-    return [one for one in every if repr(one.said) not in known], held_out
+    left = [one for one in every if repr(one.said) not in known]
+    if config.solve_rate is None:
+        return left, held_out
+    low, high = config.solve_rate
+    kept = [one for one in left if one.solve_rate is not None and low <= one.solve_rate <= high]
+    if not kept:
+        rated = sum(one.solve_rate is not None for one in left)
+        raise ConfigError(
+            f"env.solve_rate=[{low:g}, {high:g}] leaves none of the {len(left)} questions of {config.file}, of which "
+            f"{rated} have a {RATE}"
+        )
+    return kept, held_out
 
 
 def read(path: Path) -> list[Question]:
-    """The questions of a file, a line each."""
+    """The questions of a data set, a row each."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
     try:
-        stamp = Path(path).stat()
-        return _read(Path(path), stamp.st_mtime_ns, stamp.st_size)
+        stamps = [file.stat() for file in files]
     except OSError as err:
         raise ConfigError(f"{path}: {err.strerror}") from None
+    return _read(path, *((stamp.st_mtime_ns, stamp.st_size) for stamp in stamps))
 
 
 @lru_cache(4)
-def _read(path: Path, *stamp: int) -> list[Question]:
-    beside = path.absolute().parent
-    with path.open("rb") as lines:
-        found = [parsed(line, f"{path}, line {number}", beside) for number, line in enumerate(lines, 1) if line.strip()]
+def _read(path: Path, *stamps: tuple[int, int]) -> list[Question]:
+    beside = path.absolute() if path.is_dir() else path.absolute().parent
+    found = [parsed(row, where, beside) for where, row in read_rows(path)]
     if not found:
         raise ConfigError(f"{path}: no questions are in it")
     return found
 
 
-def parsed(line: bytes, where: str, beside: Path) -> Question:
-    """The question of a line, whose pictures lie `beside` its file."""
-    try:
-        entry = json.loads(line)
-    except ValueError as err:
-        raise ConfigError(f"{where}: not JSON: {err}") from None
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: {type(entry).__name__}, it must be an object")
+def parsed(entry: dict[str, Any], where: str, beside: Path) -> Question:
+    """The question of a row, whose pictures lie `beside` its file."""
     asked = [key for key in ASKED if entry.get(key)]
     solved = [key for key in SOLVED if entry.get(key) not in (None, "", [])]
     for keys, known in ((asked, ASKED), (solved, SOLVED)):
@@ -180,10 +188,13 @@ def parsed(line: bytes, where: str, beside: Path) -> Question:
     solutions = entry[solved[0]] if isinstance(entry[solved[0]], list) else [entry[solved[0]]]
     if not all(isinstance(one, str | int | float) and str(one).strip() for one in solutions):
         raise ConfigError(f"{where}: {solved[0]} must be text or a number, or a list of these")
+    rate = entry.get(RATE)
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float)):
+        raise ConfigError(f"{where}: {RATE} must be a number, the share of answers that solve it")
     asks = said(asked[0], entry[asked[0]], where)
     if images := entry.get("images"):
         asks = illustrated(asks, images, beside, where)
-    return Question(asks, tuple(plain(str(one)) for one in solutions))
+    return Question(asks, tuple(plain(str(one)) for one in solutions), rate)
 
 
 def illustrated(asks: Said, images: Any, beside: Path, where: str) -> Said:

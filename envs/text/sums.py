@@ -2,7 +2,8 @@
 
 `add2` shows "37+58=" and wants "95". `fewshot_sums` is for models that have read of such things: three sums with their
 results, one without, and what counts is the text before the end of the line. `calc2` is `add2` with factors, for a
-policy that may use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and goes on.
+policy that may use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and goes on. `mul2`
+asks the same products without one.
 `Calculator` is a mixin for text envs and an example of a tool. Arithmetic is read as a syntax tree; nothing is
 executed.
 """
@@ -14,6 +15,7 @@ import operator
 import re
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -24,7 +26,12 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
 
 SHOTS = "3 + 5 = 8\n12 + 7 = 19\n24 + 13 = 37\n"
-RANGES = {"add2": (10, 100), "fewshot_sums": (1, 50), "calc2": (10, 100)}  # of both numbers, the end excluded
+RANGES = {
+    "add2": (10, 100),
+    "fewshot_sums": (1, 50),
+    "calc2": (10, 100),
+    "mul2": (10, 100),
+}  # of both numbers, the end excluded
 CALL = re.compile(r"<calc>([^<]*)</calc>\s*\Z")
 LONGEST = 200  # characters of an expression
 LARGEST = 10**30  # of its numbers, whether given or computed
@@ -64,11 +71,13 @@ class Sums(Calculator, TextEnv):
     def reset(self, spec: EpisodeSpec) -> str:
         self.task, self.result = spec.task, None
         low, high = RANGES[spec.task]
+        products = spec.task in ("calc2", "mul2")
+        spec = replace(spec, task="calc2") if products else spec  # what one holds out, the other never shows
         self.numbers = a, b = self.draw(spec, lambda rng: two_numbers(rng, low, high), every_pair(low, high))
-        self.right = str(a * b if spec.task == "calc2" else a + b)
+        self.right = str(a * b if products else a + b)
         if spec.task == "fewshot_sums":
             return f"{SHOTS}{a} + {b} ="
-        return f"{a}*{b}=" if spec.task == "calc2" else f"{a}+{b}="
+        return f"{a}*{b}=" if products else f"{a}+{b}="
 
     def uses_calculator(self) -> bool:
         return self.task == "calc2"

@@ -67,6 +67,8 @@ class TextEnv(EnvCapabilities):
     num_held_out: ClassVar[int] = 200
     """Prompts for evaluations, which training never shows."""
     _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process, and what is left of `every`
+    source: str = ""
+    """Which task this conversation is, where it is not the one that was asked for."""
     drawn: Any = None
     """The question of this conversation, where `draw` chose it: the prompt may hide it, as tools and games do."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -218,7 +218,8 @@ class Part:
 
     def _opened(self, spec: EpisodeSpec) -> Conversation:
         env = self.free.pop() if self.free else self.kind(self.config, self.shared)
-        return Conversation(spec, env, checked_said(env.reset(spec), self.kind, self.spec.pictures), self)
+        said = checked_said(env.reset(spec), self.kind, self.spec.pictures)
+        return Conversation(replace(spec, task=env.source or spec.task), env, said, self)
 
 
 @dataclass

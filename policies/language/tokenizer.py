@@ -119,11 +119,12 @@ class ConversationTokenizer:
         return behind.removeprefix(end) if ended else behind
 
     def render(self, messages: Iterable[Message]) -> str:
-        """Renders messages that the model is to answer by the chat template."""
+        """Renders messages that the model is to answer by the chat template. A message may hold the `tools` that it
+        can call."""
+        plain = [dict(message) for message in messages]
+        tools = [tool for message in plain for tool in message.pop("tools", ())]
         try:
-            return self.own.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
+            return self.own.apply_chat_template(plain, tools=tools or None, tokenize=False, add_generation_prompt=True)
         except Exception as err:  # whatever the template raises
             text = " ".join(str(err).split())
             raise ConfigError(f"the model's chat template refuses this conversation ({text}); {ADVICE}") from None

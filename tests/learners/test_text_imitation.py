@@ -173,6 +173,9 @@ def test_a_file_holds_prompts_or_messages(tmp_path):
     chat = [{"role": "user", "content": "1+1?"}]
     lines = [{"prompt": "1+2=", "answer": "3"}, {"messages": chat, "answer": "2", "source": "mine"}]
     path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    (tmp_path / "q.jsonl").write_text('{"question": "1+1?", "answer": "It is \\\\boxed{2}."}')
+    (((said, answer),),) = read_examples(tmp_path / "q.jsonl")
+    assert said[0]["content"].startswith("1+1?\nReason step by step") and answer == "It is \\boxed{2}."
     assert read_examples(path) == [(("1+2=", "3"),), ((tuple(chat), "2"),)]
     assert len(read_examples(path, 1)) == 1
     one = learner(sft(data=path, episodes=None, minibatch_size=1, epochs=1))
@@ -185,7 +188,7 @@ def test_a_file_holds_prompts_or_messages(tmp_path):
     [
         ("", "holds no examples"),
         ("{", "line 1: "),
-        ("[]", 'line 1: it should have either "prompt" or "messages"'),
+        ("[]", "line 1: list, it must be an object"),
         ('{"prompt": "a", "messages": [], "answer": "b"}', 'either "prompt" or "messages"'),
         ('{"prompt": "a"}', '"answer" should be text'),
         ('{"prompt": "", "answer": "b"}', '"prompt" should be text'),

@@ -139,6 +139,29 @@ def test_a_file_that_is_missing_or_empty_is_named(tmp_path):
         questions(config(written(tmp_path / "empty.jsonl", "")))
 
 
+def test_questions_lie_in_parquet_or_in_a_folder_of_datasets_too_and_are_chosen_by_their_rates(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "solve_rate": n / 10} for n in range(10)]
+    table, saved = pyarrow.Table.from_pylist(rows), tmp_path / "saved"
+    parquet.write_table(table, tmp_path / "a.parquet")
+    saved.mkdir()
+    for part in (0, 1):  # as `save_to_disk` of the package datasets leaves it
+        with ipc.new_stream(str(saved / f"data-{part:05d}-of-00002.arrow"), table.schema) as file:
+            file.write_table(table.slice(5 * part, 5))
+    (saved / "state.json").write_text("{}")
+    lines = questions(config(written(tmp_path / "a.jsonl", *rows)))
+    assert questions(config(tmp_path / "a.parquet")) == questions(config(saved)) == lines
+    train, _ = questions(config(saved, solve_rate=[0.2, 0.4]))
+    assert [one.said for one in train] == ["2+1=", "3+1=", "4+1="]
+    with pytest.raises(ConfigError, match=r"leaves none of the 9 questions of .*, of which 9 have a solve_rate"):
+        questions(config(saved, solve_rate=[0.95, 1]))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and more")
+    with pytest.raises(ConfigError, match=r"bad\.parquet is damaged"):
+        questions(config(tmp_path / "bad.parquet"))
+
+
 def many(count):
     return [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(count)]
 

@@ -1,0 +1,72 @@
+"""Mixtures: envs by weight in training, each by itself in evaluations, and metrics apart."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from talking_runs import Talk
+
+from embodied.core.errors import ConfigError
+from embodied.core.types import EpisodeSpec
+from embodied.envs import env_class
+from embodied.envs.config import EnvConfig
+from embodied.envs.text.text_env_checker import check_text_env
+from embodied.reporting.progress import text_numbers
+
+TWO = {"sums": {"name": "sums", "task": ["add2", "calc2"], "weight": 3}, "sort": {"name": "sort"}}
+
+
+def mixture(**envs):
+    return TypeAdapter(EnvConfig).validate_python({"name": "mixture", "mixture": envs})
+
+
+def test_training_asks_by_weight_and_evaluations_each_by_itself():
+    config = mixture(**TWO)
+    kind = env_class(config)
+    assert kind.tasks(config) == ("sums/add2", "sums/calc2", "sort") and kind.longest_episode(config) == 2
+    env = kind(config, kind.load(config))
+    drawn = Counter()
+    for seed in range(2000):
+        said = env.reset(EpisodeSpec("sort", -1, seed, 0))
+        drawn[env.source] += 1
+        assert ("sort" in said) == (env.source == "sort") and ("*" in said) == (env.source == "sums/calc2")
+    assert drawn["sort"] / 2000 == pytest.approx(0.25, abs=0.03)
+    assert drawn["sums/add2"] / 2000 == pytest.approx(0.375, abs=0.035)
+    for task in kind.tasks(config):
+        env.reset(EpisodeSpec(task, 7, 0, 0))
+        assert env.source == task
+    assert env.reset(EpisodeSpec("sums/calc2", 7, 0, 0)).endswith("=")
+    assert not env.step("<calc>1+1</calc>").done and env.step(env.solution()).success
+
+
+def test_mixtures_keep_the_rules_of_text_envs():
+    config = mixture(sums={"name": "sums"}, sort={"name": "sort"})
+    check_text_env(env_class(config), config)
+
+
+@pytest.mark.parametrize(
+    ("envs", "reason"),
+    [
+        ({}, "env.mixture is empty"),
+        ({"a": {"task": "add2"}}, r"env\.mixture\.a: takes the options of a text env, its name among them"),
+        ({"a": {"name": "sums", "weight": 0}}, "should be a number above 0"),
+        ({"a": {"name": "pointmass"}}, r"env\.mixture\.a: env\.name=pointmass is no text env"),
+        ({"a": {"name": "sums", "tusk": 1}}, r"env\.mixture\.a\.tusk: Extra inputs are not permitted"),
+    ],
+)
+def test_what_is_no_mixture_is_refused(envs, reason):
+    with pytest.raises((ValidationError, ConfigError), match=reason):
+        env_class(found := mixture(**envs)).check(found)
+
+
+def test_a_run_logs_its_envs_apart(tmp_path):
+    given = ["env.name=mixture", "env.mixture={a: {name: 'talking_env:Digits', weight: 4}, b: {name: sums}}"]
+    with Talk(tmp_path / "run", *given, "algo.filter=none", "algo.groups=20", "algo.group_size=2") as run:
+        ((finished, _),) = run.some(1)
+    tasks = Counter(one.task for one in finished)
+    numbers = text_numbers(finished, 1.0)
+    assert {*tasks} == {"a", "b"} and tasks["a"] > tasks["b"]
+    assert all(numbers[f"task/{task}/conversations"] == tasks[task] for task in tasks)
+    assert numbers["task/a/success"] > 0 and numbers["task/b/success"] <= numbers["task/a/success"]
+    assert not any(name.startswith("task/") for name in text_numbers([replace(one, task="a") for one in finished], 1.0))
