@@ -11,7 +11,9 @@ from embodied.envs.config import ENV_CONFIGS
 from embodied.envs.text.config import TOY_TASKS
 
 PAGE = Page("text_envs.md")
-CHECK, TRAIN, CHECK_PICTURES, CHECK_TURNS, CHECK_FILE, CHECK_VERIFIERS, TRAIN_VERIFIERS = PAGE.commands
+CHECK, TRAIN, CHECK_PICTURES, CHECK_TURNS, CHECK_FILE, MIXED, CHECK_VERIFIERS, TRAIN_VERIFIERS, CALC, CHECK_BOX = (
+    PAGE.commands
+)
 
 
 @pytest.fixture
@@ -52,6 +54,12 @@ def test_the_env_with_a_tool_keeps_the_contract(here):
     assert "contract kept" in printed and "at most 3 answers" in printed and "<calc>" in printed
 
 
+def test_a_mixture_and_an_env_with_a_box_run_as_printed(here):
+    assert "task mixture mixture" in here(MIXED)
+    assert "sums calc2" in here(CALC, "--dry-run")
+    assert "contract kept" in here(CHECK_BOX)
+
+
 def test_the_file_of_the_page_is_read_and_answered(here):
     pytest.importorskip("math_verify")
     printed = here(CHECK_FILE)
@@ -75,6 +83,7 @@ def test_every_env_and_task_of_the_page_is_there_and_the_other_way_round():
         "sort",
         "pictures",
         "math",
+        "mixture",
         "reasoning_gym",
         "verifiers",
     }

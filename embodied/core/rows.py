@@ -6,7 +6,7 @@ Parquet and the arrow files of such a folder are read by pyarrow, if it is insta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ KINDS = ("*.parquet", "*.arrow", "*.jsonl")  # of files in a folder, of which th
 Row = tuple[str, dict[str, Any]]  # where it lies, for messages; and what it says
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Generator[Row]:
     """The rows of a file, or of all files of a folder in the order of their names."""
     try:
         if path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,13 @@ def shown(said: Said) -> str:
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
     """The first `count` examples of a data set, or all: a row each."""
     try:
-        if found := [example_of(row, where) for where, row in islice(read_rows(path), count)]:
-            return found
+        with closing(read_rows(path)) as rows:
+            found = [example_of(row, where) for where, row in islice(rows, count)]
     except ConfigError as err:
         raise ConfigError(f"{err}; sft.data is JSONL or parquet, {LINES}") from None
-    raise ConfigError(f"{path} holds no examples; sft.data is JSONL or parquet, {LINES}")
+    if not found:
+        raise ConfigError(f"{path} holds no examples; sft.data is JSONL or parquet, {LINES}")
+    return found
 
 
 def example_of(row: dict[str, Any], where: str) -> Example:

@@ -9,6 +9,7 @@ the share of some model's answers that were right, `env.solve_rate` chooses amon
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -172,7 +173,8 @@ def read(path: Path) -> list[Question]:
 @lru_cache(4)
 def _read(path: Path, *stamps: tuple[int, int]) -> list[Question]:
     beside = path.absolute() if path.is_dir() else path.absolute().parent
-    found = [parsed(row, where, beside) for where, row in read_rows(path)]
+    with closing(read_rows(path)) as rows:
+        found = [parsed(row, where, beside) for where, row in rows]
     if not found:
         raise ConfigError(f"{path}: no questions are in it")
     return found
