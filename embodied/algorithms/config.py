@@ -74,11 +74,11 @@ class PolicyGradientConfig(Strict):
         description="With decoupled=true, what multiplies the policy loss is at most this (truncated importance "
         "sampling; 2 is usual); null: no bound.",
     )
-    episode_mask: Literal["none", "mean", "product"] = Field(
+    episode_mask: Literal["none", "mean", "product", "error"] = Field(
         "none",
         description="Leave whole episodes (with ppo, what a rollout holds of them) out of the policy's loss where the "
         "weights that an update starts from made them too much likelier or rarer than those that acted: by the "
-        "geometric mean of the ratios at logprob_level, or by their product.",
+        "geometric mean of the ratios at logprob_level, by their product, or by the mean of max(r, 1 / r), error.",
     )
     episode_mask_low: float | None = Field(None, gt=0, lt=1, description="Episodes below this are left out.")
     episode_mask_high: float | None = Field(None, gt=1, description="Episodes above this are left out.")
@@ -212,6 +212,11 @@ class PolicyGradientConfig(Strict):
             raise ValueError(
                 "algo.episode_mask_low and algo.episode_mask_high do nothing with algo.episode_mask=none; "
                 "try algo.episode_mask=mean"
+            )
+        if self.episode_mask == "error" and self.episode_mask_low is not None:
+            raise ValueError(
+                "algo.episode_mask=error is 1 where log-probs agree and larger elsewhere, so "
+                "algo.episode_mask_low does nothing; try algo.episode_mask_high=1.5"
             )
         if self.episode_mask != "none" and bounds == (None, None):
             raise ValueError(

@@ -218,14 +218,19 @@ def out_of_bounds(
 ) -> Tensor:
     """bool [B], items of episodes whose ratio, proximal / old, `episode_mask_low` and `episode_mask_high` exclude.
 
-    Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4.
+    Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4. Their error, which only
+    has an upper bound, is 5: the mean over units of max(r, 1 / r), 1 where log-probs agree.
     """
     level = within(config.logprob_level)
     units, valid = _units(_played(proximal - old_logprobs, mask), mask, level)
     none = units.new_zeros(len(units))
+    if config.episode_mask == "error":
+        units = torch.where(valid, units.abs().exp(), 0.0)
     totals = none.index_add(0, episodes, units.sum(dim=1))
-    if config.episode_mask == "mean":
+    if config.episode_mask in ("mean", "error"):
         totals = totals / none.index_add(0, episodes, valid.sum(dim=1).to(units.dtype)).clamp(min=1)
+    if config.episode_mask == "error":
+        totals = totals.log()
     outside = torch.zeros_like(totals, dtype=torch.bool)
     if config.episode_mask_low is not None:
         outside |= totals < math.log(config.episode_mask_low)

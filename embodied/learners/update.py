@@ -23,15 +23,18 @@ from embodied.learners.rollout_buffer import take
 from embodied.learners.train_batch import RankBatch, step_items
 from embodied.policies.base import Scores
 
+MISMATCH = ("mismatch_k3", "mismatch_error")  # of log-probs with those at act time, in the first step
+
 
 class GradientSteps:
     """The gradient steps of one update: gradients and statistics are added up, and exchanged for each step."""
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
         self.model, self.optimizer, self.config = model, optimizer, config
-        self.names = (*loss_terms(config), *model.policy.own_losses, "mismatch_k3")
+        self.names = (*loss_terms(config), *model.policy.own_losses, *MISMATCH)
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
-        self.largest = torch.full((2,), -math.inf, dtype=model.dtype, device=model.device)  # gap and k3 of a decision
+        # Of a decision the gap and k3, and the error of a conversation
+        self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # of losses, statistics and units
         self.history: list[dict[str, float]] = []  # the statistics of each step
 
@@ -54,12 +57,14 @@ class GradientSteps:
                 parts.append(own.detach())
             model.backward(loss / divisor, last=number == len(passes))
             if self.history:
-                self.sums[:-1] += torch.stack(parts)
+                self.sums[: -len(MISMATCH)] += torch.stack(parts)
                 continue
-            k3, gap = mismatch_of(batch, part, scores.logprobs.detach())
-            self.sums += torch.stack([*parts, (float(counts) * take(batch.weights, part) * k3).sum()])
+            k3, gap, error = mismatch_of(batch, part, scores.logprobs.detach())
+            weights = float(counts) * take(batch.weights, part)
+            self.sums += torch.stack([*parts, (weights * k3).sum(), (weights * error).sum()])
             if counts:
-                self.largest = torch.maximum(self.largest, torch.stack([gap.max(), k3.max()]))
+                found = torch.stack([gap.max(), k3.max(), sequence_errors(batch, part, error).max()])
+                self.largest = torch.maximum(self.largest, found)
 
     def add_all(self, batch: RankBatch) -> None:
         """Add a batch that is one of many; what the sums are to be divided by adds up too."""
@@ -91,13 +96,13 @@ class GradientSteps:
         """Means over the steps for the log, and what there is to say of a batch that was learned from."""
         num_masked = batch.num_masked if batch else 0
         rows = check_weights(self.optimizer, end.iteration, *self.largest.tolist(), num_masked)
-        metrics = mismatch_numbers(self.history[0]["mismatch_k3"], rows[:, :2])
+        metrics = mismatch_numbers(*(self.history[0][name] for name in MISMATCH), rows[:, :3])
         metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
         if batch is not None:
             metrics |= batch.metrics
             if batch.masked is not None:
-                metrics["train/masked_fraction"] = float(rows[:, 2].sum()) / batch.num_items
-        names = [name for name in self.history[0] if name != "mismatch_k3"]
+                metrics["train/masked_fraction"] = float(rows[:, 3].sum()) / batch.num_items
+        names = [name for name in self.history[0] if name not in MISMATCH]
         return {f"train/{name}": float(np.mean([row[name] for row in self.history])) for name in names} | metrics
 
     def lr_factor(self, end: BatchEnd) -> float:
@@ -145,24 +150,38 @@ def check_version(played: Trajectory, version: int) -> None:
         )
 
 
-def mismatch_of(batch: RankBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def mismatch_of(batch: RankBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The distance of the log-probs [b, C, A] of some items from those at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
     is the largest difference of a number, -inf for decisions of other weights than those that the update starts from.
-    A decision of two numbers with ratios 2 and 1/2: k3 2 - 1 - 0.693 + 1/2 - 1 + 0.693 = 0.5, gap 0.693.
+    The error [b] is the mean over the numbers of max(r, 1 / r), 0 for decisions without any.
+    A decision of two numbers with ratios 2 and 1/2: k3 2 - 1 - 0.693 + 1/2 - 1 + 0.693 = 0.5, gap 0.693, error 2.
     """
     played = take(batch.mask, part)[:, :, None]
     apart = torch.where(played, logprobs - take(batch.logprobs, part), 0.0)
     gaps = torch.where(take(batch.current, part), apart.abs().amax((1, 2)), -math.inf)
-    return (apart.expm1() - apart).sum((1, 2)), gaps
+    errors = torch.where(played, apart.abs().exp(), 0.0).sum((1, 2))
+    numbers = (played.sum((1, 2)) * apart.shape[2]).clamp(min=1)
+    return (apart.expm1() - apart).sum((1, 2)), gaps, errors / numbers
 
 
-def mismatch_numbers(k3: float, largest: np.ndarray) -> dict[str, float]:
-    """The log's numbers of a mean k3 and the largest gaps and k3s [ranks, 2]; no gap where no decision was taken with
-    the weights that the update started from."""
-    gap, k3_max = largest.max(axis=0).tolist()
-    metrics = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max}
+def sequence_errors(batch: RankBatch, part: Tensor, errors: Tensor) -> Tensor:
+    """The mean error of each conversation's tokens that count, 0 of those without any; of robots -inf, whose episodes
+    no pass holds whole."""
+    if batch.groups is None:
+        return errors.new_full((1,), -math.inf)
+    of, counts = take(batch.of, part), (take(batch.weights, part) > 0).to(errors.dtype)
+    none = errors.new_zeros(int(of.max()) + 1)
+    return none.index_add(0, of, errors * counts) / none.index_add(0, of, counts).clamp(min=1)
+
+
+def mismatch_numbers(k3: float, error: float, largest: np.ndarray) -> dict[str, float]:
+    """The log's numbers of a mean k3 and error and the largest gaps, k3s and errors of conversations [ranks, 3]; no gap
+    where no decision was taken with the weights that the update started from."""
+    gap, k3_max, of_sequence = largest.max(axis=0).tolist()
+    metrics = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max, "train/mismatch_error": error}
+    metrics |= {"train/mismatch_sequence_max": of_sequence} if of_sequence >= 0 else {}
     return metrics | ({"train/logprob_gap": gap} if gap >= 0 else {})
 
 

@@ -45,12 +45,18 @@ def test_an_answer_has_the_geometric_mean_of_its_tokens_ratios():
 
 
 def test_answers_are_masked_by_their_tokens():
-    """Ratios 2 and 8: their mean is 4, their product 16."""
+    """Ratios 2 and 8: their mean is 4, their product 16, their error 5 either way."""
     proximal = torch.tensor([2.0, 8.0]).log()[:, None, None]
     known = proximal, torch.zeros(2, 1, 1), torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
     common = {"name": "grpo", "logprob_level": "episode", "episode_mask_high": 5.0}
     for kind, left_out in (("mean", False), ("product", True)):
         assert out_of_bounds(*known, GRPOConfig(**common, episode_mask=kind)).tolist() == [left_out] * 2
+    for bound, left_out in ((4.9, True), (5.1, False)):
+        bounded = GRPOConfig(**common | {"episode_mask_high": bound}, episode_mask="error")
+        assert out_of_bounds(*known, bounded).tolist() == [left_out] * 2
+        assert out_of_bounds(-proximal, *known[1:], bounded).tolist() == [left_out] * 2
+    with pytest.raises(ValueError, match="episode_mask_low does nothing"):
+        GRPOConfig(**common, episode_mask="error", episode_mask_low=0.5)
 
 
 @pytest.mark.parametrize(

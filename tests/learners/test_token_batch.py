@@ -336,6 +336,23 @@ def test_a_pack_has_no_more_tokens_than_it_may_but_for_one_long_conversation():
     assert pack_groups(lengths, groups, 16) == [[0, 1, 2, 3], [4, 5], [6, 7]]
 
 
+def test_errors_of_log_probs_are_logged_and_conversations_above_a_bound_left_out():
+    """Conversation 4 was written by another model: all of its log-probs are ln 3 too low."""
+    data = talks(Speaking(), GROUPS, SIZE)
+    rows = answers(data)[4]
+    shifted = np.array(data.logprobs)
+    shifted[rows] -= np.log(3.0)
+    data = replace(data, logprobs=shifted)
+    ((_, plain),) = trained(data, algo())
+    assert plain["train/mismatch_sequence_max"] == pytest.approx(3.0, abs=1e-5)
+    share = data.mask[rows].sum() / data.mask.sum()
+    assert plain["train/mismatch_error"] == pytest.approx(1 + 2 * share, abs=1e-5)
+    ((weights, masked),) = trained(data, algo(episode_mask="error", episode_mask_high=2.0))
+    assert masked["train/masked_fraction"] == pytest.approx(share)
+    ((unmasked, _),) = trained(data, algo(episode_mask="error", episode_mask_high=4.0))
+    assert far(weights, unmasked) > 1e-6
+
+
 def test_passes_that_make_up_for_those_of_other_ranks_count_nothing():
     config, data, policy = algo(kl_coef=0.1), talks(Speaking(), GROUPS, SIZE, stale=0.2), Speaking()
     share = share_of(policy, data, config, reference=Speaking(seed=3))
