@@ -19,6 +19,7 @@ from embodied.runtime import Channel, Cluster, DeviceSharing, Handle, Timers, Wo
 from embodied.runtime.shared_leases import begin_beside_other_runs
 from embodied.runtime.weight_sync import Weights, WeightSync
 from embodied.runtime.weights import new_name
+from embodied.runtime.worker import machine
 from embodied.workflows.contract import ROLLOUT, UPDATE, Role, check_roles
 from embodied.workflows.evaluator import evaluation_plan
 from embodied.workflows.rollout_manager import RolloutManager
@@ -98,7 +99,7 @@ class Workers:
 
     def _build_learners(self, start_folder: Path | None) -> Handle:
         learning = self.learners.process().wait()
-        if len({machine for machine, _ in learning}) > 1:
+        if len(learning) > 1 and {place for place, _ in learning} != {machine()}:  # else they meet in a file of the run
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
             self.learners.set_rendezvous(address).wait()
         others = {*self.policies.process().wait()} - {*learning}
