@@ -60,6 +60,8 @@ class GapRecord:
         self.tokens = 0
 
     def add(self, differences: np.ndarray) -> None:
+        if not len(differences):
+            return
         self.answers.append(np.abs(differences))
         self.tokens += len(differences)
         while self.tokens - len(self.answers[0]) >= JUDGED_TOKENS:
@@ -71,7 +73,7 @@ class GapRecord:
 
     @property
     def largest(self) -> float:
-        return max((float(each.max()) for each in self.answers if len(each)), default=0.0)
+        return max((float(each.max()) for each in self.answers), default=0.0)
 
     def limit(self, most: float, others: Sequence[float]) -> float:
         """The largest mean gap that is not suspicious, beside the mean gaps of other servers. Fewer tokens spread
