@@ -30,12 +30,15 @@ class PassCost:
 
     item: float = 1.0  # a token, or a decision
     pair: float = 0.0  # two tokens of which one may attend to the other: counted twice, as L^2 counts them
+    place: float = 0.0  # of a picture, in the vision tower
 
-    def of(self, lengths: Sequence[int], shared: int = 0) -> float:
-        """The cost of sequences whose first `shared` tokens are the same and pass once. Lengths 3 and 5, 2 of them
-        shared, at 1 a token and 1 a pair: 2 + 1 + 3 tokens, 4 + (9 - 4) + (25 - 4) pairs."""
+    def of(self, lengths: Sequence[int], shared: int = 0, places: int = 0) -> float:
+        """The cost of sequences whose first `shared` tokens are the same and pass once, and of pictures of so many
+        places. Lengths 3 and 5, 2 of them shared, at 1 a token and 1 a pair: 2 + 1 + 3 tokens and
+        4 + (9 - 4) + (25 - 4) pairs."""
         items = shared + sum(length - shared for length in lengths)
-        return self.item * items + self.pair * (shared**2 + sum(length**2 - shared**2 for length in lengths))
+        pairs = shared**2 + sum(length**2 - shared**2 for length in lengths)
+        return self.place * places + self.item * items + self.pair * pairs
 
 
 def blocks(num_units: int, num_ranks: int) -> list[int]:

@@ -100,9 +100,9 @@ class Policy(nn.Module):
         whole groups where they fit. `tokens` and `mask` [n] are theirs, `lengths` and `groups` [R]."""
         raise NotImplementedError
 
-    def pass_cost(self) -> tuple[float, float]:
-        """What learning costs per item, and per L^2 of a sequence of L items, in any unit: learner ranks get units that
-        cost alike. A robot's decisions all cost the same."""
+    def pass_cost(self) -> tuple[float, ...]:
+        """What learning costs per item, per L^2 of a sequence of L items, and per place of a picture in a conversation,
+        in any unit: learner ranks get units that cost alike. A robot's decisions all cost the same."""
         return 1.0, 0.0
 
     def take_work(self) -> tuple[int, float]:

@@ -207,6 +207,7 @@ class EpisodeResult:
     tokens: int = 0  # that a policy which speaks chose
     prompt_tokens: int = 0  # of the first prompt
     all_tokens: int = 0  # of the whole conversation
+    places: int = 0  # of these, those of pictures
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ class LearnerWorker(Worker):
         return None if table is None else ((*table.degrees,), astuple(table.exchange))
 
     @served_while_busy
-    def pass_cost(self) -> tuple[float, float]:
+    def pass_cost(self) -> tuple[float, ...]:
         """`Policy.pass_cost`, by which units are dealt to ranks."""
         return self.policy.pass_cost()
 

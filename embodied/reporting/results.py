@@ -26,7 +26,7 @@ from embodied.reporting.success_stats import compare, of_text
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
-UNWRITTEN = ("prompt_tokens", "all_tokens")  # by which learners share out what they learn from
+UNWRITTEN = ("prompt_tokens", "all_tokens", "places")  # by which learners share out what they learn from
 FIELDS = {field.name: field for field in dataclasses.fields(EpisodeResult) if field.name not in UNWRITTEN}
 TEXT_COLUMNS = ("truncated", "tokens")  # of language policies alone
 COLUMNS = tuple(name for name in FIELDS if name not in TEXT_COLUMNS)

@@ -14,8 +14,7 @@ def check_pictures(config: RunConfig, kind: Any) -> None:
     policy, given = config.policy, f"env.name={config.env.name} shows pictures"
     if policy.reads_pictures and policy.engine == "vllm" and policy.pretrained:
         raise ConfigError(
-            "policy.engine=vllm: models that see pictures are answered for by our own engine alone; set "
-            "policy.engine=transformers"
+            "policy.engine=vllm: models that see are run by our own engine alone; set policy.engine=transformers"
         )
     if not kind.shows_pictures(config.env):
         return

@@ -30,13 +30,14 @@ class Dealer:
 
     def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool) -> None:
         self.config, self.learners, self.text = config, learners, text
-        self.lengths: dict[int, tuple[int, int]] = {}  # by episode, its items and those of its prompt
+        # By episode, its items, those of its prompt, and those that are places of pictures.
+        self.lengths: dict[int, tuple[int, int, int]] = {}
 
     def add(self, results: Iterable[EpisodeResult]) -> None:
         """Note the lengths of episodes that have ended."""
         for result in results:
             items = result.all_tokens if self.text else -(-result.length // self.config.policy.chunk)
-            self.lengths[result.index] = items, result.prompt_tokens
+            self.lengths[result.index] = items, result.prompt_tokens, result.places
 
     def keep(self, episodes: Collection[int]) -> None:
         """Forget all other episodes."""
@@ -44,8 +45,10 @@ class Dealer:
 
     def cost(self, episodes: Sequence[int]) -> float:
         """What a learner rank computes that has these episodes of a group."""
-        lengths, prompts = zip(*(self.lengths[episode] for episode in episodes), strict=True)
-        return self.pass_cost.of(lengths, min(prompts) if self.config.learner.share_prompts else 0)
+        lengths, prompts, places = zip(*(self.lengths[episode] for episode in episodes), strict=True)
+        if not self.config.learner.share_prompts:
+            return self.pass_cost.of(lengths, places=sum(places))
+        return self.pass_cost.of(lengths, min(prompts), max(places))
 
     @cached_property
     def divides(self) -> tuple[Sequence[int], ExchangeCosts] | None:
@@ -124,11 +127,12 @@ class Dealer:
         return balance_ratio([self.cost(ids) for ids, _ in units], [rank for _, rank in units], len(of_ranks), steps)
 
     def state(self) -> np.ndarray:
-        """Int [n, 3], for a checkpoint: episodes with their lengths."""
+        """Int [n, 4], for a checkpoint: episodes with their lengths."""
         rows = [(episode, *length) for episode, length in self.lengths.items()]
-        return np.array(rows, np.int64).reshape(-1, 3)
+        return np.array(rows, np.int64).reshape(-1, 4)
 
     def restore(self, state: np.ndarray, episodes: Collection[int]) -> None:
-        """Go on from `state`. Checkpoints from before it was kept do not know how long these episodes are."""
-        self.lengths = dict.fromkeys(episodes, (1, 0))
-        self.lengths |= {episode: (items, prompt) for episode, items, prompt in state.tolist()}
+        """Go on from `state`. Checkpoints from before it was kept do not know how long these episodes are, nor
+        their pictures."""
+        self.lengths = dict.fromkeys(episodes, (1, 0, 0))
+        self.lengths |= {row[0]: (row[1], row[2], sum(row[3:])) for row in state.tolist()}

@@ -105,7 +105,7 @@ class MathConfig(TextConfig):
     file: LocalPath | None = Field(
         None,
         description="JSONL, parquet or a folder of the package datasets, a question a row: {question or prompt or "
-        "messages, answer or solutions}.",
+        "messages, answer or solutions}, and images.",
     )
     solve_rate: tuple[float, float] | None = Field(
         None,

@@ -303,6 +303,7 @@ class Conversation:
             tokens=self.num_sampled,
             prompt_tokens=int((~self.sampled[0]).sum()) if self.sampled else 0,
             all_tokens=sum(map(len, self.sampled)),
+            places=sum(int((tokens < 0).sum()) for tokens in self.tokens),
         )
 
     def sample(self) -> dict[str, Any]:
@@ -334,7 +335,8 @@ class Conversation:
         obs = {}
         if self.part.spec.pictures:
             obs["picture"] = np.full(count, "", object)  # its name where one begins
-            obs["picture"][tokens == FIRST_PLACE] = self.pictures
+            begins = np.flatnonzero(tokens == FIRST_PLACE)
+            obs["picture"][begins] = self.pictures[: len(begins)]
 
         return Trajectory(
             ids=np.array([self.spec.index]),

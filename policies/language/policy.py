@@ -36,7 +36,7 @@ from embodied.policies.language.engine import token_bytes
 from embodied.policies.language.experts import BIAS, ExpertLoads
 from embodied.policies.language.packing import Packed, into_passes, lay_out
 from embodied.policies.language.shapes import HEADS, PROCESSED, READERS, check_kind, fresh_config, scaled
-from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, tower_blocks_of
+from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, place_cost, tower_blocks_of
 from embodied.policies.policy_folder import CONFIG, published_family, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
@@ -134,7 +134,6 @@ class LanguagePolicy(PublishedPolicy):
             if not (self.tied and part is model.get_output_embeddings()):
                 self.add_module(name, part)
         self.__dict__["model"] = model  # beside its parts, of which one may have the same name
-        self.__dict__["decoder"] = decoder_of(model)
         self._retie()
 
     def _apply(self, fn: Any, recurse: bool = True) -> LanguagePolicy:
@@ -221,7 +220,7 @@ class LanguagePolicy(PublishedPolicy):
         places = positions if positions.ndim == 2 else positions.movedim(2, 0)
         blocks = packed.blocks if ranks is None else packed.blocks[:, ranks.group.place :: ranks.group.size]
         at = packed.positions if packed.positions.ndim == 2 else packed.positions.max(-1)
-        self.count_work(at[blocks >= 0])
+        self.count_work(at[blocks >= 0], sum(self.sight.read(name).places for name in names))
         with self.experts.counting(tensor_of(blocks >= 0, self.device)):
             states = self.decoder(**read, position_ids=places, attention_mask=seen, **more)
         return states.last_hidden_state.flatten(0, 1)[sources]
@@ -262,6 +261,11 @@ class LanguagePolicy(PublishedPolicy):
     def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
         return self.experts.end_step(sum_over_ranks)
 
+    @property
+    def decoder(self) -> Any:
+        """The part of the model that reads tokens."""
+        return decoder_of(self.model)
+
     def blocks(self) -> list[nn.Module]:
         return [*files.blocks_of(self.model), *tower_blocks_of(self.model)]
 
@@ -270,16 +274,16 @@ class LanguagePolicy(PublishedPolicy):
         """Keys and values of one token, in all layers."""
         return token_bytes(self.model)
 
-    def pass_cost(self) -> tuple[float, float]:
-        return files.pass_cost(self.model)
+    def pass_cost(self) -> tuple[float, float, float]:
+        return (*files.pass_cost(self.model), place_cost(self.model))
 
     def exchange_size(self) -> tuple[int, int]:
         return files.exchange_size(self.model)
 
-    def count_work(self, positions: np.ndarray) -> None:
-        """Count a pass of tokens at these places of their conversations."""
-        (token, pair), taught = self.pass_cost(), torch.is_grad_enabled()
-        products = token * len(positions) + 2 * pair * float((positions + 1).sum())
+    def count_work(self, positions: np.ndarray, places: int) -> None:
+        """Count a pass of tokens at these positions of their conversations, and of pictures with so many places."""
+        (token, pair, place), taught = self.pass_cost(), torch.is_grad_enabled()
+        products = token * len(positions) + 2 * pair * float((positions + 1).sum()) + place * places
         self.trained_tokens += taught * len(positions)
         self.products += (3 if taught else 1) * products
 

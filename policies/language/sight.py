@@ -8,6 +8,7 @@ that token shows nothing.
 from __future__ import annotations
 
 import importlib
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from embodied.core.arrays import tensor_of
 from embodied.core.conversations import FIRST_PLACE
-from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError
 from embodied.core.pictures import PictureError, load_picture, shown
 from embodied.policies.language.config import SEEING
 
 PREPROCESSOR = "preprocessor_config.json"
-KEPT = 512  # pictures whose pixels are kept, the latest
+KEPT_BYTES = 2**28  # of pictures whose pixels are kept, the latest
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Picture:
     @property
     def places(self) -> int:
         return sum(token < 0 for token in self.tokens)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.pixels.values())
 
 
 class Sight:
@@ -55,6 +60,13 @@ class Sight:
         self.placeholder = own.convert_ids_to_tokens(config.image_token_id)
         self.processor = self._processor(folder, options)
         self.kept: OrderedDict[str, Picture] = OrderedDict()
+        self.kept_bytes = 0
+        self.reading = threading.Lock()  # a server's threads encode and write at the same time
+
+    @classmethod
+    def patches_of_place(cls, config: Any) -> int:
+        """The number of patches that the model makes one place of."""
+        raise NotImplementedError
 
     def __deepcopy__(self, _: dict) -> Sight:
         """Copies of a policy share it."""
@@ -80,15 +92,20 @@ class Sight:
 
     def read(self, name: str) -> Picture:
         """The picture of this name."""
-        if name not in self.kept:
-            pixels = load_picture(name)
-            try:
-                self.kept[name] = self.process(pixels)
-            except ValueError as err:  # odd sizes
-                raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
-            while len(self.kept) > KEPT:
-                self.kept.popitem(last=False)
-        return self.kept[name]
+        with self.reading:
+            if name not in self.kept:
+                self.kept[name] = self._processed(name)
+                self.kept_bytes += self.kept[name].num_bytes
+                while self.kept_bytes > KEPT_BYTES and len(self.kept) > 1:
+                    self.kept_bytes -= self.kept.popitem(last=False)[1].num_bytes
+            return self.kept[name]
+
+    def _processed(self, name: str) -> Picture:
+        pixels = load_picture(name)
+        try:
+            return self.process(pixels)
+        except ValueError as err:  # odd sizes
+            raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
 
     def process(self, pixels: np.ndarray) -> Picture:
         """The picture that these pixels, uint8 [H, W, 3], are to the model."""
@@ -102,9 +119,9 @@ class Sight:
         """The tokens of a text that has a placeholder for each of these pictures."""
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(names):
-            raise ConfigError(
+            raise PictureError(
                 f"a conversation has {len(names)} pictures, and {self.placeholder} {len(parts) - 1} times: only a chat "
-                "template may say that, where a picture is"
+                "template writes that, where a picture is"
             )
         pieces = [self.own(part, add_special_tokens=False)["input_ids"] if part else [] for part in parts]
         tokens = list(pieces[0])
@@ -153,6 +170,10 @@ class QwenSight(Sight):
     tower_blocks = "visual.blocks"
     two_axes = True
 
+    @classmethod
+    def patches_of_place(cls, config: Any) -> int:
+        return config.vision_config.spatial_merge_size**2
+
     def opening(self) -> str:
         ends = self.own.convert_ids_to_tokens([self.config.vision_start_token_id, self.config.vision_end_token_id])
         return self.placeholder.join(ends)
@@ -196,6 +217,10 @@ class IdeficsSight(Sight):
     processor_class = "transformers.models.idefics3.image_processing_pil_idefics3:Idefics3ImageProcessorPil"
     decoder = "text_model"
     tower_blocks = "vision_model.encoder.layers"
+
+    @classmethod
+    def patches_of_place(cls, config: Any) -> int:
+        return config.scale_factor**2
 
     def process(self, pixels: np.ndarray) -> Picture:
         found = dict(self.processor(images=[[pixels]], return_row_col_info=True, return_tensors="np"))
@@ -241,3 +266,10 @@ def tower_blocks_of(model: Any) -> list[Any]:
     """The blocks of a model's vision tower; none of a model that reads text alone."""
     kind = SIGHTS.get(model.config.model_type)
     return [*model.base_model.get_submodule(kind.tower_blocks)] if kind else []
+
+
+def place_cost(model: Any) -> float:
+    """Products of weights that the vision tower computes for a place of a picture, which stands for several patches."""
+    kind = SIGHTS.get(model.config.model_type)
+    weights = sum(p.numel() for block in tower_blocks_of(model) for p in block.parameters())
+    return float(weights * kind.patches_of_place(model.config)) if kind else 0.0

@@ -99,7 +99,6 @@ class SlotEngine(Engine):
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
         self.model, self.sight, self.device = policy.model, policy.sight, policy.model.device
-        self.decoder = decoder_of(self.model)
         self.stops = frozenset(policy.tokenizer.stops)
         self.max_length = policy.max_length
         fit = cache_bytes(config, self.model, self.max_length) // (token_bytes(self.model) * self.max_length)
@@ -124,6 +123,11 @@ class SlotEngine(Engine):
         self.round = Sampling(0, "", SamplingRule(), frozenset())
         self.fast: Step | None = None
         self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # tokens, whose keys and values were
+
+    @property
+    def decoder(self) -> Any:
+        """The part of the model that reads tokens."""
+        return decoder_of(self.model)
 
     @property
     def running(self) -> int:

@@ -118,3 +118,15 @@ class Scored(Digits):
             os.kill(self.shared.pid, self.config.kwargs["signal"])
         score, problem = self.shared.score(5.0, answer=answer)
         return Turn(reward=score, success=score == 1.0, facts={"problem": problem})
+
+
+class ShownAgain(Shown):
+    """Replies with another picture, of another size, until an answer has an odd length."""
+
+    max_turns = 3
+
+    def step(self, answer):
+        if len(answer) % 2:
+            return Turn(reward=1.0, success=True)
+        shown = {"type": "image", "image": drawing("colour", len(answer), 32)}
+        return Turn(said=({"role": "user", "content": [shown, {"type": "text", "text": "again: "}]},), done=False)

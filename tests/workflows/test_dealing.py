@@ -1,10 +1,12 @@
 """What the driver deals to learner ranks: costs of lengths, gradient steps, room, and what a checkpoint keeps."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tiny_language import SEES, build
 
 from embodied.algorithms.groups import Group
 from embodied.config.recipe import load
@@ -51,6 +53,21 @@ def test_conversations_are_dealt_in_groups_whose_prompt_costs_once():
     )
 
 
+def test_the_pictures_of_a_group_cost_once_what_its_vision_tower_computes():
+    """Two places of four patches each go through its two blocks, beside a hundred tokens."""
+    policy = build(SEES, preset="tiny_vl")
+    token, pair, place = policy.pass_cost()
+    assert place == 4 * sum(p.numel() for p in policy.model.base_model.visual.blocks.parameters())
+    results, groups = ended([20, 20, 20, 20])
+    for options, times in (((), 1), (("learner.share_prompts=false",), 2)):
+        found = dealer(*options, cost=(token, pair, place))
+        found.add([replace(result, places=2) for result in results])
+        plain = dealer(*options, cost=(token, pair, place))
+        plain.add(results)
+        more = found.cost(groups[0].episodes) - plain.cost(groups[0].episodes)
+        assert more == times * 2 * place > 0
+
+
 def test_episodes_of_robots_are_dealt_one_by_one_by_their_decisions():
     found = dealer("policy.chunk=4", recipe="pointmass_grpo")
     results, groups = ended([17, 4, 4, 4])  # 5, 1, 1 and 1 decisions
@@ -82,8 +99,9 @@ def test_lengths_come_back_from_a_checkpoint_and_older_ones_have_none():
     found.add(ended([3, 4, 30, 4])[0])
     found.keep([2, 3])
     again.restore(found.state(), [2, 3])
-    assert again.lengths == found.lengths == {2: (30, 2), 3: (4, 2)}
-    again.restore(np.zeros((0, 3), np.int64), [7])
+    assert again.lengths == found.lengths == {2: (30, 2, 0), 3: (4, 2, 0)}
+    again.restore(np.array([[2, 30, 2]]), [2, 7])  # as it was kept before there were pictures
+    assert again.lengths[2] == (30, 2, 0)
     assert again.cost([7]) == 1.0
 
 
@@ -92,7 +110,8 @@ def test_a_language_models_cost_is_that_of_its_weights_and_of_attention_over_all
     config = load(["recipe=sums_grpo"]).config.policy
     policy = make_policy(config, EnvSpec(ActionSpec(1), max_episode_steps=1, text=True), 0)
     embedding = policy.model.get_input_embeddings().weight.numel()
-    token, pair = policy.pass_cost()
+    token, pair, place = policy.pass_cost()
+    assert not place
     assert token == pytest.approx(sum(p.numel() for p in policy.model.parameters()) - embedding, rel=0.01)
     shape = policy.model.config
     assert pair == shape.num_hidden_layers * shape.hidden_size

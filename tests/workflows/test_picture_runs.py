@@ -4,23 +4,48 @@ the driver."""
 import numpy as np
 import pytest
 from talking_runs import ONE_OF_EACH, Talk
+from tiny_language import SEES, build
 
+from embodied.config.recipe import load
+from embodied.core.errors import ConfigError
+from embodied.run import launch
 from embodied.runtime.socket_io import MessageSocket
 
-PICTURES = ["env.name=talking_env:Shown", "policy.preset=tiny_vl", "policy.max_length=200"]
+PICTURES = ["policy.preset=tiny_vl", "policy.max_length=200"]
 TURNS = 2  # iterations whose bytes are counted, behind one that starts everything
 SMALL, MIDDLE, LARGE = 64, 128, 256  # pixels of a side
 
 
-def test_a_policy_learns_from_pictures_as_it_saw_them(tmp_path):
-    with Talk(tmp_path, *PICTURES, placement=ONE_OF_EACH) as run:
+@pytest.mark.parametrize("env", ["Shown", "ShownAgain"])
+def test_a_policy_learns_from_pictures_as_it_saw_them(env, tmp_path):
+    options = [*PICTURES, f"env.name=talking_env:{env}", "policy.max_tokens=40"]
+    with Talk(tmp_path, *options, placement=ONE_OF_EACH) as run:
         before = run.weights()
         for episodes, row in run.some(2):
+            assert max(episode.length for episode in episodes) == (3 if env == "ShownAgain" else 1)
             assert np.var([episode.total_reward for episode in episodes]) > 0
+            assert min(episode.places for episode in episodes) >= 16  # of 64 pixels
             assert row["train/grad_norm"] > 1e-3 and row["train/logprob_gap"] < 1e-5
         tower = [name for name in before if "visual" in name]
         after = run.weights()
         assert any(np.abs(after[name] - before[name]).max() > 1e-6 for name in tower)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("policy.preset=tiny", "policy.preset=tiny reads text alone"),
+        ("policy.engine=vllm", "policy.engine=vllm does not pass on; set policy.engine=transformers"),
+        ("policy.engine=http policy.url=http://a policy.weights=.", "policy.engine=http does not pass on"),
+        ("learner.sequence_degree=2", "try learner.sequence_degree=1"),
+        ("policy.pretrained=FOLDER policy.engine=vllm env.name=sums env.task=add2", "run by our own engine alone"),
+    ],
+)
+def test_what_is_not_done_with_pictures_is_refused_before_anything_starts(options, words, tmp_path):
+    build(SEES, preset="tiny_vl").save_published(tmp_path)
+    given = options.replace("FOLDER", str(tmp_path)).split()
+    with pytest.raises(ConfigError, match=words):
+        launch.planned(load(["recipe=pictures_grpo", "run.start_from=null", *given]).config, dry=True)
 
 
 @pytest.fixture
@@ -41,7 +66,7 @@ def received(monkeypatch):
 def bytes_in_driver(folder, received, **options):
     """Bytes that come to the driver in an iteration where sims, policies and learners are processes of their own."""
     kwargs = ", ".join(f"{name}: {value}" for name, value in options.items()).lower()
-    more = [*PICTURES, f"env.kwargs={{{kwargs}}}", "policy.dtype=float32"]
+    more = [*PICTURES, "env.name=talking_env:Shown", f"env.kwargs={{{kwargs}}}", "policy.dtype=float32"]
     with Talk(folder, *more, placement=ONE_OF_EACH, backend="local") as run:
         run.iterate(0)
         before = sum(received)

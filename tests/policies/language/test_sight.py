@@ -15,6 +15,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.pictures import PictureError, data_url, drawing, load_picture
 from embodied.learners.model import recompute
 from embodied.policies import load_policy
+from embodied.policies.language import sight
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import blocks_of
 from embodied.policies.language.sight import SIGHTS, Sight
@@ -209,6 +210,15 @@ def test_what_cannot_be_seen_is_refused_with_a_sentence(name, fresh, tmp_path):
     call, words = REFUSED[name]
     with pytest.raises((ConfigError, PictureError, CheckpointError), match=words):
         call(fresh, tmp_path)
+
+
+def test_few_pictures_stay_in_memory(fresh, monkeypatch):
+    one = fresh.sight.read(ONE)
+    monkeypatch.setattr(sight, "KEPT_BYTES", 3 * one.num_bytes)
+    for seed in range(100, 110):
+        fresh.sight.read(drawing("add", seed, 48))
+    assert len(fresh.sight.kept) == 3 and fresh.sight.kept_bytes == 3 * one.num_bytes
+    assert np.array_equal(fresh.sight.read(ONE).pixels["pixel_values"], one.pixels["pixel_values"])
 
 
 def test_a_file_and_a_data_url_show_the_same_picture(tmp_path):
