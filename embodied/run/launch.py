@@ -36,7 +36,6 @@ from embodied.run.devices import check_devices, check_simulator, draws_on_gpus, 
 from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
 from embodied.run.rehearsal import files_missing_here
-from embodied.run.text_checks import check_pictures, check_speech
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
@@ -102,6 +101,8 @@ def planned(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with everything "auto" in the env decided, and the plan. Refuses what cannot run here; `dry`: nothing
     will, so it may be planned for other machines. `roles`: those that the program declares."""
+    from embodied.run.text_checks import check_pictures, check_speech
+
     roles = roles_of(roles)
     if config.cluster.machines and not dry:
         raise ConfigError(f"cluster.machines={config.cluster.machines} is for planning: add --dry-run, or leave it out")
