@@ -34,7 +34,13 @@ class SFTConfig(Strict):
         description="Folder on whose disk their decoded images lie while the run goes on (in a file without a name); "
         "null: the system's temporary folder, which on some machines is in memory.",
     )
-    epochs: int = Field(50, gt=0, description="Passes over the demonstrations; each is an iteration of the run.")
+    epochs: int = Field(50, gt=0, description="Passes over the demonstrations.")
+    steps: int | None = Field(
+        None,
+        gt=0,
+        description="Gradient steps of an iteration, by which run.eval_every and run.save_every count; null: those of "
+        "a whole pass.",
+    )
     minibatch_size: int = Field(
         256, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
     )
@@ -61,6 +67,18 @@ class SFTConfig(Strict):
         description="Fit how random continuous actions are as well (maximum likelihood); false: it stays at "
         "policy.initial_log_std, and the mean is fitted by least squares.",
     )
+
+    def minibatches(self, items: int, iteration: int) -> tuple[int, range]:
+        """The pass over so many items that an iteration belongs to, and which of its minibatches it takes."""
+        every = -(-items // self.minibatch_size)
+        epoch, part = divmod(iteration, self.iterations(items) // self.epochs)
+        steps = self.steps or every
+        return epoch, range(part * steps, min(every, (part + 1) * steps))
+
+    def iterations(self, items: int) -> int:
+        """The iterations of a run over so many items."""
+        every = -(-items // self.minibatch_size)
+        return self.epochs * -(-every // (self.steps or every))
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> SFTConfig:

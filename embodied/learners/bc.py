@@ -76,15 +76,17 @@ class ImitationLearner(LearnerWorker):
             )
 
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
-        """One pass over all demonstrations."""
+        """A pass over all demonstrations, or the part of one that is an iteration."""
         demos, config, rows = self.demos, self.algo, []
-        parts = rng.minibatches(rng.permutation(self.seed, iteration, 0, demos.total), config.minibatch_size)
+        epoch, taken = config.minibatches(demos.total, iteration)
+        parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
+        every = total * config.epochs // config.iterations(demos.total) * len(parts)
         with self.store.updating(), self.computing.measured():
-            for number, minibatch in enumerate(parts, iteration * len(parts)):
-                factor = sft_factor(config, number, len(parts), total * len(parts))
+            for at in taken:
+                minibatch, factor = parts[at], sft_factor(config, epoch * len(parts) + at, len(parts), every)
                 mine = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
                 count, passes = self._count(minibatch), self._passes(minibatch)
-                totals, norm = self.optimizer.exchange(self._gradient(mine, count, passes, iteration))
+                totals, norm = self.optimizer.exchange(self._gradient(mine, count, passes, epoch))
                 losses = dict(zip(self._losses, (totals / count).tolist(), strict=True))
                 rows.append({**losses, "grad_norm": norm})
                 check_finite(rows[-1], iteration, 0)

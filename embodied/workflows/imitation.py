@@ -40,20 +40,24 @@ class RecordedEpisodes(BatchSource):
         self.config, self.learners = workers.config.sft, workers.learners
         if not workers.spec.text:
             check_dataset(self.config, workers.spec, len(self.learners))
-        self.num_steps = self.learners.open_data().wait()[0]
+        self.num_items = self.learners.open_data().wait()[0]
+        self.learned = 0  # items of the last iteration
 
     def total_iterations(self) -> int:
-        """One per pass over the demonstrations."""
-        return self.config.epochs
+        """One per pass over the demonstrations, or per `sft.steps`."""
+        return self.config.iterations(self.num_items)
 
     def collect(self, version: int) -> RecordedEpisodes:
         return self
 
     def update(self, batch: RecordedEpisodes, iteration: int, total: int) -> Handle:
+        _, taken = self.config.minibatches(self.num_items, iteration)
+        size = self.config.minibatch_size
+        self.learned = min(self.num_items, taken.stop * size) - taken.start * size
         return self.learners.imitate(iteration, total)
 
     def metrics(self, batch: RecordedEpisodes) -> dict[str, float]:
-        return {"env_steps": self.num_steps}
+        return {"env_steps": self.learned}
 
 
 class ImitationLoop(EmbodiedLoop):

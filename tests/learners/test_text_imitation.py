@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from imitating_policy import Characters
+from tiny_language import PLAIN, publish
 
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
@@ -22,6 +23,7 @@ from embodied.policies import make_policy
 from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous
 from embodied.runtime.timers import Timers
+from embodied.sft import main
 
 HERE = "tests.learners.test_text_imitation"
 
@@ -125,6 +127,43 @@ def test_the_loss_is_the_mean_over_the_answers_tokens():
     (numbers,) = [one.imitate(0, 1)]
     assert numbers["train/loss"] == pytest.approx(float(sum(losses)) / sizes[:, 1].sum(), abs=1e-12)
     one.close()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_passes_in_parts_are_the_same_passes(schedule):
+    """45 conversations are 3 gradient steps a pass: iterations of 2 and 1."""
+    whole = sft(lr_schedule=schedule)
+    parts = sft(lr_schedule=schedule, steps=2)
+    assert (whole.iterations(45), parts.iterations(45)) == (2, 4)
+    assert [[*parts.minibatches(45, n)[1]] for n in range(4)] == [[0, 1], [2], [0, 1], [2]]
+    one = learner(parts)
+    one.open_data()
+    for iteration in range(4):
+        one.imitate(iteration, 4)
+    equal(trained(whole)[1], one.policy.state_dict())
+    one.close()
+
+
+def test_a_model_imitates_worked_solutions_of_a_file_and_is_evaluated_on_the_way(tmp_path):
+    pytest.importorskip("math_verify")
+    folder = publish(tmp_path / "model", "qwen3", False, PLAIN, positions=256)
+    rows = [{"question": f"{n}+1?", "answer": f"It is \\boxed{{{n + 1}}}."} for n in range(40)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = [f"policy.pretrained={folder}", f"sft.data={tmp_path / 'q.jsonl'}", f"env.file={tmp_path / 'q.jsonl'}"]
+    words += ["policy.max_tokens=24", "policy.max_length=200", "sft.minibatch_size=10", "sft.steps=2", "sft.epochs=1"]
+    words += ["policy.engine=transformers", "policy.cache_gb=null", "policy.dtype=float32", "sft.warmup_steps=0"]
+    words += [
+        "sft.lr=0.01",
+        "eval.episodes=2",
+        "env.num_envs=2",
+        f"run.dir={tmp_path / 'runs'}",
+        "cluster.backend=inline",
+    ]
+    assert main(["recipe=math_sft", *words, 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert {path.name for path in (run / "eval").iterdir()} == {"v000001", "v000002"}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["env_steps"] for row in rows] == [20, 40] and rows[1]["train/loss"] < rows[0]["train/loss"]
 
 
 @pytest.mark.parametrize("pack_tokens", [1, 20])
