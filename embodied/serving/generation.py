@@ -31,6 +31,7 @@ from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.serving.openai_protocol import BadRequest, TokenScore
 
 SCORED = 256  # places of a prompt whose logits are computed at a time
+FAILS = "the engine fails at this request; the server's log says why"
 ROUND = "serve"  # the stream of noise of requests that bring none
 Mode = Literal["wait", "abort", "keep"]
 
@@ -193,9 +194,13 @@ class Generation:
             return
         while self.waiting and self.engine.room > 0 and not (self.paused or self.changes or self.must_wait()):
             one = self.waiting.popleft()
+            try:
+                self.scored[one] = () if one.scores is None else self.score(one.tokens, one.scores)
+            except Exception:  # of whatever kind, such as memory that a long prompt does not get
+                print(traceback.format_exc(), file=sys.stderr, flush=True)
+                settle(one.written, error=EmbodiedError(FAILS))
+                continue
             self.writing.add(one)
-            if one.scores is not None:
-                self.scored[one] = self.score(one.tokens, one.scores)
             self.engine.add(Request(one, one.tokens, one.max_tokens, one.episode, one.sampling, one.pictures))
         if self.writing and not self.kept:
             try:
@@ -223,7 +228,7 @@ class Generation:
             self.waiting.extendleft(conversations)
             return
         for one in conversations:
-            settle(one.written, error=EmbodiedError("the engine fails at this request; the server's log says why"))
+            settle(one.written, error=EmbodiedError(FAILS))
         own = Sampling(0, ROUND, SamplingRule(), frozenset())
         self.engine.add(Request(None, [min(self.policy.tokenizer.stops)], 1, 0, own))
         while self.engine.running:

@@ -510,6 +510,9 @@ def test_a_request_at_which_the_engine_fails_harms_no_other(server, capsys):
         assert status == 500 and "fails at this request" in found["error"]["message"]
         assert "/home/me" not in found["error"]["message"] and "/home/me" in capsys.readouterr().err
         assert all(other.result(60)["choices"] == want for other in others)
+    server.generation.score = lambda *_: {}["broken"]
+    status, found = ask(server, "/v1/completions", body | {"prompt_logprobs": 1})
+    assert status == 500 and "fails at this request" in found["error"]["message"]
     assert ask(server, "/healthz", method="GET")[0] == 200 and completed(server, **body)["choices"] == want
 
 
