@@ -12,7 +12,6 @@ from embodied.core.errors import ConfigError
 from embodied.core.rows import read_rows
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
-from embodied.envs.text.math import INSTRUCTION
 
 Example = tuple[tuple[Said, str], ...]  # what the env said and the right answer, turn after turn
 ROLES = ("system", "user", "assistant")
@@ -62,7 +61,7 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
     """The first `count` examples of a data set, or all: a row each."""
     try:
         with closing(read_rows(path)) as rows:
-            found = [example_of(row, where) for where, row in islice(rows, count)]
+            found = [example_of(row, where, path.absolute().parent) for where, row in islice(rows, count)]
     except ConfigError as err:
         raise ConfigError(f"{err}; sft.data is JSONL or parquet, {LINES}") from None
     if not found:
@@ -70,9 +69,15 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
     return found
 
 
-def example_of(row: dict[str, Any], where: str) -> Example:
+def example_of(row: dict[str, Any], where: str, beside: Path) -> Example:
+    """The example of a row, whose `images` lie `beside` its file."""
     try:
-        return ((said_in(row), text_in(row, "answer")),)
+        asked, answer = said_in(row), text_in(row, "answer")
+        if images := row.get("images"):
+            from embodied.envs.text.math import illustrated
+
+            asked = illustrated(asked, images, beside, where)
+        return ((asked, answer),)
     except (ValueError, TypeError) as err:
         raise ConfigError(f"{where}: {err}") from None
 
@@ -83,6 +88,8 @@ def said_in(content: Any) -> Said:
     if len(asked) != 1:
         raise ValueError('it should have either "prompt" or "messages" or "question"')
     if asked == ["question"]:
+        from embodied.envs.text.math import INSTRUCTION
+
         return ({"role": "user", "content": f"{text_in(content, 'question')}\n{INSTRUCTION}"},)
     if "prompt" in content:
         return text_in(content, "prompt")

@@ -201,7 +201,8 @@ def parsed(entry: dict[str, Any], where: str, beside: Path) -> Question:
 
 def illustrated(asks: Said, images: Any, beside: Path, where: str) -> Said:
     """The messages with these pictures, each in place of an <image>, or all before what the first message says."""
-    if isinstance(asks, str) or not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+    texts_alone = not isinstance(asks, str) and all(isinstance(message["content"], str) for message in asks)
+    if not texts_alone or not isinstance(images, list) or not all(isinstance(each, str) for each in images):
         raise ConfigError(f"{where}: images must be a list of files, shown with a question or messages")
     names = [str(beside / each) for each in images]
     if lost := next((name for name in names if not Path(name).is_file()), None):

@@ -217,6 +217,10 @@ def test_a_file_holds_prompts_or_messages(tmp_path):
     assert said[0]["content"].startswith("1+1?\nReason step by step") and answer == "It is \\boxed{2}."
     assert read_examples(path) == [(("1+2=", "3"),), ((tuple(chat), "2"),)]
     assert len(read_examples(path, 1)) == 1
+    (tmp_path / "a.png").write_bytes(b"")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "<image>x?", "images": ["a.png"], "answer": "3"}))
+    ((((message,), _),),) = read_examples(tmp_path / "p.jsonl")
+    assert message["content"][0] == {"type": "image", "image": str(tmp_path / "a.png")}
     one = learner(sft(data=path, episodes=None, minibatch_size=1, epochs=1))
     assert one.open_data() == 2
     one.close()
