@@ -261,7 +261,7 @@ def probe_site(
     return Probed(on, horizon, median(resets or [0.0]), lengths)
 
 
-def lengths_of(config: RunConfig, conversations: list[tuple[int, int]], pass_cost: tuple[float, float]) -> Lengths:
+def lengths_of(config: RunConfig, conversations: list[tuple[int, int]], pass_cost: tuple[float, ...]) -> Lengths:
     """The lengths of these conversations (tokens of the prompt, and of what follows), as a plan needs them."""
     prompts, answers = np.array(conversations).T
     quantiles = np.quantile(np.maximum(answers, 1), np.linspace(0, 1, QUANTILES)).round().astype(int)
@@ -271,7 +271,7 @@ def lengths_of(config: RunConfig, conversations: list[tuple[int, int]], pass_cos
         config.algo.group_size,
         int(np.median(prompts)) if shares else 0,
         config.policy.max_running,
-        *pass_cost,
+        *pass_cost[:2],  # pictures are not planned by their places
         degrees=DEGREES if config.learner.sequence_degree == "auto" else (1,),
     )
 

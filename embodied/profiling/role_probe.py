@@ -63,7 +63,7 @@ class Samples:
     decision_s: float = 0.0  # that went by for each decision of the last rollout, whatever in it is measured
     policy_bytes: float = 0.0  # that the policy says it needs, having answered this size
     conversations: list[tuple[int, int]] = field(default_factory=list)  # tokens of the prompt, and of all that follows
-    pass_cost: tuple[float, float] = (1.0, 0.0)  # as `Policy.pass_cost`
+    pass_cost: tuple[float, ...] = (1.0, 0.0)  # as `Policy.pass_cost`
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.placement.dataflow import traced_edges
 from embodied.profiling.conversation_probe import ConversationProbe
-from embodied.profiling.measure import share_of_step
+from embodied.profiling.measure import lengths_of, share_of_step
 from embodied.profiling.role_probe import real
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, periodic_is_the_same
 from embodied.profiling.timed_run import through_the_driver
@@ -98,6 +98,8 @@ def test_conversations_are_probed_and_learned_from(config):
     probe = real(ConversationProbe, config)
     samples = probe.rollout(4, 1, 2)
     assert samples.horizon == 1 and len(samples.seconds["sim"]) == len(samples.seconds["policy"]) == 2
+    lengths = lengths_of(config, samples.conversations, samples.pass_cost)
+    assert lengths.item == samples.pass_cost[0] > lengths.pair > 0
     assert samples.seconds["sim"][0] > 0 and 0 < samples.seconds["policy"][0] <= samples.decision_s + 1
     learned = probe.update(4, 4, 1)
     assert learned["step"][0] > 0 and learned["item_bytes"][0] > 0 and learned["ahead"] == [0.0]
