@@ -320,6 +320,7 @@ class RecordedLeases(LeaseServer):
         self.record = ShareRecord()
         self.table = LiveTable(self.record)
         self._file = (folder / RECORD).open("a")
+        self.free: Callable[[], None] = lambda: None  # gives devices that were reserved for all runs back
         super().__init__(devices, rule, self._note, add)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         self._note({"format": FORMAT, "rule": rule, "devices": list(self.devices), "started": started})
@@ -332,6 +333,7 @@ class RecordedLeases(LeaseServer):
     def close(self) -> None:
         super().close()
         self._file.close()
+        self.free()
 
 
 @dataclass

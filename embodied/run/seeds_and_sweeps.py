@@ -31,7 +31,7 @@ from embodied.run.launch import program_of
 from embodied.run.lease_server import RecordedLeases, SharedPlaces
 from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.run_group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
-from embodied.run.shared_runs import devices_of, own_devices, placement_for
+from embodied.run.shared_runs import devices_of, own_devices, placement_for, reserve
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -267,6 +267,7 @@ def places_for_sharing(folder: Path, first: Loaded, count: int) -> SharedPlaces:
     owns = own_devices(devices, [1.0] * count)
     placements = [placement_for(first.config, there, devices, owns, place) for place in range(count)]
     leases = RecordedLeases(folder, devices, "lend", lambda words: "error: they are seeds or settings of one command")
+    leases.free = reserve(first.config, devices)
     return SharedPlaces(leases, owns, placements)
 
 

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,8 @@ from embodied.run.lease_server import RecordedLeases
 from embodied.run.memory_check import PROCESS_BYTES, needs
 from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import MISSING, OVER, state_of
+from embodied.runtime import HostPlan
+from embodied.runtime.backend import reserved
 from embodied.runtime.run_turns import FORMAT
 from embodied.runtime.shared_leases import SOCKET
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -160,6 +162,19 @@ def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], there: To
         if "policy" in roles:
             found["policy"] = [*on, *(counted.get(device, device) for device in lent)]
     return found
+
+
+def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
+    """Reserves these devices for all runs where they are a Ray cluster's, and the cores beside GPUs; returns what gives
+    them back."""
+    if config.cluster.address is None:
+        return lambda: None
+    plans = []
+    for node in machines(config).nodes:
+        if held := tuple(device for device in devices if device.partition("/")[0] == node.name):
+            cores = tuple(core for core in node.core_numbers if on_node(node, f"cpu:{core}") in held)
+            plans.append(HostPlan(node.name, (), cores or node.core_numbers, node=node.name, devices=held))
+    return reserved(config.cluster.address, plans)
 
 
 # Memory
@@ -310,6 +325,7 @@ class SharedProcesses:
     def __init__(self, shared: SharedRuns) -> None:
         self.shared = shared
         self.server = RecordedLeases(shared.folder, shared.devices, shared.rule, self.add)
+        self.server.free = reserve(load_run(shared.runs[0].words).config, shared.devices)
         self.say = self.server.table.say
         self.going: list[_Process] = []
         self.stopping = False

@@ -98,6 +98,27 @@ def nodes_of(address: str, describe: Callable[[int, int], Any]) -> dict[str, Any
         connection.close()
 
 
+def reserved(address: str, plans: Sequence[HostPlan]) -> Callable[[], None]:
+    """Reserves the devices of these plans on a running Ray cluster until the returned function is called."""
+    from embodied.runtime.ray.nodes import Connection
+    from embodied.runtime.ray.reservation import Reservation
+
+    connection = Connection(address)
+    try:
+        reservation = Reservation(plans, connection.node)
+    except BaseException:
+        connection.close()
+        raise
+
+    def free() -> None:
+        try:
+            reservation.free()
+        finally:
+            connection.close()
+
+    return free
+
+
 def describe_backend(name: str) -> str:
     """Its name and what a user can expect of it."""
     return f"{name}: {PROMISES[name]}"

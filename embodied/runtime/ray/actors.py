@@ -52,6 +52,7 @@ from embodied.runtime.ray import guard
 from embodied.runtime.ray.nodes import Connection, RayNode, last_words, move, run_on
 from embodied.runtime.ray.object_store import Stored, decode, encode, pack_message, unpack_message
 from embodied.runtime.ray.reservation import Reservation
+from embodied.runtime.shared_leases import SOCKET
 
 if TYPE_CHECKING:
     from embodied.runtime.backend import Events
@@ -107,7 +108,8 @@ class RayBackend(Processes):
         self._stopping = False
         self._connection = Connection(address, modules, start_s)
         self._reservation: Reservation | None = None
-        if address is not None:  # a private cluster has no other programs
+        # A private cluster has no other programs, and devices that several runs share are reserved for all of them.
+        if address is not None and SOCKET not in os.environ:
             try:
                 self._reservation = Reservation(plans, self._connection.node)
             except BaseException:
