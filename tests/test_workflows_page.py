@@ -75,7 +75,7 @@ def test_roles_of_a_recipe_are_placed_and_shared(tmp_path):
         loaded = load(shlex.split(command)[3:])
         _, plan = launch.planned(loaded.config, dry=True, roles=roles_of_run(EmbodiedLoop, loaded.config))
         found.append({role for host in plan.hosts for role in host.roles} - {"sim", "policy", "learner"})
-        told = placement_for(loaded.config, one_machine((0, 1, 2, 3)), ["cpu:0", "cpu:1"], ["cpu:0"], 0, 2)
+        told = placement_for(loaded.config, one_machine((0, 1, 2, 3)), ["cpu:0", "cpu:1"], [["cpu:0"], ["cpu:1"]], 0)
         assert {role for key in told for role in key.split(",")} == {role for host in plan.hosts for role in host.roles}
     assert found == [{"critic"}, {"reward", "judge"}, {"reference"}, {"reward", "judge", "reference", "critic"}]
 

@@ -223,8 +223,8 @@ def test_a_failing_constructor_is_the_first_cause_of_any_wait(backend):
 
 
 def test_the_first_cause_wins_over_what_follows_from_it(backend, monkeypatch):
-    monkeypatch.setattr("embodied.runtime.cluster._FIRST_CAUSE_S", 60.0)  # which is waited where none is known
     with three(backend) as cluster:
+        monkeypatch.setattr(cluster._backend, "notice_s", 60.0)  # which is waited where none is known
         first, second, third = (cluster.launch(Counter, f"role{i}") for i in range(3))
         one, two = cluster.channel("one", home=second), cluster.channel("two", home=third)
         for group in (first, second, third):

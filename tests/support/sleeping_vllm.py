@@ -26,7 +26,7 @@ class SleepyVLLM:
 
     def __init__(self, config, policy):
         self.model = copy.deepcopy(policy.model)
-        alike = {"tokenizer": policy.tokenizer, "max_length": policy.max_length}
+        alike = {"tokenizer": policy.tokenizer, "max_length": policy.max_length, "sight": None}
         self.slots = SlotEngine(config, SimpleNamespace(model=self.model, **alike))
         self.kv_caches = [torch.zeros(CACHE_BYTES, dtype=torch.uint8)]
         self.asleep, self.version = set(), None
