@@ -1,4 +1,4 @@
-"""A policy class of the user's own, with parameters and buffers, as README has it: every way in which it is named."""
+"""A policy class of the user's own, with parameters and buffers, that of docs/own_policy.md: every way to name it."""
 
 import json
 import re
@@ -14,12 +14,13 @@ from embodied.policies import load_policy
 from embodied.reporting.results import read_results
 from embodied.serving.config import ServeConfig
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md").read_text() + (ROOT / "docs" / "own_policy.md").read_text()
 INLINE = ["cluster.backend=inline"]  # where it is no matter that hosts find the class
 ONE_HOST = "placement={'sim,policy': cpu:0, learner: cpu:0}"
 SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=0"]
 NORMALISED = '''
-"""README's policy with an observation normaliser, a count that is no float, and a mask."""
+"""The page's policy with an observation normaliser, a count that is no float, and a mask."""
 import numpy as np
 import torch
 
@@ -55,8 +56,8 @@ class Normalised(my_nets.Linear):
 
 @pytest.fixture(autouse=True)
 def mine(monkeypatch, tmp_path):
-    """The README's files in a folder of the user's, who works there."""
-    for kind, text in re.findall(r"^```(python|yaml)\n(.*?)^```", README, re.M | re.S):
+    """The files of README and page in a folder of the user's, who works there."""
+    for kind, text in re.findall(r"^```(python|yaml)\n(.*?)^```", PAGES, re.M | re.S):
         assert kind
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
     (tmp_path / "normalised.py").write_text(NORMALISED)
@@ -72,8 +73,8 @@ def run(command, *arguments, code=0):
 
 
 def trained(*more):
-    run(train, "recipe=my_lift.yaml", *SHORT, *more)
-    return max(Path("runs").glob("my_lift-*"), key=lambda path: path.stat().st_mtime)
+    run(train, "recipe=my_linear.yaml", *SHORT, *more)
+    return max(Path("runs").glob("my_linear-*"), key=lambda path: path.stat().st_mtime)
 
 
 @pytest.mark.parametrize("policy", [pytest.param("my_nets:Linear", marks=pytest.mark.slow), "normalised:Normalised"])
@@ -95,7 +96,7 @@ def test_a_policy_folder_runs_no_code_that_only_it_names(monkeypatch, capsys):
     bare = Path("from_a_stranger").resolve()
     (first / "checkpoints" / "v000002" / "policy").rename(bare)
     Path("my_nets.py").write_text(Path("my_nets.py").read_text() + "\nprint('the stranger runs')\n")
-    named, few = "policy.name=my_nets:Linear", ["env.name=my_sims:Lift", "eval.episodes=2", "eval.videos=0", *INLINE]
+    named, few = "policy.name=my_nets:Linear", ["env.name=pointmass", "eval.episodes=2", "eval.videos=0", *INLINE]
 
     def forget():
         sys.modules.pop("my_nets", None)
@@ -121,17 +122,17 @@ def test_a_policy_folder_runs_no_code_that_only_it_names(monkeypatch, capsys):
 
 
 def test_an_own_class_without_a_checkpoint_plays_with_the_weights_a_run_would_begin_with(capsys):
-    few = ["recipe=my_lift.yaml", *INLINE, "eval.episodes=4", "eval.videos=0"]
+    few = ["recipe=my_linear.yaml", *INLINE, "eval.episodes=4", "eval.videos=0"]
     run(evaluate, "checkpoint=[my_nets:Linear,random]", *few)
     found, episodes = read_results(Path("runs/compare/Linear"))
     assert found["policy_version"] == 0 and not any(episode.error for episode in episodes)
     run(train, *few, "run.iterations=1", "algo.lr=1e-30")
-    (same,) = Path("runs").glob("my_lift-*/eval/v000001")
+    (same,) = Path("runs").glob("my_linear-*/eval/v000001")
     assert np.allclose([one.total_reward for one in read_results(same)[1]], [one.total_reward for one in episodes])
 
 
 def test_its_options_are_those_of_the_recipe_or_of_the_command_line(capsys):
-    sampled = ["recipe=my_lift.yaml", *INLINE, "eval.temperature=1", "eval.episodes=4", "eval.videos=0"]
+    sampled = ["recipe=my_linear.yaml", *INLINE, "eval.temperature=1", "eval.episodes=4", "eval.videos=0"]
     rewards = []
     for options in ([], ["policy.kwargs={std: 0.3}"], ["policy.kwargs={std: 0.9}"]):
         run(evaluate, "checkpoint=my_nets:Linear", *sampled, *options, f"run.dir=runs/{len(rewards)}")
@@ -145,7 +146,7 @@ def test_its_options_are_those_of_the_recipe_or_of_the_command_line(capsys):
 
 def test_its_episodes_become_demonstrations():
     pytest.importorskip("pyarrow")
-    what = ["checkpoint=my_nets:Linear", "recipe=my_lift.yaml", "collect.episodes=2", "collect.keep=all"]
+    what = ["checkpoint=my_nets:Linear", "recipe=my_linear.yaml", "collect.episodes=2", "collect.keep=all"]
     run(collect, *what, *INLINE, "out=demos")
     assert json.loads(Path("demos/meta/source.json").read_text())["policy"]["family"] == "my_nets:Linear"
 
@@ -208,7 +209,9 @@ def test_what_an_own_policy_lacks_is_said_in_one_line(name, tmp_path, capsys):
     (tmp_path / "lacks.py").write_text(text)
     sys.modules.pop("lacks", None)
     inline = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
-    run(train, "recipe=my_lift.yaml", f"policy.name=lacks:{name}", "policy.kwargs={std: 0.3}", *SHORT, *inline, code=2)
+    run(
+        train, "recipe=my_linear.yaml", f"policy.name=lacks:{name}", "policy.kwargs={std: 0.3}", *SHORT, *inline, code=2
+    )
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
 

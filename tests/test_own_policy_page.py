@@ -13,7 +13,7 @@ from embodied import check, evaluate, train
 
 PAGE = (Path(__file__).parents[1] / "docs" / "own_policy.md").read_text()
 (SNIPPET,) = re.findall(r"^```python\n(# my_seeing.py\n.*?)^```", PAGE, re.M | re.S)
-(TRAIN,) = re.findall(r"^python -m embodied.train (.*)", PAGE, re.M)
+(TRAIN,) = re.findall(r"^python -m embodied.train (.*my_seeing.*)", PAGE, re.M)
 SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=0"]
 WATCHED = '''
 """The page's policy, which writes down what it is shown."""
