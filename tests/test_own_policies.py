@@ -115,8 +115,8 @@ def test_a_policy_folder_runs_no_code_that_only_it_names(monkeypatch, capsys):
         run(evaluate, f"checkpoint={checkpoint}", named, *few)
         assert "the stranger runs" in capsys.readouterr().out
     forget()
-    assert serve.load(ServeConfig(checkpoint=str(bare)), [named]).spec.state_dim == 2
-    assert load_policy(bare, "my_nets:Linear").spec.state_dim == 2
+    assert serve.load(ServeConfig(checkpoint=str(bare)), [named]).spec.state_dim == 6
+    assert load_policy(bare, "my_nets:Linear").spec.state_dim == 6
     run(evaluate, "checkpoint=random", named, *few, code=2)
     assert "policy.name=my_nets:Linear has no effect" in capsys.readouterr().err
 
