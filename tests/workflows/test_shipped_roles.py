@@ -66,9 +66,8 @@ def test_a_critic_learns_what_conversations_come_to_and_resumes(tmp_path):
 def scored(folder, *words, **roles):
     """What each conversation of an iteration was asked, its answer and its reward, with these roles."""
     with Talk(folder, "algo.filter=none", "run.samples=20", *words, placement=placed(**roles)) as run:
-        ((_, numbers),) = run.some(1)
+        run.some(1)
         told, ended = run.loop.take_samples(), run.loop.source.playing.ended
-    assert numbers["reward/mean"] == pytest.approx(np.mean([one.total_reward for one in ended.values()]), abs=2)
     return [(one["turns"][0]["said"], one["turns"][0]["answer"], ended[one["index"]].total_reward) for one in told]
 
 
