@@ -53,8 +53,8 @@ def examine(machine: Machine, as_json: bool, checks: Sequence[Check] | None = No
     be; returns the exit code."""
     findings: list[Finding] = []
     with ThreadPoolExecutor(max(1, min(machine.cores(), AT_ONCE))) as pool:
-        begun = [pool.submit(check, machine) for check in (CHECKS if checks is None else checks)]
         try:
+            begun = [pool.submit(check, machine) for check in (CHECKS if checks is None else checks)]
             for check in begun:
                 for finding in check.result():
                     findings.append(finding)

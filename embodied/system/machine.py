@@ -159,6 +159,8 @@ class Machine:
         except OSError as error:
             return Done(127, err=f"{command[0]}: {error.strerror}")
         self._running.add(process)
+        if self._stopped:  # while it began
+            kill(process)
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
