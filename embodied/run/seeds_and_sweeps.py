@@ -266,8 +266,9 @@ def places_for_sharing(folder: Path, first: Loaded, count: int) -> SharedPlaces:
     devices = devices_of(there)
     owns = own_devices(devices, [1.0] * count)
     placements = [placement_for(first.config, there, devices, owns, place) for place in range(count)]
+    free = reserve(first.config, devices)
     leases = RecordedLeases(folder, devices, "lend", lambda words: "error: they are seeds or settings of one command")
-    leases.free = reserve(first.config, devices)
+    leases.free = free
     return SharedPlaces(leases, owns, placements)
 
 

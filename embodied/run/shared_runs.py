@@ -324,8 +324,9 @@ class SharedProcesses:
 
     def __init__(self, shared: SharedRuns) -> None:
         self.shared = shared
+        free = reserve(load_run(shared.runs[0].words).config, shared.devices)
         self.server = RecordedLeases(shared.folder, shared.devices, shared.rule, self.add)
-        self.server.free = reserve(load_run(shared.runs[0].words).config, shared.devices)
+        self.server.free = free
         self.say = self.server.table.say
         self.going: list[_Process] = []
         self.stopping = False
