@@ -99,13 +99,17 @@ class ClassifierWorker(ScoringWorker):
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        from embodied.policies.language.folder import BUILDING
+
         super().build(spec, start)
         self.belongings, self.computing = DeviceTensors(self.timers), Computing()
         folder = as_path(self.roles.reward_model)
         options = {"local_files_only": True, "trust_remote_code": False}
         try:
             self.words = AutoTokenizer.from_pretrained(folder, **options)
-            self.model = AutoModelForSequenceClassification.from_pretrained(folder, **options).eval().to(self.device)
+            with BUILDING:
+                model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
+            self.model = model.eval().to(self.device)
         except Exception as err:  # of many kinds
             cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
             raise CheckpointError(f"roles.reward_model={folder} is not a sequence classifier: {cause}") from None

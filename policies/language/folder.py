@@ -39,7 +39,6 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from embodied.core.errors import CheckpointError, ConfigError
@@ -55,7 +54,9 @@ from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, tensor_of
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
 GENERATION = "generation_config.json"
 COMPANIONS = (GENERATION, PREPROCESSOR, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
-BUILDING = threading.Lock()  # transformers replaces functions of torch meanwhile, for all threads of the process
+BUILDING = (
+    threading.Lock()
+)  # transformers replaces functions meanwhile, for all threads; two at once restore wrong ones
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no weights, in older files
 
 
@@ -106,7 +107,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     # transformers would make this dtype the whole process' default meanwhile, in which other threads compute.
     options = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa", "trust_remote_code": False}
     try:
-        with BUILDING, torch.device("meta"), no_init_weights():
+        with BUILDING, torch.device("meta"):
             model = auto_class(config).from_config(config, **options).eval()
     except (ValueError, ImportError) as err:  # no such kernel of attention, or a package that is missing
         cause = str(err).strip().splitlines()[0].partition(". ")[0]
