@@ -1,7 +1,7 @@
 """What several runs gain by sharing devices, and by which rule, where all delays are known.
 
     python -m benchmarks.sharing           # simulated time: the rules of the real coordinator, seconds
-    python -m benchmarks.sharing --real    # also by processes that ask the real coordinator, 2.5 times as fast
+    python -m benchmarks.sharing --real    # also by processes that ask the real coordinator, at --scale 0.4 of the time
     python -m benchmarks.sharing --case 1
 
 Five pairs and quartets of runs on 4 or 8 devices. Conversations last as drawn from a log-normal distribution, 8 at a
@@ -36,7 +36,7 @@ from embodied.run.shared_replay import RULES, SWITCH_S, RunWork, TimedConversati
 from embodied.runtime.shared_leases import SOCKET
 
 SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and how long one lasts on average
-SCALE = 0.4  # real seconds for each second of a run
+SCALE = 0.4  # real seconds for each second of a run, unless asked otherwise
 BEGIN_S = 5.0  # until all processes are there
 LOOK_S = 0.01  # between two looks at the clock, in real time
 
@@ -217,10 +217,13 @@ def errors(predicted: dict[str, dict[str, float]], measured: dict[str, dict[str,
 
 
 def main() -> None:
+    global SCALE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, nargs="+", choices=range(1, len(CASES) + 1), help="some of the cases")
     parser.add_argument("--real", action="store_true", help="also in real time, half an hour")
+    parser.add_argument("--scale", type=float, default=SCALE, help="real seconds for each second of a run")
     asked = parser.parse_args()
+    SCALE = asked.scale
     path = RESULTS / "sharing.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"simulated": {}, "real": {}}
     now = {"simulated": [], "real": []}
