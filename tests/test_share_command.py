@@ -232,6 +232,7 @@ def test_runs_whose_command_is_killed_end_their_step_save_and_stop(tmp_path):
         (["resume=somewhere", "pointmass_ppo"], "leave pointmass_ppo out"),
         (["join=somewhere"], "adds one run"),
         (["pointmas_ppo", "sums_grpo"], "recipe=pointmas_ppo: no such recipe, did you mean 'pointmass_ppo'?"),
+        (["devices=cpu:0", "pointmass_ppo", "placement=hybrid"], "pointmass_ppo: placement=hybrid gives sims"),
         (["devices=gpu:900", "pointmass_ppo"], "gpu:900 is not there: this machine has"),
     ],
 )

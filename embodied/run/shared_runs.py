@@ -25,7 +25,7 @@ from typing import Any
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
-from embodied.placement import PlacementPlan, Topology, roles_of
+from embodied.placement import PlacementError, PlacementPlan, Topology, roles_of
 from embodied.placement.topology import Node
 from embodied.run import launch
 from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_words, what_it_says
@@ -304,7 +304,10 @@ def prepare(
         name = free_name(loaded.name, taken)
         taken.add(name)
         config, _ = launch.planned(loaded.config, roles=roles_of_run(EmbodiedLoop, loaded.config))
-        placement = placement_for(config, there, shared.devices, owned, place)
+        try:
+            placement = placement_for(config, there, shared.devices, owned, place)
+        except PlacementError as err:
+            raise ConfigError(f"{name}: {err}") from None
         run = SharedRun(name, tuple(words), own, weight, placement)
         plans.append((name, *planned(run, loaded)))
         found.append(run)
