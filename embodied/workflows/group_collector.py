@@ -9,7 +9,7 @@ over is in `algorithms/groups.py`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,7 @@ class GroupCollector(Collector):
             self.begin_early(batch.number, one_by_one=True)
         # Rounds of whole groups, until the algorithm has what it asks for.
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
-            self._play([self.spec_of(index) for index in self.pool.deal(count)], batch)
+            self._play(self.specs_of(self.pool.deal(count)), batch)
         taken = self.pool.take()
         if self.prompts is not None:
             self.prompts.keep(self.pool.open)
@@ -164,12 +164,12 @@ class GroupCollector(Collector):
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
         return batch
 
-    def spec_of(self, index: int) -> EpisodeSpec:
-        """The episode of this number, with the prompt that was drawn for its group."""
+    def specs_of(self, indices: Sequence[int]) -> list[EpisodeSpec]:
+        """The episodes of these numbers, with the prompts that were drawn for their groups."""
+        size, numbers = self.algo.group_size, np.array(indices, np.int64)
         if self.prompts is None:
-            return self.episodes[index]
-        prompt = self.prompts.draw(index // self.algo.group_size)
-        return replace(self.episodes[prompt * self.algo.group_size], index=index)
+            return self.episodes.at(numbers)
+        return self.episodes.at(np.array([self.prompts.draw(index // size) * size for index in indices]), numbers)
 
     def update(self, batch: GroupedEpisodes, iteration: int, total: int) -> Handle | None:
         self.samples, self.ends = batch.samples, batch.ends

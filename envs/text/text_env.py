@@ -24,6 +24,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -145,10 +146,15 @@ class TextEnv(EnvCapabilities):
         self.drawn = self._drawn(spec, question, every)
         return self.drawn
 
+    @cached_property
+    def _settings(self) -> str:
+        """The config in words, which takes as long as a draw."""
+        return repr(self.config)
+
     def _drawn(
         self, spec: EpisodeSpec, question: Callable[[np.random.Generator], Question], every: Sequence[Question]
     ) -> Question:
-        key = type(self), spec.task, repr(self.config)
+        key = type(self), spec.task, self._settings
         if key not in self._held_out:
             first = first_questions(question, generator(0, "held out", spec.task), self.held_out(self.config))
             known = set(first)

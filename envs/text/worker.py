@@ -102,6 +102,7 @@ class TextWorker(PlayerWorker):
                 ended = [one for one in over if one.part is mine]
                 if note and len(ended) < len(over):
                     note([one for one in over if one.part is not mine])
+                before_them = len(results)
                 for one in ended:
                     steps += len(one.turns)
                     ends.append((one.num_sampled, perf_counter() - started))
@@ -112,7 +113,7 @@ class TextWorker(PlayerWorker):
                         continue
                     results.append(one.result())
                     self.kept_episodes[one.spec.index] = one.trajectory()
-                if noted and (finished := tuple(one.result() for one in ended if not one.problem)):
+                if noted and (finished := tuple(results[before_them:])):
                     self.journal.put(Note(route[0].source, finished=finished))
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return RolloutStats(steps, tuple(results), *spent, tuple(problems), tuple(samples), tuple(ends))

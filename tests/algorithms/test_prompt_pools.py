@@ -76,14 +76,14 @@ def test_groups_that_never_end_are_forgotten():
 def test_a_collector_plays_drawn_prompts_and_keeps_the_rates_in_its_checkpoint(size):
     options = ["recipe=sums_grpo", "env.num_envs=4", "algo.groups=2", "algo.pools=[1e9,1e9,1e9]"]
     found = idle_collector(load([*options, f"algo.group_size={size}"]).config, ("sums",), text=True)
-    specs = [found.spec_of(index) for index in found.pool.deal(2 * size)]
+    specs = found.specs_of(found.pool.deal(2 * size))
     assert specs == [found.episodes[index] for index in range(2 * size)]
     results = [
         EpisodeResult(s.index, s.task, -1, s.seed, 1, float(s.index % 2), bool(s.index % 2), True) for s in specs
     ]
     found.add(results, GroupedEpisodes(1, 0))
     assert found.prompts.rates == {0: 0.5, 1: 0.5}
-    again = [found.spec_of(index) for index in found.pool.deal(2 * size)]
+    again = found.specs_of(found.pool.deal(2 * size))
     assert [spec.index for spec in again] == list(range(2 * size, 4 * size))
     assert {spec.seed for spec in again} == {spec.seed for spec in specs}
     assert all(len({spec.seed for spec in again[g * size : (g + 1) * size]}) == 1 for g in range(2))

@@ -95,7 +95,7 @@ def test_epochs_are_refused_where_there_are_none(given, message):
 
 def test_a_resumed_run_goes_on_in_the_middle_of_its_epoch(tmp_path):
     def indices(loop):
-        return [loop.source.spec_of(index).question for index in loop.source.pool.deal(20)]
+        return [spec.question for spec in loop.source.specs_of(loop.source.pool.deal(20))]
 
     words = ("env.name=sums", "env.task=add2", "algo.prompts=epochs")
     with Talk(tmp_path / "one", *words) as run:
