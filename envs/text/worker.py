@@ -59,6 +59,7 @@ class TextWorker(PlayerWorker):
         super().__init__(*options, **more)
         self.kind = env_class(self.config)
         self.shared: dict[str, Any] = {}  # what conversations of a config share, by the config as JSON
+        self.free: dict[str, list[TextEnv]] = {}  # envs that hold no conversation, by the same
         self.steps: SideBySide[Conversation] = SideBySide(self.config.side_by_side)
 
     def spec(self) -> EnvSpec:
@@ -144,7 +145,9 @@ class TextWorker(PlayerWorker):
         return results
 
     def _part(self, config: Any, episodes: Sequence[EpisodeSpec], rows: int, **more: Any) -> Part:
-        return Part(self.kind, config, self.shared[config.model_dump_json()], episodes, rows, **more)
+        key = config.model_dump_json()
+        free = self.free.setdefault(key, [])
+        return Part(self.kind, config, self.shared[key], episodes, rows, free=free, **more)
 
     def _evaluated(self, episodes: Sequence[EpisodeSpec], **more: Any) -> Part:
         self.eval_spec()
@@ -191,9 +194,10 @@ class Part:
     begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
     alone: frozenset[int] = frozenset()  # the last of them: each is held with no other beside it
     override: SamplingRule | None = None  # of their answers; None: that of the round
+    free: list[TextEnv] = field(default_factory=list)  # envs that hold no conversation
 
     def __post_init__(self) -> None:
-        self.waiting, self.free, self.open = deque(self.specs), [], 0
+        self.waiting, self.open = deque(self.specs), 0
         self.spec = self.kind.env_spec(self.config)
         self.turns = self.spec.max_episode_steps
 
