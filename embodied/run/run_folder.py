@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 from embodied.core.errors import CheckpointError
@@ -173,6 +174,7 @@ def provenance() -> dict:
     }
 
 
+@cache  # that of what was imported, whatever is edited meanwhile
 def commit() -> str | None:
     """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
