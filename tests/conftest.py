@@ -1,6 +1,7 @@
 """Tests marked `gpu` run where there is an NVIDIA card, those of the bridge tasks where these tasks' files are: in the
 folder that MS_ASSET_DIR names, or beside the checkout."""
 
+import ctypes
 import gc
 import os
 import sys
@@ -24,6 +25,31 @@ def pytest_collection_finish():
     """What is imported by now stays to the end: nobody need look through it for garbage, time and again."""
     gc.collect()
     gc.freeze()
+
+
+kept_bytes = 0  # after the last time that memory was freed
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown():
+    """Frees memory after tests that leave 100 MB more: cycles around scenes and models, and freed blocks that the C
+    library keeps. A worker that ran the documents' commands held 1.4 GB without this, and 0.8 GB with it."""
+    global kept_bytes
+    yield
+    from embodied.runtime.heartbeat import resident_bytes
+
+    if resident_bytes() > kept_bytes + 100e6:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        kept_bytes = resident_bytes()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced_files():
+    """No file has to outlast a power cut here, and a run would wait for the disk 25 times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 def pytest_xdist_auto_num_workers(config):
