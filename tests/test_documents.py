@@ -4,12 +4,13 @@ import re
 import shlex
 
 import pytest
-from pages import ROOT, Page, runner
+from pages import ROOT, Page, newest, runner
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
 from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_names
+from embodied.run.first_run import first_run
 
 PAGES = [Page("README.md"), *(Page(path.name) for path in sorted((ROOT / "docs").glob("*.md")))]
 ALL = "\n".join(page.text for page in PAGES)
@@ -18,6 +19,7 @@ OF_A_FOLDER = (
     r"(resume|checkpoint|join|pretrained|env\.python|data|statistics)=\S*[/A-Z]|=FOLDER|=models/|seeds=|program="
 )
 SHORT = ["run.iterations=1", "eval.episodes=2", "eval.videos=0", "cluster.backend=inline"]
+IMITATE = ["sft.episodes=64", "sft.epochs=1", "sft.warmup_steps=0", "env.num_envs=8", *SHORT[1:]]
 FEW_ENVS = ["env.num_envs=4", "env.max_episode_steps=8"]
 FEW_DECISIONS = [*FEW_ENVS, "algo.rollout_decisions=8", "algo.minibatch_size=16"]
 FEW_GROUPS = [*FEW_ENVS, "algo.groups=2", "algo.group_size=2", "algo.minibatch_size=8"]
@@ -49,9 +51,13 @@ def slow_where_it_takes_long(command):
 )
 def test_a_training_command_runs(command, tmp_path, monkeypatch, capsys):
     here, words = runner(tmp_path, monkeypatch, capsys), shlex.split(command)[3:]
-    batch = FEW_GROUPS if load(words).config.algo.whole_episodes else FEW_DECISIONS
+    loaded = load(words)
+    short = [*SHORT, *(FEW_GROUPS if loaded.config.algo.whole_episodes else FEW_DECISIONS)]
+    if first := first_run(loaded):  # otherwise this command would do so, at full length
+        here(f"python -m embodied.{first.command} {shlex.join(first.arguments)}", *IMITATE)
+        short.append(f"run.start_from={newest(tmp_path, f'sft-{first.recipe}')}")
     named = {word.partition("=")[0] for word in words}
-    here(command, *SHORT, *(word for word in batch if word.partition("=")[0] not in named))
+    here(command, *(word for word in short if word.partition("=")[0] not in named))
 
 
 def test_every_key_that_a_page_names_is_there():

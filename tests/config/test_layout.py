@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def module_of(path):
 MODULES = {module_of(path): path for path in SOURCES}
 
 
+@cache
 def imports(path):
     """The modules a file imports, and whether each import runs when the module is imported."""
     tree = ast.parse(path.read_text())
@@ -36,16 +38,18 @@ def imports(path):
         for inner in ast.walk(node)
     }
     lazy = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
+    found = []
     for node in ast.walk(tree):
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) not in lazy) for alias in node.names)
+            found += [(alias.name, id(node) not in lazy) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [name if name in MODULES or node.module == "embodied" else node.module for name in names]
-            yield from ((name, id(node) not in lazy) for name in names)
+            found += [(name, id(node) not in lazy) for name in names]
+    return found
 
 
 def ours(folder):

@@ -1,5 +1,5 @@
 """Let vLLM answer, in processes of their own since it keeps threads and process groups; prints what it wrote as JSON,
-a line for each of MODELS. All fork from one that has imported vLLM.
+a line for each of MODELS, after one of the heads that vLLM runs on a CPU. All fork from one that has imported vLLM.
 
 `gaps`: the largest distance of its log-probs from the model's own, after each of three loads. `slept`: what it has
 while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
@@ -118,8 +118,9 @@ def main(kind):
 
 if __name__ == "__main__":
     os.environ.update(SETTINGS)
-    import vllm.entrypoints.llm  # noqa: F401 - it takes longer than the answers
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    print(json.dumps({"heads": CPUAttentionBackend.get_supported_head_sizes()}), flush=True)
     for kind in MODELS:
         if (child := os.fork()) == 0:
             main(kind)
