@@ -1,5 +1,7 @@
 """What a learner needs, counted without memory, against what one holds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.config.recipe import load
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
-from embodied.learners.memory_estimate import count, estimate, made_up
+from embodied.learners.memory_estimate import Memory, count, estimate, made_up
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
@@ -74,6 +76,14 @@ def test_a_reference_is_counted_as_a_copy_of_what_is_trained():
     plain, compared = (estimate(load([recipe, f"algo.kl_coef={coef}"]).config) for coef in (0.0, 0.1))
     assert compared.total - plain.total == compared.reference == 4 * plain.num_trained
     assert "reference" in str(compared) and "reference" not in str(plain)
+
+
+def test_learners_with_shards_hold_a_part_each_and_the_gradient_whole():
+    """10 weights of 2 bytes, 4 of them trained: two learners hold half of (20 - 8) + 5 * 4 * 4 bytes, the gradient of
+    4 * 4, and 3 + 5 beside; half of the reference's 20 too."""
+    memory = Memory(10, 4, weights=20, training=0, activations=5, trained=8, gathered=3)
+    assert memory.sharded(2) == (12 + 80) // 2 + 16 + 3 + 5
+    assert replace(memory, reference=20).sharded(2) == memory.sharded(2) + 10
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, text_lists
-from embodied.core.errors import StaleWeights, Unusable
+from embodied.core.errors import StaleWeights, Unusable, WrongShape
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
 from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
@@ -132,7 +132,8 @@ class Counting:
             raise ValueError("a state out of this world")
         actions = noise[:, None, :3].copy()
         actions[np.isnan(obs["state"]).any(axis=1)] = np.nan
-        return PolicyOutput(actions, actions, actions[:, 0, 0], {})
+        values = actions[:, 0, 0]
+        return PolicyOutput(actions, actions, values[:, None] if (obs["state"] < -1e6).any() else values, {})
 
     def value(self, obs):
         return obs["state"].sum(axis=1)
@@ -156,13 +157,13 @@ def test_one_after_the_other_unless_told_otherwise(channel):
     assert worker.policy.rows == [1, 1]
 
 
-@pytest.mark.parametrize("bad", ["raises", "nan"])
-def test_a_bad_question_leaves_the_others_with_their_answers(bad, channel, capfd):
+@pytest.mark.parametrize(("state", "error"), [(1e7, ValueError), (np.nan, Unusable), (-1e7, WrongShape)])
+def test_a_bad_question_leaves_the_others_with_their_answers(state, error, channel, capfd):
     requests = [question(sim, 2) for sim in range(3)]
     good, _ = asked(counting(), channel, [requests[0], requests[2]], "good")
-    requests[1].obs["state"][0] = 1e7 if bad == "raises" else np.nan
+    requests[1].obs["state"][0] = state
     worker = counting()
-    with pytest.raises(ValueError if bad == "raises" else Unusable):
+    with pytest.raises(error):
         asked(worker, channel, requests, "bad")
     assert "3 requests are answered one by one" in capfd.readouterr().out
     assert [len(replies) for replies in worker.found.values()] == [1, 0, 1]

@@ -24,18 +24,20 @@ def clock(monkeypatch):
 def test_a_piece_counts_for_the_outer_one_but_not_as_its_own_time(clock):
     timers = Timers()
     with timers.measure("collect"):
-        clock(1.0)
+        timers.mark("first", clock(1.0))
         with timers.measure("step"):
             clock(2.0)
         began = clock(0.0)
         clock(4.0)
         assert timers.add("wait", began) == 4.0
+    before = timers.totals()
     with timers.measure("collect"):
         clock(8.0)
+    assert timers.seconds_since(before, "collect", "step", "other") == [8.0, 0.0, 0.0]
     totals = timers.totals()
     assert (totals["collect"].count, totals["collect"].seconds, totals["collect"].own_s) == (2, 15.0, 9.0)
     assert totals["step"].seconds == totals["step"].own_s == 2.0
-    assert totals["wait"].own_s == 4.0
+    assert (totals["wait"].own_s, totals["first"]) == (4.0, module.Total(1, 0.0, 0.0))
 
 
 def test_a_piece_that_raises_is_measured_and_closed(clock):
