@@ -35,6 +35,7 @@ def test_any_deal_makes_the_update_of_one_rank_that_has_everything(case, num_ran
         assert len(found) == num_ranks and max(map(max, found.values())) < 1e-10, ranks
 
 
+@pytest.mark.slow
 def test_any_deal_makes_the_same_update_in_processes_that_meet_over_gloo(tmp_path):
     program = [sys.executable, str(Path(__file__).parent / "dealt_ranks.py"), str(tmp_path / "meet")]
     started = [subprocess.Popen([*program, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]

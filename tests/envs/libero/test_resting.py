@@ -11,12 +11,12 @@ pytestmark = [
     pytest.mark.skipif("not __import__('importlib.util').util.find_spec('libero')", reason="needs LIBERO"),
 ]
 RECORDED = json.loads((Path(__file__).parent / "resting_places.json").read_text())["tasks"]  # task, state, object
-THROWN_BY_LATER_VERSIONS = ("libero_spatial/5", "libero_10/0")
+THROWN = "libero_10/0"  # about, by later versions
 
 
 @pytest.mark.parametrize(
     "task",
-    [pytest.param(task, marks=[] if task in THROWN_BY_LATER_VERSIONS else [pytest.mark.slow]) for task in RECORDED],
+    [pytest.param(task, marks=[] if task == THROWN else [pytest.mark.slow]) for task in RECORDED],
 )
 def test_objects_lie_still_where_the_benchmark_wants_them(task):
     found = resting_objects(task)
