@@ -35,7 +35,16 @@ from benchmarks.learning.seeds import TIMEOUT_S, held_out, once, outcomes, parse
 from embodied.policies.policy_folder import read_weights
 from embodied.run.checkpoints import locate
 
-RECIPES = ("sums_grpo", "sort_grpo", "sums_ppo", "sums_ppo_critic", "sums_judge", "pictures_grpo", "smol_grpo")
+RECIPES = (
+    "sums_grpo",
+    "sort_grpo",
+    "sums_ppo",
+    "sums_ppo_critic",
+    "sums_judge",
+    "calc_grpo",
+    "pictures_grpo",
+    "smol_grpo",
+)
 SCHEDULES = ("sync", "periodic", "async")
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 SEEDS = tuple(range(101, 111))
