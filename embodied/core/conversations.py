@@ -13,6 +13,7 @@ places before "5 6": tokens -1 -2 -3 5 6. So each -1 begins a picture, and their
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ Said = str | tuple[Message, ...]  # text that is continued as it is, or messages
 
 
 FIRST_PLACE = -1  # the token of a picture's first place; its next ones are -2, -3
+TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen and Hermes write a call
 
 
 def parts_of(message: Message) -> list[dict[str, str]]:
@@ -149,7 +151,7 @@ class Vacancy:
 
 @dataclass(frozen=True)
 class EvaluationShare:
-    """Conversations of an evaluation that a sim worker holds beside those that it collects."""
+    """Episodes of an evaluation that a sim worker plays beside those that it collects."""
 
     episodes: tuple[EpisodeSpec, ...]
     rule: SamplingRule

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from embodied.core.conversations import TOOL_CALL
 from embodied.policies.language.http_messages import OWNER
 from embodied.serving.chat_messages import BadRequest, message_of
 
@@ -294,9 +295,6 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
 
 
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-
-
 def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text around the calls of tools in an answer, and the calls. One that is no JSON stays text."""
     calls: list[dict[str, Any]] = []
@@ -310,7 +308,7 @@ def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
         calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
         return ""
 
-    rest = CALL.sub(take, text)
+    rest = TOOL_CALL.sub(take, text)
     return (rest.strip(), calls) if calls else (text, [])
 
 

@@ -163,7 +163,9 @@ class VerifiersConfig(TextConfig, NamedWithKind):
     name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
     task: str = Field("", description="How results name it; unset: the environment's name.")
     python: LocalPath | None = Field(None, description="The interpreter that has the package: FOLDER/bin/python.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to its load_environment as they are.")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Its options: of load_environment, or as an [env] block."
+    )
     full_score: float = Field(1.0, description="The reward from which on an answer is a success.")
     score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
     start_s: float = Field(600.0, gt=0, description="Seconds that loading it may take, data sets included.")

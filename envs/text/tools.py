@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from embodied.core.conversations import Message, Said
+from embodied.core.conversations import TOOL_CALL, Message, Said
 from embodied.envs.text.text_env import Turn
 
-HERMES = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.DOTALL)
 LLAMA = re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*(\{.*\})\s*\Z", re.DOTALL)
 MOST_CALLS = 8  # in an answer; further ones are left out
@@ -76,7 +75,7 @@ def with_tools(said: Sequence[Message], tools: Iterable[Tool]) -> Said:
 
 def parsed_calls(answer: str) -> list[ToolCall]:
     """The calls in an answer, in any of the formats above; what is no whole call is none."""
-    found: list[Any] = [json_in(text) for text in HERMES.findall(answer)]
+    found: list[Any] = [json_in(text) for text in TOOL_CALL.findall(answer)]
     if not found and (listed := MISTRAL.search(answer)):
         found = calls if isinstance(calls := json_in(listed[1]), list) else []
     if not found and (bare := LLAMA.match(answer)):
@@ -87,7 +86,7 @@ def parsed_calls(answer: str) -> list[ToolCall]:
 def json_in(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -27,8 +27,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from embodied.core.conversations import Message, Said
+from embodied.core.conversations import TOOL_CALL, Message, Said
 from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.envs.text.tools import call_of, json_in
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
 # Where Python finds modules, the first place is the working directory: a script's own would be this folder.
@@ -36,9 +37,9 @@ BOOT = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'e
 END_S = 15.0  # for a process that should end to be gone: an environment may have something to clean up
 PARKED_S = 86_400.0  # that a request waits for the policy: the longest pause of a run, not of an answer
 LARGEST = 64 << 20  # bytes of a request
-ROUTE = re.compile(r"/(\d+)/v1/(.+)")
+ROUTE = re.compile(r"/v1/(.+)")
+MODEL = re.compile(r"policy-(\d+)")  # by the model that it asks, a request belongs to a conversation
 FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 FUNCTIONS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -155,7 +156,7 @@ class Child:
 
 def how_to_install(python: Path) -> str:
     """The commands that make an interpreter there."""
-    return f'python -m venv {python.parent.parent} && {python} -m pip install "verifiers>=0.1.14,<0.4" makes one'
+    return f'python -m venv {python.parent.parent} && {python} -m pip install "verifiers>=0.1.14,<0.5" makes one'
 
 
 class Bridge:
@@ -339,12 +340,13 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), EndpointHandler)
         self.bridge = bridge
 
-    def park(self, number: int, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def park(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Wait for the answer to a request."""
-        child = self.bridge.child
-        mail = child.mail.get(number) if child is not None else None
+        child, model = self.bridge.child, str(body.get("model"))
+        found = MODEL.fullmatch(model)
+        mail = child.mail.get(int(found[1])) if child is not None and found else None
         if mail is None:
-            return 404, {"error": {"message": f"there is no conversation {number}"}}
+            return 404, {"error": {"message": f"there is no conversation of {model}"}}
         request = ModelRequest(route, body)
         mail.put(request)
         try:
@@ -372,7 +374,7 @@ class EndpointHandler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             body = json.loads(self.rfile.read(length))
-            status, reply = self.server.park(int(found[1]), found[2], body)
+            status, reply = self.server.park(found[1], body)
         data = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -417,21 +419,15 @@ def written(call: dict[str, Any]) -> str:
 
 def heard(answer: str, tools: Sequence[dict[str, Any]], turn: int) -> dict[str, Any]:
     """An answer as a message of OpenAI's protocol. Calls that are not well-formed, all or one, stay text."""
-    found = CALL.findall(answer) if tools else []
-    calls = [call_of(text) for text in found]
+    calls = [call_of(json_in(text)) for text in TOOL_CALL.findall(answer)] if tools else []
     if not calls or None in calls:
         return {"role": "assistant", "content": answer}
     named = [
-        {"id": f"call_{turn}_{at}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
-        for at, (name, arguments) in enumerate(calls)
+        {
+            "id": f"call_{turn}_{at}",
+            "type": "function",
+            "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
+        }
+        for at, c in enumerate(calls)
     ]
     return {"role": "assistant", "content": answer[: answer.index("<tool_call>")], "tool_calls": named}
-
-
-def call_of(text: str) -> tuple[str, dict[str, Any]] | None:
-    try:
-        call = json.loads(text)
-    except ValueError:
-        return None
-    name, arguments = call.get("name"), call.get("arguments")
-    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None

@@ -6,7 +6,7 @@ out, first what to load:
     {"environment": "gsm8k", "kwargs": {}, "url": "http://127.0.0.1:1", "key": "..."}
     -> {"train": 950, "held_out": 50, "turns": 1, "kind": "SingleTurnEnv", "version": "0.3.1"}, or {"problem": "..."}
 
-then, where there is a url, examples, any number at a time, whose chat requests go to `URL/7/v1`:
+then, where there is a url, examples, any number at a time. Their chat requests ask the model `policy-7` of `URL/v1`:
 
     {"begin": 7, "held_out": false, "number": 3} -> {"ended": 7, "reward": 1.0, ...}, or {"ended": 7, "error": "..."}
     {"end": 7}, where nobody wants the rest of it
@@ -19,13 +19,17 @@ import os
 import sys
 import threading
 import time
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from copy import deepcopy
+from itertools import islice
 
-WANTED = "verifiers>=0.1.14,<0.4"
+WANTED = "verifiers>=0.1.14,<0.5"
 SHARE, MOST = 0.05, 500  # held out of a dataset that has no other beside it
+ENDLESS = 10_000  # tasks that are taken of a taskset that makes them forever
 END_S = 10.0  # after its worker is gone, a hung environment ends with its process
 LONGEST = 1000  # characters of what is for people to read
+KEY = "EMBODIED_API_KEY"  # verifiers 0.4 reads our endpoint's key here, and keeps names like this one from tools
 RAISED = ContextVar("raised", default=None)  # what reward functions of an example raised: the package calls that 0
 
 
@@ -44,57 +48,55 @@ def main():
 
     try:
         env, version = opened(asked["environment"], asked["kwargs"])
-        train, held_out = splits(env)
     except Problem as err:
         return say(problem=str(err))
-    logging.getLogger("verifiers").addHandler(RewardErrorHandler(logging.ERROR))
-    say(train=len(train), held_out=len(held_out), turns=turns_of(env), kind=type(env).__name__, version=version)
+    say(train=len(env.train), held_out=len(env.held_out), turns=env.turns, kind=env.kind, version=version)
     if asked["url"]:
-        asyncio.run(serve(Player(env, train, held_out, asked["url"], asked["key"], say), commands))
+        asyncio.run(serve(env, asked["url"], asked["key"], say, commands))
 
 
 # What there is
 
 
 def opened(name, kwargs):
-    """The environment, and the version of the package."""
+    """The environment, by what the installed package offers, and the version of the package."""
+    mend = f'{sys.executable} -m pip install "{WANTED}"'
     try:
         import verifiers
     except ImportError as err:
-        mend = f'{sys.executable} -m pip install "{WANTED}"'
         raise Problem(f"{sys.executable} cannot import verifiers ({err}): {mend}") from None
     version = getattr(verifiers, "__version__", "")
     try:
-        load = verifiers.load_environment
-    except AttributeError:
-        mend = f'{sys.executable} -m pip install "{WANTED}"'
-        raise Problem(f"verifiers {version} has no load_environment any more: {mend}") from None
-    try:
-        env = load(name, **kwargs)
+        if hasattr(verifiers, "load_environment"):
+            return DatasetEnvironment(verifiers, name, kwargs), version
+        import verifiers.v1 as tasks
+
+        return TasksetEnvironment(tasks, name, kwargs), version
+    except ModuleNotFoundError as err:
+        if (err.name or "").startswith("verifiers"):
+            raise Problem(f"verifiers {version} has neither load_environment nor verifiers.v1: {mend}") from None
+        raise Problem(why_not(name, err)) from err
+    except Problem:
+        raise
     except Exception as err:
         raise Problem(why_not(name, err)) from err
-    if any(getattr(one, "requires_group_rollouts", False) for one in (env, *getattr(env, "envs", ()))):
-        raise Problem(
-            f"{type(env).__name__}: its rubric scores several answers together, and each is scored alone here"
-        )
-    return env, version
 
 
 def why_not(name, err):
     """Why an environment could not be loaded, and what mends it."""
-    module, cause = name.split("/")[-1].replace("-", "_"), err.__cause__ or err
+    module, cause = name.split("/")[-1].split("@")[0].replace("-", "_"), err.__cause__ or err
     if isinstance(cause, ModuleNotFoundError) and cause.name == module:
         return (
             f"there is no module {module}, which is installed like a package ({sys.executable} -m pip install "
-            f"{name.split('/')[-1]}) or lies in the working directory as {module}.py with a load_environment"
+            f"{name.split('/')[-1]}) or lies in the working directory as {module}.py, with a load_environment or, for "
+            "verifiers 0.4, a Taskset in its __all__"
         )
-    return f"{module}.load_environment: {type(cause).__name__}: {cause}"
+    return " ".join(f"{module} cannot be loaded: {type(cause).__name__}: {cause}".split())
 
 
-def splits(env):
-    """The examples to train on and those held out. Without an eval_dataset the first are held out; what is held out is
-    not trained on, though the dataset repeats it."""
-    train, evaluated = ([*(built(env, name) or ())] for name in ("dataset", "eval_dataset"))
+def splits(train, evaluated):
+    """The examples to train on and those held out. Without evaluation examples the first are held out; what is held out
+    is not trained on, though the dataset repeats it."""
     if not train or not evaluated:
         every = train or evaluated
         count = max(1, min(MOST, int(SHARE * len(every))))
@@ -110,22 +112,54 @@ def splits(env):
     return kept, held_out
 
 
+def key(example, *columns):
+    return json.dumps([example.get(column) for column in columns], sort_keys=True, default=str)
+
+
+# verifiers 0.1 to 0.3
+
+
+class DatasetEnvironment:
+    """What `load_environment(name, **kwargs)` returns: datasets, and a rubric."""
+
+    def __init__(self, verifiers, name, kwargs):
+        self.env, self.wrapped = verifiers.load_environment(name, **kwargs), verifiers.OpenAIChatCompletionsClient
+        every = (self.env, *getattr(self.env, "envs", ()))
+        if any(getattr(one, "requires_group_rollouts", False) for one in every):
+            raise Problem(
+                f"{type(self.env).__name__}: its rubric scores several answers together, and each is scored alone here"
+            )
+        self.train, self.held_out = splits(*([*(built(self.env, name) or ())] for name in ("dataset", "eval_dataset")))
+        self.kind, self.turns = type(self.env).__name__, turns_of(self.env)
+        logging.getLogger("verifiers").addHandler(RewardErrorHandler(logging.ERROR))
+
+    @asynccontextmanager
+    async def connected(self, url, key):
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+        http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy stands between us
+        # An answer takes as long as it takes, and asking twice for one would confuse the other side.
+        client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, timeout=None, max_retries=0, http_client=http)
+        self.client = self.wrapped(client)
+        yield
+
+    async def roll(self, example, model):
+        """Roll an example out; returns what it was worth."""
+        RAISED.set(raised := [])
+        sampling = deepcopy(self.env.sampling_args)
+        output = await self.env.run_rollout(deepcopy(example), self.client, model, sampling)
+        return what_counts(output) | {"raised": raised}
+
+
 def built(env, name):
     build = getattr(env, f"build_{name}", None)
     return build() if build else getattr(env, name)
-
-
-def key(example, *columns):
-    return json.dumps([example.get(column) for column in columns], sort_keys=True, default=str)
 
 
 def turns_of(env):
     """The most answers of a rollout; 0 if the environment does not say."""
     turns = [turns_of(one) for one in env.envs] if hasattr(env, "envs") else [getattr(env, "max_turns", 0)]
     return 0 if min(turns) < 1 else max(turns)
-
-
-# Playing
 
 
 class RewardErrorHandler(logging.Handler):
@@ -137,39 +171,6 @@ class RewardErrorHandler(logging.Handler):
             raised.append(record.getMessage()[:LONGEST])
 
 
-class Player:
-    def __init__(self, env, train, held_out, url, key, say):
-        import verifiers
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-        self.env, self.examples, self.url, self.say = env, {False: train, True: held_out}, url, say
-        self.open = {}
-        http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy stands between us
-        # An answer takes as long as it takes, and asking twice for one would confuse the other side.
-        self.client = AsyncOpenAI(base_url=url, api_key=key, timeout=None, max_retries=0, http_client=http)
-        self.wrapped = verifiers.OpenAIChatCompletionsClient
-
-    def do(self, command):
-        if "begin" in command:
-            number = command["begin"]
-            self.open[number] = asyncio.create_task(self.play(number, command["held_out"], command["number"]))
-        elif command["end"] in self.open:
-            self.open[command["end"]].cancel()
-
-    async def play(self, number, held_out, index):
-        """Roll an example out and say what it was worth."""
-        RAISED.set(raised := [])
-        try:
-            client = self.wrapped(self.client.with_options(base_url=f"{self.url}/{number}/v1"))
-            example, sampling = deepcopy(self.examples[held_out][index]), deepcopy(self.env.sampling_args)
-            output = await self.env.run_rollout(example, client, "policy", sampling)
-            self.say(ended=number, **what_counts(output), raised=raised)
-        except Exception as err:  # an environment's own code raises anything
-            self.say(ended=number, error=f"{type(err).__name__}: {err}"[:LONGEST])
-        finally:
-            del self.open[number]
-
-
 def what_counts(output):
     """The fields that we read of a rollout's state."""
     error = output.get("error")
@@ -177,11 +178,155 @@ def what_counts(output):
         return {"error": str(output.get("error_chain") or error)[:LONGEST]}
     if output["reward"] is None:
         return {"error": "it ended without a reward"}
-    metrics = {name: value for name, value in (output.get("metrics") or {}).items() if isinstance(value, int | float)}
-    return {"reward": output["reward"], "metrics": metrics, "answer": str(output.get("answer") or "")[:LONGEST]}
+    return worth(output["reward"], output.get("metrics") or {}, output.get("answer"))
 
 
-async def serve(player, commands):
+def worth(reward, metrics, answer):
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    return {"reward": reward, "metrics": numbers, "answer": str(answer or "")[:LONGEST]}
+
+
+# verifiers 0.4
+
+
+class TasksetEnvironment:
+    """What verifiers 0.4 makes of `kwargs`, of the form of its [env] block: a taskset, and agents that play its tasks.
+
+    Agents chat in this process (`chat`): the package would start a program for each conversation, which needs uv."""
+
+    def __init__(self, vf, name, kwargs):
+        from verifiers.v1.harnesses.null import NullHarness
+
+        NullHarness.launch, NullHarness.setup, NullHarness.SUPPORTS_TOOL_INTERCEPTION = chat, nothing, False
+        self.vf, config = vf, {**kwargs, "taskset": {"id": name, **kwargs.get("taskset", {})}}
+        agents = self.agents(vf.env_config_type(name, kwargs.get("id", "")))
+        for agent, default in agents.items():
+            config[agent] = self.seated(name, default) | config.get(agent, {})
+        self.env = vf.load_environment(vf.resolve_env_config(config))
+        taskset = self.env.taskset
+        self.train, self.held_out = splits([*map(row, taskset if taskset.bounded else islice(taskset, ENDLESS))], [])
+        self.kind, self.turns = type(self.env).__name__, self.most_turns(agents)
+
+    def agents(self, config):
+        """The agents that a config type or a config has, by name."""
+        fields = type(config).model_fields if isinstance(config, self.vf.EnvConfig) else config.model_fields
+        named = {name: getattr(config, name, field.default) for name, field in fields.items()}
+        return {name: one for name, one in named.items() if isinstance(one, self.vf.AgentConfig)}
+
+    def seated(self, taskset, default):
+        """What is set for an agent whose author set nothing: it chats, in this process."""
+        chats = default.harness is None and self.vf.default_harness_id(taskset) == "bash"
+        here = "runtime" not in default.model_fields_set
+        return ({"harness": {"id": "null"}} if chats else {}) | ({"runtime": {"type": "subprocess"}} if here else {})
+
+    def most_turns(self, agents):
+        """The most answers of a rollout; 0 if the environment does not say."""
+        env, taskset = self.env, self.env.taskset
+        tools = taskset.toolsets(taskset.config) or type(taskset).task_type().toolsets(taskset.config.task)
+        limits = [getattr(env.config, name).max_turns or 0 for name in agents]
+        alone = type(env) is self.vf.SingleAgentEnv and env.config.agent_harnesses()["agent"].id == "null" and not tools
+        return 1 if alone else 0 if 0 in limits else max(limits)
+
+    @asynccontextmanager
+    async def connected(self, url, key):
+        os.environ[KEY] = key
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+        self.client = self.vf.EvalClientConfig(base_url=f"{url}/v1", api_key_var=KEY)
+        async with self.env.serving():
+            yield
+
+    async def roll(self, example, model):
+        """Roll a task out; returns what its trace was worth."""
+        context = self.vf.ModelContext(model=model, client=self.client)
+        episode = await self.env.run_episode(example["task"], context)
+        traces = [trace for trace in episode.traces if trace.agent.config.model == model]
+        for error in [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]:
+            return {"error": f"{error.type}: {error.message}"[:LONGEST]}
+        if not traces:
+            return {"error": "no agent of it asked the policy"}
+        rewards = {name: one.value for trace in traces for name, one in trace.rewards.items() if one is not None}
+        metrics = {name: value for trace in traces for name, value in trace.metrics.items()}
+        answer = getattr(example["task"].data, "answer", None)
+        return worth(sum(trace.reward for trace in traces), metrics | rewards, answer) | {"raised": []}
+
+
+def row(task):
+    """A task like an example of a dataset, to tell those apart that are held out."""
+    info = task.data.model_dump(mode="json", exclude={"idx"})
+    return {"prompt": [info["system_prompt"], info["prompt"]], "info": info, "task": task}
+
+
+async def nothing(*_):
+    """Nothing needs to be installed for an agent that chats in this process."""
+
+
+async def chat(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_):
+    """Hold a conversation with the policy until it calls no tool; in place of the program of the harness `null`."""
+    from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, omit
+    from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.mcp import connect_mcp
+    from verifiers.v1.runtimes import ProgramResult
+
+    system, prompt = self.resolve_prompt(data)
+    messages = [{"role": "system", "content": system}] if system else []
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt or ())
+    messages += asked
+    where = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+    async with AsyncExitStack() as stack:
+        http = await stack.enter_async_context(DefaultAsyncHttpxClient(trust_env=False, verify=False))
+        client = AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=None, max_retries=0, http_client=http)
+        tools, names, servers = await connect_mcp({"mcpServers": where}, stack)
+        calls = True
+        while calls:
+            try:
+                said = await client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or omit)
+            except APIStatusError as err:
+                if "context_length_exceeded" in str(err):
+                    break  # it is scored as it is
+                raise
+            message = said.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            calls = message.tool_calls or ()
+            for call in calls:
+                heard = await result_of(call.function, names, servers)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": heard})
+    return ProgramResult(exit_code=0, stdout="", stderr="")
+
+
+async def result_of(function, names, servers):
+    """What a tool says to a call."""
+    from verifiers.v1.harnesses.utils.mcp import call_mcp
+
+    if function.name not in names:
+        return f"error: unknown tool {function.name!r}"
+    return await call_mcp(servers, names, function.name, json.loads(function.arguments))
+
+
+# Playing
+
+
+class Player:
+    def __init__(self, env, say):
+        self.env, self.say, self.open = env, say, {}
+
+    def do(self, command):
+        if "begin" in command:
+            number, examples = command["begin"], self.env.held_out if command["held_out"] else self.env.train
+            self.open[number] = asyncio.create_task(self.play(number, examples[command["number"]]))
+        elif command["end"] in self.open:
+            self.open[command["end"]].cancel()
+
+    async def play(self, number, example):
+        """Roll an example out and say what it was worth."""
+        try:
+            self.say(ended=number, **await self.env.roll(example, f"policy-{number}"))
+        except Exception as err:  # an environment's own code raises anything
+            self.say(ended=number, error=f"{type(err).__name__}: {err}"[:LONGEST])
+        finally:
+            del self.open[number]
+
+
+async def serve(env, url, key, say, commands):
     """Serve requests until the other side is gone."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
@@ -192,8 +337,10 @@ async def serve(player, commands):
         time.sleep(END_S)
         os._exit(1)
 
-    threading.Thread(target=hear, daemon=True).start()
-    await over.wait()
+    async with env.connected(url, key):
+        player = Player(env, say)
+        threading.Thread(target=hear, daemon=True).start()
+        await over.wait()
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ class Chat:
     def ask(self, *messages):
         """Append these and the answer."""
         self.messages += messages
-        body = json.dumps({"model": "policy", "messages": self.messages, "max_tokens": 7, **self.more}).encode()
+        model = f"policy-{self.number}"
+        body = json.dumps({"model": model, "messages": self.messages, "max_tokens": 7, **self.more}).encode()
         headers = {"Authorization": "Bearer " + self.start["key"]}
-        where = f"{self.start['url']}/{self.number}/v1/chat/completions"
+        where = f"{self.start['url']}/v1/chat/completions"
         with urllib.request.urlopen(urllib.request.Request(where, body, headers)) as reply:
             message = json.load(reply)["choices"][0]["message"]
         self.messages.append(message)

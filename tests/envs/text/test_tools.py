@@ -27,6 +27,8 @@ TEMPLATE = (
         ('<|python_tag|>{"name": "search", "parameters": {"query": "x"}}', ["search"]),
         ('{"name": "search", "arguments": "{\\"query\\": \\"x\\"}"}', ["search"]),
         ("<tool_call>{broken</tool_call>", []),
+        (f"<tool_call>{{{'[' * 100_000}}}</tool_call>", []),
+        (f'<tool_call>{{"a":{"[" * 100_000}}}</tool_call>', []),
         ('{"answer": 42}', []),
         ("The answer is 42.", []),
     ],

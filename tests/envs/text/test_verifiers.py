@@ -1,6 +1,7 @@
 """Environments of the package `verifiers`, against a stand-in for their process: it speaks the same lines and asks the
 endpoint over HTTP, and needs nothing to be installed."""
 
+import json
 import os
 import sys
 import textwrap
@@ -196,8 +197,9 @@ def test_the_endpoint_wants_its_key_and_knows_no_other_conversation(opened):
     url = "http://{}:{}".format(*env.shared.server.server_address)
     assert url.startswith("http://127.0.0.1:")
 
-    def code(key, number=10**6, path="v1/chat/completions", body=b"{}"):
-        request = urllib.request.Request(f"{url}/{number}/{path}", body, {"Authorization": f"Bearer {key}"})
+    def code(key, number=10**6, path="v1/chat/completions"):
+        body = json.dumps({"model": f"policy-{number}"}).encode()
+        request = urllib.request.Request(f"{url}/{path}", body, {"Authorization": f"Bearer {key}"})
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=60)
         with caught.value as refused:
@@ -206,6 +208,7 @@ def test_the_endpoint_wants_its_key_and_knows_no_other_conversation(opened):
     env.reset(spec(1))
     assert code("guessed", number=1) == 401
     assert code(env.shared.key) == 404
+    assert code(env.shared.key, number="x") == 404
     assert code(env.shared.key, path="nothing") == 400
     assert env.step("1").success
 
@@ -237,8 +240,8 @@ def examples(*prompts, **more):
     return [{"prompt": [{"role": "user", "content": prompt}], **more} for prompt in prompts]
 
 
-def split(dataset, eval_dataset=None):
-    train, held_out = splits(SimpleNamespace(dataset=dataset, eval_dataset=eval_dataset))
+def split(dataset, eval_dataset=()):
+    train, held_out = splits(dataset, eval_dataset)
     return [[one["prompt"][0]["content"] for one in part] for part in (train, held_out)]
 
 
@@ -329,9 +332,9 @@ def load_environment(name, **kwargs):
 @pytest.mark.parametrize(
     ("package", "environment", "why"),
     [
-        ("__version__ = '0.4.0'", "gsm8k", "verifiers 0.4.0 has no load_environment any more: "),
+        ("__version__ = '0.9'", "gsm8k", "verifiers 0.9 has neither load_environment nor verifiers.v1: "),
         (PACKAGE, "word-game", "there is no module word_game, which is installed like a package .*word_game.py"),
-        (PACKAGE, "broken", "broken.load_environment: ModuleNotFoundError: No module named 'not_there'"),
+        (PACKAGE, "broken", "broken cannot be loaded: ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
 def test_what_is_wrong_with_an_environment_is_one_line(tmp_path, monkeypatch, package, environment, why):

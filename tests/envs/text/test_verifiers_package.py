@@ -1,9 +1,5 @@
-"""The real package `verifiers`, in the interpreter that EMBODIED_VERIFIERS_PYTHON names: none of our own has it.
+"""The real package `verifiers` before 0.4: `load_environment`, datasets and rubrics."""
 
-python -m venv FOLDER && FOLDER/bin/python -m pip install "verifiers>=0.1.14,<0.4"
-"""
-
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
+from verifiers_package import PYTHON, needs_verifiers
 
 from embodied import check
 from embodied.core.types import EpisodeSpec
@@ -19,8 +16,7 @@ from embodied.envs.config import EnvConfig
 from embodied.envs.text.verifiers import Verifiers
 
 PAGE = Path(__file__).parents[3] / "docs" / "text_envs.md"
-PYTHON = os.environ.get("EMBODIED_VERIFIERS_PYTHON")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="EMBODIED_VERIFIERS_PYTHON names no interpreter with verifiers")
+pytestmark = needs_verifiers(lambda version: version < (0, 4))
 
 ENVIRONMENTS = '''
 import time
@@ -236,9 +232,9 @@ def test_check_says_what_it_is(environments, capsys):
 
 
 def test_the_environment_of_the_page_keeps_the_contract(environments, tmp_path, capsys):
-    (page,) = re.findall(r"^```python\n# my_vf_sums.py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    (tmp_path / "my_vf_sums.py").write_text(page)
-    assert check.main(["env.name=verifiers:my_vf_sums", f"env.python={PYTHON}", "env.kwargs={largest: 30}"]) == 0
+    (page,) = re.findall(r"^```python\n# my_old_sums.py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (tmp_path / "my_old_sums.py").write_text(page)
+    assert check.main(["env.name=verifiers:my_old_sums", f"env.python={PYTHON}", "env.kwargs={largest: 30}"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "held out 20 prompts" in printed and "contract kept" in printed
 
@@ -247,7 +243,7 @@ def test_the_environment_of_the_page_keeps_the_contract(environments, tmp_path, 
     ("words", "message"),
     [
         (["env.name=verifiers:not-there"], "there is no module not_there, which is installed like a package"),
-        (["env.name=verifiers:my-sums", "env.kwargs={wrong: 1}"], "my_sums.load_environment: TypeError: "),
+        (["env.name=verifiers:my-sums", "env.kwargs={wrong: 1}"], "my_sums cannot be loaded: TypeError: "),
         (["env.name=verifiers:my-sums", "env.kwargs={kind: best}"], "its rubric scores several answers together"),
     ],
 )
