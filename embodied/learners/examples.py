@@ -61,7 +61,7 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
     """The first `count` examples of a data set, or all: a row each."""
     try:
         with closing(read_rows(path)) as rows:
-            found = [example_of(row, where, path.absolute().parent) for where, row in islice(rows, count)]
+            found = [example_of(row, where, path) for where, row in islice(rows, count)]
     except ConfigError as err:
         raise ConfigError(f"{err}; sft.data is JSONL or parquet, {LINES}") from None
     if not found:
@@ -69,14 +69,14 @@ def read_examples(path: Path, count: int | None = None) -> list[Example]:
     return found
 
 
-def example_of(row: dict[str, Any], where: str, beside: Path) -> Example:
-    """The example of a row, whose `images` lie `beside` its file."""
+def example_of(row: dict[str, Any], where: str, data: Path) -> Example:
+    """The example of a row of this data set."""
     try:
         asked, answer = said_in(row), text_in(row, "answer")
         if images := row.get("images"):
             from embodied.envs.text.math import illustrated
 
-            asked = illustrated(asked, images, beside, where)
+            asked = illustrated(asked, images, data, where)
         return ((asked, answer),)
     except (ValueError, TypeError) as err:
         raise ConfigError(f"{where}: {err}") from None
@@ -84,13 +84,13 @@ def example_of(row: dict[str, Any], where: str, beside: Path) -> Example:
 
 def said_in(content: Any) -> Said:
     """The text of a row's prompt or messages, or its question as env.name=math asks it."""
-    asked = [key for key in ("prompt", "messages", "question") if content.get(key) is not None]
+    asked = [key for key in ("prompt", "messages", "question", "problem") if content.get(key) is not None]
     if len(asked) != 1:
         raise ValueError('it should have either "prompt" or "messages" or "question"')
-    if asked == ["question"]:
+    if asked[0] in ("question", "problem"):
         from embodied.envs.text.math import INSTRUCTION
 
-        return ({"role": "user", "content": f"{text_in(content, 'question')}\n{INSTRUCTION}"},)
+        return ({"role": "user", "content": f"{text_in(content, asked[0])}\n{INSTRUCTION}"},)
     if "prompt" in content:
         return text_in(content, "prompt")
     messages = content["messages"]

@@ -1,19 +1,23 @@
 """Questions from a data set (`core/rows.py`). What an answer puts into its last `\\boxed{...}` is compared with the
 solutions as mathematics, by math-verify in a process of its own.
 
-A row holds `question` (asked as a message, with the request to box the result), `prompt` (text to be continued as it
-is) or `messages`, and `answer` or `solutions`, of which any will do. With `images`, files beside it, a question or its
-messages show pictures, each where the text says <image>, or all before a question that does not. With a `solve_rate`,
-the share of some model's answers that were right, `env.solve_rate` chooses among those to train on.
+A row holds `question` or `problem` (asked as a message, with the request to box the result), `prompt` (text to be
+continued as it is) or `messages`, and `answer` or `solutions`, of which any will do. With `images`, a question or its
+messages show pictures, each where the text says <image>, or all before a question that does not: files beside the data
+set, or as geometry3k has them, bytes in its rows. With a `solve_rate`, the share of some model's answers that were
+right, `env.solve_rate` chooses among those to train on.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from embodied.core.conversations import Said, pictures_in
@@ -29,7 +33,7 @@ FEW = 20  # held-out questions with which an evaluation tells little
 PLACE = "<image>"  # of a picture in a text
 BOX = "\\boxed{"
 RATE = "solve_rate"
-ASKED, SOLVED = ("question", "prompt", "messages"), ("answer", "solutions")
+ASKED, SOLVED = ("question", "problem", "prompt", "messages"), ("answer", "solutions")
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,10 @@ class Math(TextEnv):
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
         """A note where the file is so short that few of its questions are held out."""
-        train, held_out = questions(config)
-        if config.held_out is not None or len(held_out) >= FEW:
+        count = len(questions(config)[1])
+        if config.held_out is not None or count >= FEW:
             return []
-        count, every = len(held_out), len(train) + len(held_out)
+        every = len(read(config.file))
         return [
             f"{SHARE:.0%} of the {every} questions in {config.file} are held out for evaluations: {count} "
             f"prompt{'s' * (count > 1)}, fewer than {FEW}, so their success rate says little; name others with "
@@ -172,16 +176,15 @@ def read(path: Path) -> list[Question]:
 
 @lru_cache(4)
 def _read(path: Path, *stamps: tuple[int, int]) -> list[Question]:
-    beside = path.absolute() if path.is_dir() else path.absolute().parent
     with closing(read_rows(path)) as rows:
-        found = [parsed(row, where, beside) for where, row in rows]
+        found = [parsed(row, where, path) for where, row in rows]
     if not found:
         raise ConfigError(f"{path}: no questions are in it")
     return found
 
 
-def parsed(entry: dict[str, Any], where: str, beside: Path) -> Question:
-    """The question of a row, whose pictures lie `beside` its file."""
+def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
+    """The question of a row of this data set."""
     asked = [key for key in ASKED if entry.get(key)]
     solved = [key for key in SOLVED if entry.get(key) not in (None, "", [])]
     for keys, known in ((asked, ASKED), (solved, SOLVED)):
@@ -195,16 +198,17 @@ def parsed(entry: dict[str, Any], where: str, beside: Path) -> Question:
         raise ConfigError(f"{where}: {RATE} must be a number, the share of answers that solve it")
     asks = said(asked[0], entry[asked[0]], where)
     if images := entry.get("images"):
-        asks = illustrated(asks, images, beside, where)
+        asks = illustrated(asks, images, data, where)
     return Question(asks, tuple(plain(str(one)) for one in solutions), rate)
 
 
-def illustrated(asks: Said, images: Any, beside: Path, where: str) -> Said:
-    """The messages with these pictures, each in place of an <image>, or all before what the first message says."""
+def illustrated(asks: Said, images: Any, data: Path, where: str) -> Said:
+    """The messages with these pictures of a data set, each in place of an <image>, or all before what the first message
+    says."""
     texts_alone = not isinstance(asks, str) and all(isinstance(message["content"], str) for message in asks)
-    if not texts_alone or not isinstance(images, list) or not all(isinstance(each, str) for each in images):
-        raise ConfigError(f"{where}: images must be a list of files, shown with a question or messages")
-    names = [str(beside / each) for each in images]
+    names = [picture_file(each, data.absolute()) for each in images] if isinstance(images, list) else [None]
+    if not texts_alone or None in names:
+        raise ConfigError(f"{where}: images must be a list of files or their bytes, shown with a question or messages")
     if lost := next((name for name in names if not Path(name).is_file()), None):
         raise ConfigError(f"{where}: there is no picture {lost}")
     marks = [message["content"].count(PLACE) for message in asks]
@@ -220,6 +224,26 @@ def illustrated(asks: Said, images: Any, beside: Path, where: str) -> Said:
             parts += [{"type": "image", "image": next(left)}, {"type": "text", "text": piece}]
         shown.append(message | {"content": [part for part in parts if part.get("text") != ""]})
     return tuple(shown)
+
+
+def picture_file(image: Any, data: Path) -> str | None:
+    """The file of a picture: beside the data set; or where a row holds its bytes, in a folder that is made for them."""
+    name, blob = (image.get("path"), image.get("bytes")) if isinstance(image, dict) else (image, None)
+    if not isinstance(blob, bytes):
+        return str((data if data.is_dir() else data.parent) / name) if isinstance(name, str) else None
+    folder = data.with_name(f"{data.name}.pictures")
+    file = folder / f"{sha256(blob).hexdigest()[:32]}{Path(name or '').suffix or '.png'}"
+    try:
+        folder.mkdir(exist_ok=True)
+        if not file.exists():
+            with NamedTemporaryFile(dir=folder, delete=False) as draft:  # several processes may write it at once
+                draft.write(blob)
+            os.replace(draft.name, file)
+    except OSError as err:
+        raise ConfigError(
+            f"{folder}, where pictures of {data} are written: {err.strerror}; copy the data set"
+        ) from None
+    return str(file)
 
 
 def said(key: str, value: Any, where: str) -> Said:

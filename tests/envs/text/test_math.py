@@ -2,15 +2,18 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
 
+from embodied.core.conversations import pictures_in
 from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
 from embodied.envs.text.math import INSTRUCTION, Math, MathQuestions, boxed, questions
 from embodied.envs.text.scoring_process import TIMED_OUT
+from embodied.learners.examples import read_examples
 
 
 def written(path, *entries):
@@ -68,6 +71,24 @@ def test_pictures_stand_where_the_text_says_or_before_it(tmp_path):
     assert not Math.shows_pictures(config(written(tmp_path / "b.jsonl", SUM, SUM), held_out=str(tmp_path / "b.jsonl")))
 
 
+def test_pictures_lie_in_parquet_as_bytes_as_geometry3k_has_them(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    shown = [{"bytes": b"one", "path": None}, {"bytes": b"other", "path": "a.jpg"}]
+    rows = [{"images": shown[:1], "problem": "<image>Find x.", "answer": "12"}] * 2
+    rows.append({"images": shown, "problem": "<image>or<image>?", "answer": "3"})
+    file = tmp_path / "train-00000-of-00001.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    train, held_out = questions(config(file))
+    assert [len(pictures_in(one.said)) for one in (*held_out, *train)] == [1, 2], "the second is asked already"
+    names = [*map(Path, pictures_in(train[0].said))]
+    assert [name.read_bytes() for name in names] == [b"one", b"other"]
+    assert [name.suffix for name in names] == [".png", ".jpg"]
+    assert (names[0],) == (Path(pictures_in(held_out[0].said)[0]),) and len([*names[0].parent.iterdir()]) == 2
+    assert read_examples(file)[2] == ((train[0].said, "3"),)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -119,7 +140,7 @@ def test_a_comparison_that_takes_too_long_is_a_wrong_answer(tmp_path):
         ("[1]", "line 2: list, it must be an object"),
         ({"question": "1+1?"}, "line 2: one of answer, solutions is needed, and it has none"),
         ({"question": "1+1?", "answer": ""}, "it has none"),
-        ({"answer": "2"}, "one of question, prompt, messages is needed, and it has none"),
+        ({"answer": "2"}, "one of question, problem, prompt, messages is needed, and it has none"),
         ({**SUM, "prompt": "1+1="}, "and it has question, prompt"),
         ({"question": "1+1?", "answer": {"a": 1}}, "answer must be text or a number"),
         ({"question": 5, "answer": "2"}, "question must be text, it is int"),
@@ -155,6 +176,7 @@ def test_questions_lie_in_parquet_or_in_a_folder_of_datasets_too_and_are_chosen_
     assert questions(config(tmp_path / "a.parquet")) == questions(config(saved)) == lines
     train, _ = questions(config(saved, solve_rate=[0.2, 0.4]))
     assert [one.said for one in train] == ["2+1=", "3+1=", "4+1="]
+    assert "5% of the 10 questions" in Math.remarks(config(saved, solve_rate=[0.2, 0.4]), tmp_path)[0]
     with pytest.raises(ConfigError, match=r"leaves none of the 9 questions of .*, of which 9 have a solve_rate"):
         questions(config(saved, solve_rate=[0.95, 1]))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and more")
