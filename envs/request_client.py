@@ -15,8 +15,9 @@ class RequestClient:
     """A player's end of the requests of one round. A worker that dies or leaves is known by news of those that answer
     from now on: what it had is sent to them."""
 
-    def __init__(self, servers: Servers) -> None:
-        self.source, self.replies = servers.source, servers.replies
+    def __init__(self, servers: Servers, room: float = float("inf")) -> None:
+        """A worker has at most so many rows of its requests at a time."""
+        self.source, self.replies, self.room = servers.source, servers.replies, room
         self.queue = RequestQueue()
         self._begin_with(servers)
 
@@ -37,7 +38,7 @@ class RequestClient:
 
     def _begin_with(self, servers: Servers) -> None:
         self.channels = servers.channels
-        self.queue.workers({name: float("inf") for name in servers.channels}, servers.others)
+        self.queue.workers(dict.fromkeys(servers.channels, self.room), servers.others)
 
     def _send(self) -> None:
         for worker, requests in self.queue.take().items():

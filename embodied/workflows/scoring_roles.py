@@ -145,7 +145,7 @@ class JudgedWorker(ScoringWorker):
     """Asks a language model about each conversation, over its workers' queue."""
 
     def connect(self, servers: Servers) -> None:
-        self.client = JudgeClient(servers)
+        self.client = JudgeClient(servers, room=self.config.max_running)
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
         questions = [self.question(talk) for talk in talks]
@@ -161,12 +161,10 @@ class JudgedWorker(ScoringWorker):
 
 
 class JudgeClient(RequestClient):
-    """The end of the queue at which questions are put. The number of a question is that of its noise, too: a judge
-    takes the likeliest tokens."""
+    """The end of the queue at which questions are put. A judge gets more of them as it answers, so a slow one gets
+    fewer. The number of a question is that of its noise, too: a judge takes the likeliest tokens."""
 
-    def __init__(self, servers: Servers) -> None:
-        super().__init__(servers)
-        self.number = 0
+    number = 0
 
     def ask(self, questions: Sequence[str], tick: Any) -> dict[str, str]:
         """The answer to each of these."""
@@ -180,6 +178,7 @@ class JudgeClient(RequestClient):
             for one in batch.completions if batch else ():
                 if self.queue.answered(one.number):
                     found[asked[one.number]] = one.text
+            self._send()
         return found
 
     def messages(self, requests: list[Prompt]) -> list[PromptBatch]:

@@ -1,5 +1,8 @@
 """Roles that a recipe adds: a reference, a critic, and what scores answers: a function, a classifier, a judge."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +12,13 @@ from tiny_language import build, publish
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from embodied.config.recipe import load
+from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.errors import ConfigError
+from embodied.core.types import Servers
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.scoring_roles import JudgeClient
 from embodied.workflows.shipped_roles import roles_of_run
 
 COMPARED = ["algo.kl_coef=0.3", "algo.filter=none"]
@@ -109,6 +115,35 @@ def test_judges_are_asked_over_their_queue(tmp_path):
         tmp_path / "judged", *words, f"roles.judge_says={first}", reward="fake:0-1", judge="fake:2-3"
     ):
         assert reward == float(judged(f"Q{asked}A{answer}").strip().startswith(first))
+
+
+class Judges:
+    """The channels of two judges, of which one answers nothing while the other has questions, and their replies."""
+
+    def __init__(self):
+        self.asked = {name: [] for name in ("fast", "slow")}
+        self.waiting = []
+
+    def take(self, name, batch):
+        self.asked[name] += [one.said for one in batch.prompts]
+        self.waiting += [(name, one) for one in batch.prompts]
+        self.waiting.sort(key=lambda each: each[0])
+
+    def get(self, timeout_s=None):
+        name, one = self.waiting.pop(0)
+        nothing = np.zeros(0, np.int32)
+        return CompletionBatch("reward-0", (Completion(one.number, nothing, nothing, 0, f"{name} {one.said}"),))
+
+
+def test_a_judge_that_answers_slowly_is_asked_less():
+    judges = Judges()
+    channels = {name: SimpleNamespace(put=partial(judges.take, name)) for name in judges.asked}
+    client = JudgeClient(Servers("reward-0", channels, replies=judges), room=2)
+    questions = [*"abcdefgh"]
+    assert {asked: text[-1] for asked, text in client.ask(questions, lambda: None).items()} == dict(
+        zip(questions, questions, strict=True)
+    )
+    assert {name: len(asked) for name, asked in judges.asked.items()} == {"fast": 6, "slow": 2}
 
 
 def test_what_roles_cannot_do_is_refused():
