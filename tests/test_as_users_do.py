@@ -10,7 +10,7 @@ FEW = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", 
 FEW_GROUPS = ["env.num_envs=8", "algo.groups=4", "algo.group_size=2", "algo.filter=none", "run.iterations=2"]
 
 
-@pytest.mark.parametrize("backend", ["inline", "local", "ray"])
+@pytest.mark.parametrize("backend", [pytest.param("inline", marks=pytest.mark.slow), "local", "ray"])
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [

@@ -125,7 +125,7 @@ def test_a_report_counts_the_files_that_it_could_not_read(copy, capsys):
         assert f"{file} cannot be read" in (copy / "report.html").read_text()
 
 
-FIRST = [pytest.param(first, marks=[] if first in (3, 8) else pytest.mark.slow) for first in range(10)]
+FIRST = [pytest.param(first, marks=[] if first == 3 else pytest.mark.slow) for first in range(10)]
 
 
 @pytest.mark.parametrize("first", FIRST)

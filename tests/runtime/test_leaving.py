@@ -194,7 +194,10 @@ def driver(tmp_path):
     process.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP))],
+)
 def test_hosts_end_with_a_killed_driver(driver, number, tmp_path):
     # What they share has no name that could outlive them.
     for pid in (driver.pid, *driver.pids):

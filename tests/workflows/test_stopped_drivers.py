@@ -70,7 +70,7 @@ def weights(run):
     [
         pytest.param("sync", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("sync", signal.SIGKILL, marks=pytest.mark.slow),
-        ("periodic", signal.SIGTERM),
+        pytest.param("periodic", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("periodic", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("async", signal.SIGTERM, marks=pytest.mark.slow),
         ("async", signal.SIGKILL),
