@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks import common, sharing
+from benchmarks import common, pairs, sharing
 from benchmarks.common import ROOT, config_hash, measure, resolved, settings, still_says
 from benchmarks.learning import grpo_gain, starts, sums
 from benchmarks.sharing import CASES, FakeRun, play, row, simulated, table
@@ -165,3 +166,9 @@ def test_processes_lend_a_device_while_their_last_conversation_is_written_elsewh
     updated = min(line["at"] for line in lines if line.get("phase") == "update" and line["run"] == "tail")
     assert min(borrowed) < updated
     assert ends["wide"] < 400 / 8 * 0.3 + 1  # on its own device alone
+
+
+def test_pairs_compare_the_iterations_that_both_runs_played_at_the_same_time(tmp_path):
+    rows = [{"train_s": at, "engine/tokens": tokens} for at, tokens in ((1, 9), (3, 10), (7, 10), (13, 20), (14, 20))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert pairs.seconds(tmp_path) == 0.3  # of 0.2, 0.4 and 0.3; the last iteration may have been alone

@@ -1,0 +1,73 @@
+"""Two checkouts at the same recipe, side by side: what disturbs one disturbs the other.
+
+    python -m benchmarks.pairs ../before recipe=sums_grpo run.iterations=8    # that checkout, beside this one
+    python -m benchmarks.pairs . recipe=pointmass_ppo --share                 # alone, beside embodied.share of one run
+
+Both run at the same time, in turns the one or the other first. Prints for each pair how many times as fast the second
+one's iterations are, by their median, and the median of the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from benchmarks.common import ROOT, environment, read_metrics
+
+WAIT_S = 1800.0  # for a run
+
+
+def seconds(run: Path) -> float:
+    """Of an iteration, by the median; of conversations those of a token, since later answers differ in length. The last
+    ones do not count: the other run may be over."""
+    rows = read_metrics(run)[:-1]
+    return median((now["train_s"] - before["train_s"]) / now.get("engine/tokens", 1) for before, now in pairwise(rows))
+
+
+def begin(checkout: Path, words: Sequence[str], home: Path, share: bool) -> subprocess.Popen[bytes]:
+    recipe = next(word.removeprefix("recipe=") for word in words if word.startswith("recipe="))
+    keys = [word for word in words if not word.startswith("recipe=")]
+    first = ["embodied.share", f"folder={home}/share", recipe] if share else ["embodied.train", f"recipe={recipe}"]
+    command = [sys.executable, "-m", *first, *keys, f"run.dir={home}", "eval.episodes=2", "eval.videos=0"]
+    env = {**environment(), "PYTHONPATH": str(checkout)}
+    return subprocess.Popen(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def pair(checkouts: Sequence[Path], words: Sequence[str], share: bool, first: int) -> float:
+    """How many times as fast the second one is."""
+    with tempfile.TemporaryDirectory() as folder:
+        homes = [Path(folder) / name for name in ("one", "other")]
+        going = {i: begin(checkouts[i], words, homes[i], share and i == 1) for i in (first, 1 - first)}
+        try:
+            codes = [process.wait(WAIT_S) for process in going.values()]
+        finally:
+            for process in going.values():
+                process.kill()
+        if any(codes):
+            raise SystemExit(f"a run ended with {max(codes)}; try its command: embodied.train {' '.join(words)}")
+        one, other = (seconds(next(home.glob("*/metrics.jsonl")).parent) for home in homes)
+        return one / other
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="the other checkout, with the packages of this one")
+    parser.add_argument("words", nargs="+", help="recipe=NAME and keys that both have")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--share", action="store_true", help="this checkout's run goes on under embodied.share")
+    asked = parser.parse_args()
+    found = []
+    for number in range(asked.pairs):
+        found.append(pair([asked.checkout.resolve(), ROOT], asked.words, asked.share, number % 2))
+        print(f"{number + 1}: {found[-1]:.3f}", flush=True)
+    print(f"median {median(found):.3f}, from {min(found):.3f} to {max(found):.3f}")
+
+
+if __name__ == "__main__":
+    main()
