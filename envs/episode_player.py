@@ -15,7 +15,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from embodied.core.arrays import Observation, host, is_tensor, map_obs, room_for, take_rows, text_arrays
+from embodied.core.arrays import (
+    FiniteChecks,
+    Observation,
+    host,
+    is_tensor,
+    leaves,
+    map_obs,
+    on_host,
+    room_for,
+    take_rows,
+    tensor_of,
+    text_arrays,
+    with_rows,
+)
 from embodied.core.errors import ConfigError
 from embodied.core.types import (
     ActReply,
@@ -37,7 +50,9 @@ Refill = Callable[[np.ndarray, ChunkResult], None]  # begins episodes on rows th
 
 
 class EpisodeTracker:
-    """The open episodes of N env rows. An episode is a success at the end if its last live step was a success."""
+    """The open episodes of N env rows. An episode is a success at the end if its last live step was a success.
+
+    Rewards and success that come as tensors are added up on their device, and read where an episode ends."""
 
     def __init__(self, num_envs: int, has_success: bool) -> None:
         self.has_success = has_success
@@ -46,32 +61,53 @@ class EpisodeTracker:
         self.started = np.zeros(num_envs, np.int64)  # episodes begun by each row
         self.decision = np.zeros(num_envs, np.int64)
         self.length = np.zeros(num_envs, np.int64)
-        self.total_reward = np.zeros(num_envs)
-        self.success_once = np.zeros(num_envs, bool)
-        self.success_now = np.zeros(num_envs, bool)
-        self.success_at_reset = np.zeros(num_envs, bool)
+        self.total_reward: Array = np.zeros(num_envs)
+        self.success_once: Array = np.zeros(num_envs, bool)
+        self.success_now: Array = np.zeros(num_envs, bool)
+        self.success_at_reset: Array = np.zeros(num_envs, bool)
+        self.keys: tuple[Array, Array] | None = None  # episodes and decisions on the device of observations
 
-    def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], success: np.ndarray | None) -> None:
+    def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], success: Array | None) -> None:
         """These rows were just reset to these episodes."""
         for row, spec in zip(rows, specs, strict=True):
             self.specs[row] = spec
             self.episode[row] = spec.index
         self.started[rows] += 1
-        for counter in (self.decision, self.length, self.total_reward):
-            counter[rows] = 0
-        at_reset = np.zeros(len(self.episode), bool) if success is None else success
-        self.success_at_reset[rows] = at_reset[rows]
-        self.success_once[rows] = at_reset[rows]
-        self.success_now[rows] = at_reset[rows]
+        self.decision[rows] = self.length[rows] = 0
+        begun, self.keys = np.isin(np.arange(len(self.episode)), rows), None
+        at_reset = np.zeros(len(begun), bool) if success is None else success
+        self.total_reward = with_rows(self.total_reward, begun, room_for(self.total_reward, len(begun)))
+        for name in ("success_at_reset", "success_once", "success_now"):
+            setattr(self, name, with_rows(getattr(self, name), begun, at_reset))
+
+    def noise_keys(self, at: np.ndarray, obs: Observation) -> tuple[Array, Array]:
+        """The episodes and decisions of these rows, which draw their noise: on the device of what they observe."""
+        first = next(leaves(obs))
+        if not is_tensor(first):
+            return self.episode[at], self.decision[at]
+        if self.keys is None:
+            episodes, decisions = tensor_of(np.stack([self.episode, self.decision]), first.device)
+            self.keys = episodes, decisions
+        if len(at) == len(self.episode):
+            return self.keys
+        return self.keys[0][at], self.keys[1][at]
 
     def record(self, result: ChunkResult) -> None:
         """Count one decision's env steps."""
         mask = result.mask
         live = mask.any(axis=1)
         self.decision[live] += 1
+        if self.keys is not None:
+            self.keys = (self.keys[0], self.keys[1] + 1) if live.all() else None
         self.length += mask.sum(axis=1)
-        self.total_reward += (result.rewards * mask).sum(axis=1)
-        if result.success is not None:
+        if is_tensor(result.rewards):  # 0 of steps that nobody took
+            self.total_reward = tensor_of(self.total_reward, result.rewards.device) + result.rewards.sum(dim=1)
+        else:
+            self.total_reward += (result.rewards * mask).sum(axis=1)
+        if is_tensor(result.success):  # of steps that nobody took, what it was at the last one
+            self.success_once = tensor_of(self.success_once, result.success.device) | result.success.any(dim=1)
+            self.success_now = with_rows(self.success_now, live, result.success[:, -1])
+        elif result.success is not None:
             self.success_once |= (result.success & mask).any(axis=1)
             last = np.maximum(mask.sum(axis=1) - 1, 0)
             now = result.success[np.arange(len(mask)), last]
@@ -79,11 +115,13 @@ class EpisodeTracker:
 
     def results(self, rows: np.ndarray) -> list[EpisodeResult]:
         """The outcome of rows whose episode just ended."""
-        return [self._result(row) for row in rows]
+        if not len(rows):
+            return []
+        known = on_host([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
+        return [self._result(row, *known) for row in rows]
 
-    def _result(self, row: int) -> EpisodeResult:
+    def _result(self, row: int, total_reward: np.ndarray, *flags: np.ndarray) -> EpisodeResult:
         spec = self.specs[row]
-        flags = (self.success_once, self.success_now, self.success_at_reset)
         once, at_end, at_reset = (bool(flag[row]) if self.has_success else None for flag in flags)
         return EpisodeResult(
             index=spec.index,
@@ -91,7 +129,7 @@ class EpisodeTracker:
             init_state_id=spec.init_state_id,
             seed=spec.seed,
             length=int(self.length[row]),
-            total_reward=float(self.total_reward[row]),
+            total_reward=float(total_reward[row]),
             success_once=once,
             success_at_end=at_end,
             success_at_reset=at_reset,
@@ -101,12 +139,12 @@ class EpisodeTracker:
     ARRAYS = "episode started decision length total_reward success_once success_now success_at_reset".split()
 
     def get_state(self) -> dict[str, np.ndarray]:
-        return {name: getattr(self, name).copy() for name in self.ARRAYS}
+        return {name: np.array(host(getattr(self, name))) for name in self.ARRAYS}
 
     def set_state(self, state: dict[str, np.ndarray], specs: list[EpisodeSpec]) -> None:
         for name in self.ARRAYS:
-            getattr(self, name)[:] = state[name]
-        self.specs = list(specs)
+            setattr(self, name, np.array(state[name]).astype(host(getattr(self, name)).dtype))
+        self.specs, self.keys = list(specs), None
 
 
 class EpisodePlayer:
@@ -152,6 +190,11 @@ class EpisodePlayer:
         return done, self.rows.results(done)
 
 
+def of_rows(array: Array, at: np.ndarray) -> Array:
+    """These rows; all of them without an index, which would go to the device."""
+    return array if len(at) == len(array) else array[at]
+
+
 def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
     """These rows' actions among those of all rows; the others stand still."""
     if len(at) == num_rows:
@@ -183,6 +226,7 @@ class Stage(EpisodePlayer):
                 f"{env.config.name} {env.config.task} reports no success; leave it out"
             )
         self.client: PolicyClient | None = None
+        self.checked_later = False  # numbers on a device, at the end of a rollout
         self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
 
@@ -213,11 +257,16 @@ class Stage(EpisodePlayer):
     def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
         """Keep what truncated episodes showed last, whose value is asked for next, and begin the next ones."""
         self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
-        self.final_obs = take_rows(self.obs, self.final_rows) if len(self.final_rows) else None
+        self.final_obs = (
+            map_obs(lambda array: of_rows(array, self.final_rows), self.obs) if len(self.final_rows) else None
+        )
         if len(done):
-            tried = (self.rows.episode[done] - self.initial[done]) // self.num_envs_total
-            failed = ~self.rows.success_once[done]
-            self.reset(done, episodes, retried=failed & (tried < self.env.config.retries))
+            self.reset(done, episodes, retried=self.env.config.retries > 0 and self._to_retry(done))
+
+    def _to_retry(self, done: np.ndarray) -> np.ndarray:
+        """Bool [len(done)]: the rows whose episode failed and may be tried again."""
+        tried = (self.rows.episode[done] - self.initial[done]) // self.num_envs_total
+        return ~host(self.rows.success_once)[done] & (tried < self.env.config.retries)
 
     # Where whole episodes are played, a free row takes the next one that waits
 
@@ -229,16 +278,21 @@ class Stage(EpisodePlayer):
 
     # Both
 
+    def play_for(self, client: PolicyClient, horizon: int) -> None:
+        """Begin a rollout of `horizon` decisions, or of whole episodes, with actions from this client."""
+        self.client, self.checked_later = client, bool(horizon)
+        self.env.checks = FiniteChecks() if horizon else None
+
     def ask(self, value_only: bool = False) -> None:
         """Send the policy what the playing rows see."""
         self.at, self.shown = self.seen()
         self.client.ask(
             self.shown,
-            self.rows.episode[self.at],
-            self.rows.decision[self.at],
+            *self.rows.noise_keys(self.at, self.shown),
             final_obs=self.final_obs,
             final_rows=self.final_rows,
             value_only=value_only,
+            checked_later=self.checked_later,
         )
 
     def receive(self) -> ActReply:
@@ -258,6 +312,7 @@ class Stage(EpisodePlayer):
     def close(self, record: Record) -> None:
         """Receive the values that the end of a rollout needs; the last request was `ask(value_only=True)`."""
         record.value(self, self.receive())
+        self.env.check_noted()
         self.final_obs, self.final_rows = None, np.empty(0, np.int64)
 
 
@@ -292,7 +347,7 @@ class Record:
         self.decisions: list[tuple[np.ndarray, Observation]] = []  # ids of the sequences, and arrays of their decisions
 
     def decision(self, stage: Stage, episodes: np.ndarray, reply: ActReply, result: ChunkResult) -> None:
-        at, output = stage.at, map_obs(owned, {**vars(reply.output), "values": host(reply.values)})
+        at, output = stage.at, map_obs(owned, vars(reply.output))
         if self.horizon:
             self.value(stage, reply)
         arrays = {
@@ -300,15 +355,15 @@ class Record:
             "replay": output["replay"],
             "actions": output["actions"],
             "logprobs": output["logprobs"],
-            "rewards": result.rewards[at],
-            "terminated": result.terminated[at],
-            "truncated": result.truncated[at],
-            "mask": result.mask[at],
+            "rewards": of_rows(result.rewards, at),
+            "terminated": of_rows(result.terminated, at),
+            "truncated": of_rows(result.truncated, at),
+            "mask": of_rows(result.mask, at),
             "versions": np.full(len(at), reply.version, np.int64),
             "episodes": episodes,
         }
         if self.horizon:
-            arrays |= {"values": output["values"], "next_values": np.zeros_like(output["values"])}
+            arrays |= {"values": output["values"], "next_values": room_for(output["values"], len(at))}
         self.add(stage.env_ids[at] if self.horizon else episodes, arrays)
         self.env_steps += int(arrays["mask"].sum())
 
@@ -325,8 +380,8 @@ class Record:
         if self.decisions:
             _, arrays = self.decisions[-1]
             arrays["next_values"][:] = reply.values
-            if len(stage.final_rows):
-                arrays["next_values"][stage.final_rows] = reply.final_values
+            if len(rows := stage.final_rows):
+                arrays["next_values"][slice(None) if len(rows) == len(reply.values) else rows] = reply.final_values
 
     def trajectory(self, end: int | None = None) -> Trajectory:
         """The decisions before `end` (None: all) that have not been handed on."""

@@ -112,7 +112,7 @@ class SimWorker(PlayerWorker):
             make = partial(EpisodeStream, store=self.kept_episodes, journal=self.journal)
         records = [make(servers.source) for servers in route]
         for stage, servers in zip(self.stages, route, strict=True):
-            stage.client = PolicyClient(servers)
+            stage.play_for(PolicyClient(servers), horizon)
         refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
         for decisions in step_stages(self.stages, records, refills, horizon):
             if granularity and decisions > 1 and (decisions - 1) % granularity == 0:

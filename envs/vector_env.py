@@ -9,7 +9,7 @@ that is done stays frozen (reward 0, mask False) until `reset` names it, and a r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,30 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector import VectorEnv as GymnasiumVectorEnv
 from gymnasium.vector.utils import batch_space
 
-from embodied.core.arrays import Observation, finite_rows, host, is_tensor, map_obs, text_arrays, text_lists
+from embodied.core.arrays import (
+    FiniteChecks,
+    Observation,
+    as_type,
+    copy_of,
+    finite_rows,
+    host,
+    is_tensor,
+    map_obs,
+    on_host,
+    room_for,
+    side_by_side,
+    tensor_of,
+    text_arrays,
+    text_lists,
+    with_rows,
+)
 from embodied.core.errors import ConfigError, NotFinite, WrongShape
-from embodied.core.types import ChunkResult, EnvSpec, EpisodeSpec
+from embodied.core.types import Array, ChunkResult, EnvSpec, EpisodeSpec
 from embodied.envs.capabilities import EnvCapabilities
+from embodied.envs.image_cache import ImageCache, Images
 from embodied.envs.own_modules import import_class
 
-Images = dict[str, np.ndarray]  # camera -> uint8 [rows, H, W, 3]
+ACTIONS = "actions"
 COUNTERS = ("live", "elapsed", "since", "success")
 TEXT = "".join(chr(code) for code in range(32, 127))
 
@@ -34,14 +51,17 @@ TEXT = "".join(chr(code) for code in range(32, 127))
 class StepResult:
     """One env step of all rows. What it says of rows that are not active is ignored.
 
+    Tensors stay on their device, but for flags that can end an episode: the host reads these in every step. Where only
+    the step limit ends episodes (`on_success=continue`, and `terminated` an array), the host reads nothing.
+
     `terminated` may include ends by success: `on_success` decides what becomes of those. A simulator whose episodes can
     go on after success (`on_success=continue`) reports failures only.
     """
 
-    rewards: np.ndarray  # float [N]
-    terminated: np.ndarray  # bool [N]
-    success: np.ndarray | None = None  # bool [N]; None for envs that have no success
-    truncated: np.ndarray | None = None  # bool [N], where the simulator itself cuts episodes short
+    rewards: Array  # float [N]
+    terminated: Array  # bool [N]
+    success: Array | None = None  # bool [N]; None for envs that have no success
+    truncated: Array | None = None  # bool [N], where the simulator itself cuts episodes short
 
 
 class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
@@ -68,16 +88,18 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._live = np.zeros(num_envs, bool)
         self._elapsed = np.zeros(num_envs, np.int64)
         self._since = np.zeros(num_envs, np.int64)  # env steps since the first success, it included
-        self._success = np.zeros(num_envs, bool)
+        self._success: Array = np.zeros(num_envs, bool)
         self._reward = Reward(config.reward, num_envs, env_spec.has_success)
-        self._rewards = np.zeros(num_envs, self.dtype)
+        self._rewards: Array = np.zeros(num_envs, self.dtype)
+        self.checks: FiniteChecks | None = None  # of tensors, where `check_noted` is called later for many decisions
 
     # What a plug-in implements. Arrays it returns are its own no longer: it never writes to them again.
 
-    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
         """Start these episodes on these rows, in one batch, leaving other rows alone.
 
-        Returns bool [len(rows)], whether the initial state already is a success; None stands for "nowhere".
+        Returns bool [len(rows)], whether the initial state already is a success (a tensor: of all N rows); None stands
+        for "nowhere".
         """
         raise NotImplementedError
 
@@ -138,7 +160,12 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         elapsed = (options or {}).get("elapsed")
         if len(rows):
             success = self._reset_rows(rows, episodes)
-            self._success[rows] = False if success is None else success
+            if is_tensor(success):
+                begun = np.isin(np.arange(self.num_envs), rows)
+                self._success = with_rows(self._success, begun, success if self._stays else host(success))
+            else:
+                self._success = np.array(host(self._success))
+                self._success[rows] = False if success is None else success
             self._live[rows] = self._image_cache.stale[rows] = True
             self._elapsed[rows] = 0 if elapsed is None else np.asarray(elapsed)[rows]
             self._since[rows] = 0
@@ -165,34 +192,33 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         """
         actions = self._checked(actions)
         shape = actions.shape[:2]
-        rewards = np.zeros(shape, self.dtype)
         terminated, truncated, mask = np.zeros((3, *shape), bool)
-        success = np.zeros(shape, bool) if self.env_spec.has_success else None
+        rewards: list[Array] = []  # of each env step
+        success: list[Array] = []
         began_live = self._live.copy()
         finals: list[tuple[np.ndarray, Observation]] = []
         for c in range(shape[1]):
             moved = self._live.copy()
             if not moved.any():
                 break
-            done = self._advance(actions[:, c], moved, rewards[:, c], terminated[:, c], truncated[:, c])
+            done = self._advance(actions[:, c], moved, terminated[:, c], truncated[:, c])
             mask[:, c] = moved
             self._image_cache.stale |= moved
-            if success is not None:
-                success[:, c] = self._success
-            self._rewards = rewards[:, c]
+            rewards.append(self._rewards)
+            success.append(copy_of(self._success))
             if on_frame is not None:
                 on_frame(moved)
             if done.any() and c + 1 < shape[1] and self._live.any():
                 finals.append((np.flatnonzero(done), self._observation(np.flatnonzero(done))))
-        else:
-            c = shape[1]
-        if success is not None:
-            success[:, c:] = self._success[:, None]
+        rest = shape[1] - len(rewards)
+        rewards += [room_for(self._rewards, self.num_envs)] * rest
+        success += [copy_of(self._success)] * rest
         obs = self._observation()
         for rows, final in finals:
             obs = put_rows(obs, final, rows)
         self._check(obs, began_live)
-        return ChunkResult(obs, rewards, terminated, truncated, mask, success)
+        reported = side_by_side(success) if self.env_spec.has_success else None
+        return ChunkResult(obs, side_by_side(rewards), terminated, truncated, mask, reported)
 
     def render(self) -> tuple[np.ndarray, ...]:
         return tuple(self.render_rows(np.arange(self.num_envs)))
@@ -204,7 +230,14 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
 
     def last_step(self) -> tuple[np.ndarray, np.ndarray]:
         """Reward and success of the rows that took the latest env step: [N] and bool [N]."""
-        return self._rewards, self._success
+        return host(self._rewards), host(self._success)
+
+    def check_noted(self) -> None:
+        """Raise where numbers were not finite that `checks` noted since the last call."""
+        for what, rows in self.checks.read().items() if self.checks else ():
+            if what == ACTIONS:
+                raise ValueError(f"actions of env rows {rows[:8].tolist()} are NaN or infinite")
+            raise NotFinite(self._where(what, rows, "of the last rollout"))
 
     @property
     def saves_state(self) -> bool:
@@ -217,13 +250,13 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         if state is None:
             return {}
         mine = {name: getattr(self, f"_{name}") for name in COUNTERS} | {"reward": self._reward.memory}
-        return {name: array.copy() for name, array in {**state, **mine}.items()}
+        return {name: np.array(host(array)) for name, array in {**state, **mine}.items()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> Observation:
         """Continue from `get_state`. Returns the observation of all rows."""
         state = {name: np.array(array) for name, array in state.items()}
         for name in COUNTERS:
-            getattr(self, f"_{name}")[:] = state.pop(name)
+            setattr(self, f"_{name}", state.pop(name))
         self._reward.memory[:] = state.pop("reward")
         self._set_state(state)
         self._image_cache.stale[:] = True
@@ -238,8 +271,13 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             obs["images"] = self._image_cache.images(rows)
         return obs
 
-    def _advance(self, actions, moved, rewards, terminated, truncated) -> np.ndarray:
-        """One env step; fills the three columns and returns which rows finished (bool [N])."""
+    @property
+    def _stays(self) -> bool:
+        """True if success stays on its device: it ends no episode."""
+        return self.config.on_success == "continue" and self._reward.on_device
+
+    def _advance(self, actions, moved, terminated, truncated) -> np.ndarray:
+        """One env step; keeps its rewards, fills the two columns and returns which rows finished (bool [N])."""
         actions = actions[:, 0] if self.env_spec.action.discrete else actions
         step = self._step(actions, moved)
         for name in ("rewards", "terminated", "success", "truncated"):
@@ -248,18 +286,17 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
                 self._check_shape(name, array, ())
                 if name != "rewards" and not str(array.dtype).endswith("bool"):
                     raise WrongShape(f"{self.config.name} {self.config.task}: {name} is {array.dtype}, it must be bool")
+        step = self._read_flags(step)
         given = self._reward.of(self, actions, step, moved)
         self._check_shape("rewards", given, ())
-        np.copyto(rewards, given, where=moved, casting="same_kind")
-        if not np.isfinite(rewards).all():
-            raise NotFinite(self._where("reward", np.flatnonzero(~np.isfinite(rewards))))
+        self._rewards = self._counted(given, moved)
         self._elapsed += moved
         np.logical_and(step.terminated, moved, out=terminated)
         cut = self._elapsed >= self.env_spec.max_episode_steps
         if step.truncated is not None:
             cut |= step.truncated
         if step.success is not None:
-            np.copyto(self._success, step.success, where=moved)
+            self._success = with_rows(self._success, moved, step.success)
             if self.config.on_success == "truncate":
                 terminated &= ~self._success
                 self._since += moved & (self._success | (self._since > 0))
@@ -271,6 +308,34 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._live &= ~done
         return done
 
+    def _read_flags(self, step: StepResult) -> StepResult:
+        """The step with flags in the host's memory, read in one copy, where episodes may end by them or a reward asks
+        for them."""
+        names = ["terminated", "truncated"] if self._stays else ["terminated", "truncated", "success"]
+        names += [] if self._reward.on_device else ["rewards"]
+        parts = {name: part for name in names if is_tensor(part := getattr(step, name))}
+        read = zip(parts, on_host([*parts.values()]), strict=True)
+        return replace(step, **{name: array if name == "rewards" else array.astype(bool) for name, array in read})
+
+    def _counted(self, given: Array, moved: np.ndarray) -> Array:
+        """The rewards of the rows that moved, and 0 of others, in the env's dtype."""
+        if not is_tensor(given):
+            rewards = np.zeros(self.num_envs, self.dtype)
+            np.copyto(rewards, given, where=moved, casting="same_kind")
+            if not np.isfinite(rewards).all():
+                raise NotFinite(self._where("reward", np.flatnonzero(~np.isfinite(rewards))))
+            return rewards
+        rewards = as_type(with_rows(room_for(given, self.num_envs), moved, given), self.dtype)
+        self._check_finite("reward", rewards, moved)
+        return rewards
+
+    def _check_finite(self, what: str, array: Array, rows: np.ndarray) -> None:
+        """Raise where these rows, a mask, are not finite; of tensors maybe later."""
+        if is_tensor(array) and self.checks is not None:
+            self.checks.note(what, array, None if rows.all() else tensor_of(~rows, array.device))
+        elif len(wrong := np.flatnonzero(~finite_rows(array) & rows)):
+            raise NotFinite(self._where(what, wrong))
+
     def _checked(self, actions: Any) -> Any:
         """Actions as `_step` wants them: right shape and kind, clipped; those of frozen rows never matter."""
         spec = self.env_spec.action
@@ -280,7 +345,10 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             wanted = f"[{self.num_envs} envs, chunk of 1 or more, {spec.dim} dimensions]"
             raise ValueError(f"actions are {list(actions.shape)}, this env takes {wanted}")
         if is_tensor(actions):
-            self._refuse(~finite_rows(actions), "NaN or infinite")
+            if self.checks is None:
+                self._refuse(~finite_rows(actions), "NaN or infinite")
+            else:
+                self.checks.note(ACTIONS, actions)
             return actions.nan_to_num().clamp(-1.0, 1.0)
         if actions.dtype.kind not in ("iu" if spec.discrete else "f"):
             kind = f"whole numbers below {spec.num_choices}" if spec.discrete else "floating-point numbers"
@@ -322,7 +390,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         return rows, [episodes[row] for row in rows]
 
     def _info(self) -> dict[str, Any]:
-        return {"success": self._success.copy()} if self.env_spec.has_success else {}
+        return {"success": copy_of(self._success)} if self.env_spec.has_success else {}
 
     def _check(self, obs: Observation, rows: np.ndarray) -> None:
         """Refuse observations of these rows that are not finite or not what the spec promises, in shape."""
@@ -333,8 +401,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         for camera, size in self.env_spec.images.items():
             self._check_shape(f"image {camera!r}", obs.get("images", {}).get(camera), size)
         for what in ("state", "privileged"):
-            if what in obs and len(wrong := np.flatnonzero(~finite_rows(obs[what]) & rows)):
-                raise NotFinite(self._where(what, wrong))
+            if what in obs:
+                self._check_finite(what, obs[what], rows)
 
     def _check_shape(self, what: str, array: Any, row: tuple[int, ...]) -> None:
         wanted = [self.num_envs, *row]
@@ -342,9 +410,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             found = "missing" if array is None else f"of shape {list(array.shape)}"
             raise WrongShape(f"{self.config.name} {self.config.task}: {what} is {found}, it must be {wanted}")
 
-    def _where(self, what: str, rows: np.ndarray) -> str:
-        steps = self._elapsed[rows[:8]].tolist()
-        place = f"in env rows {rows[:8].tolist()} at steps {steps}"
+    def _where(self, what: str, rows: np.ndarray, when: str = "") -> str:
+        place = f"in env rows {rows[:8].tolist()} {when or f'at steps {self._elapsed[rows[:8]].tolist()}'}"
         return f"{self.config.name} {self.config.task}: {what} is NaN or infinite {place}"
 
 
@@ -395,6 +462,7 @@ class Reward:
         self.name = name
         self.memory = np.zeros(num_envs)  # per row: the last reward, or whether success was paid for
         self.function = import_class(name, "env.reward") if ":" in name else None
+        self.on_device = name == "own"  # whether it reads nothing that a simulator has on a GPU
         if name == "success" and not has_success:
             raise ConfigError(
                 "env.reward=success, but this env does not report success; "
@@ -405,7 +473,7 @@ class Reward:
         """New episodes on these rows."""
         self.memory[rows] = 0.0
 
-    def of(self, env: VectorEnv, actions: np.ndarray, step: StepResult, moved: np.ndarray) -> np.ndarray:
+    def of(self, env: VectorEnv, actions: Array, step: StepResult, moved: np.ndarray) -> Array:
         """[N]; only rows that moved count."""
         if self.name == "own":
             return step.rewards
@@ -418,35 +486,3 @@ class Reward:
         given = step.rewards - self.memory
         np.copyto(self.memory, step.rewards, where=moved)
         return given.astype(env.dtype)
-
-
-class ImageCache:
-    """The last images of each row's cameras. Drawing is expensive, so a row is drawn again only if it has moved since
-    and its images are needed: at the decision border, and where an episode ends inside a chunk."""
-
-    def __init__(
-        self, num_envs: int, sizes: dict[str, tuple[int, int, int]], paint: Callable[[np.ndarray], Images]
-    ) -> None:
-        """`paint(rows)` gives the images of these rows, in their order."""
-        self.paint = paint
-        self.last = {camera: np.zeros((num_envs, *size), np.uint8) for camera, size in sizes.items()}
-        self.stale = np.zeros(num_envs, bool)
-
-    def images(self, rows: np.ndarray | None = None) -> Images:
-        """The images of all rows; those of the given rows (or of all that ever began) show them as they are now."""
-        stale = self.stale if rows is None else self.stale & np.isin(np.arange(len(self.stale)), rows)
-        rows = np.flatnonzero(stale)
-        if len(rows):
-            for camera, frames in self._painted(rows).items():
-                self.last[camera][rows] = frames
-            self.stale[rows] = False
-        return {camera: frames.copy() for camera, frames in self.last.items()}
-
-    def _painted(self, rows: np.ndarray) -> Images:
-        found = self.paint(rows)
-        for camera, whole in self.last.items():
-            wanted, frames = (len(rows), *whole.shape[1:]), found.get(camera)
-            if frames is None or frames.dtype != np.uint8 or frames.shape != wanted:
-                what = "missing" if frames is None else f"{frames.dtype} {list(frames.shape)}"
-                raise WrongShape(f"image {camera!r} is {what}, it must be uint8 {list(wanted)}")
-        return found

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.core.arrays import is_tensor
 from embodied.core.rng import stream
+from embodied.core.types import Array
 
 LOW = 0xFFFFFFFF
 FACTORS, STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -47,9 +49,9 @@ def normal(seed: int, name: str, episodes: Tensor, decisions: Tensor, width: int
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=2).flatten(1)[:, :width]
 
 
-def draw(
-    kind: str, seed: int, name: str, episodes: np.ndarray, decisions: np.ndarray, width: int, device: str
-) -> Tensor:
-    """Noise of this kind; its counters are all that goes to the device."""
-    counters = torch.from_numpy(np.stack([episodes, decisions]).astype(np.int64)).to(device)
-    return (normal if kind == "normal" else uniform)(seed, name, counters[0], counters[1], width)
+def draw(kind: str, seed: int, name: str, episodes: Array, decisions: Array, width: int, device: str) -> Tensor:
+    """Noise of this kind; its counters are all that goes to the device, if they are not there."""
+    if not is_tensor(episodes):
+        episodes, decisions = torch.from_numpy(np.stack([episodes, decisions]).astype(np.int64)).to(device)
+    there = (counters.to(device) for counters in (episodes, decisions))
+    return (normal if kind == "normal" else uniform)(seed, name, *there, width)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from embodied.core.arrays import as_asked, host, tensor_of
 from embodied.core.errors import ConfigError
-from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.core.types import Array, EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.base import Policy, Scores
 from embodied.policies.config import ActorCriticConfig, MLPConfig
 
@@ -154,12 +154,12 @@ class ActorCritic(Policy):
             actions = head + temperature * self.log_std.to(self.exact).exp() * noise_t
         logprobs, _ = self._distribution(head, actions)
         unknown = self.spec.privileged_dim and "privileged" not in obs
-        values = np.zeros(len(head), np.float32) if unknown else host(self._value(obs, features))
+        values = np.zeros(len(head), np.float32) if unknown else as_asked(self._value(obs, features), obs)
         return PolicyOutput(as_asked(actions, obs), as_asked(logprobs, obs), values)
 
     @torch.inference_mode()
-    def value(self, obs: Observation) -> np.ndarray:
-        return host(self._value(obs))
+    def value(self, obs: Observation) -> Array:
+        return as_asked(self._value(obs), obs)
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         return self.score(inputs, self.features(inputs["obs"]))

@@ -15,7 +15,19 @@ import numpy as np
 import torch
 
 from embodied.core import rng
-from embodied.core.arrays import Observation, finite_rows, is_tensor, join_rows, map_obs, num_rows, text_lists
+from embodied.core.arrays import (
+    FiniteChecks,
+    Observation,
+    concatenate,
+    finite_rows,
+    host,
+    is_tensor,
+    join_rows,
+    leaves,
+    map_obs,
+    num_rows,
+    text_lists,
+)
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
@@ -44,6 +56,7 @@ class PolicyWorker(Worker):
         self.computing = Computing()
         self.shares = False  # its weights are a learner's
         self.cache_bytes = 0  # the most that it acted in so far
+        self.checks = FiniteChecks()  # of answers on a device, until a rollout ends
 
     def build(self, spec: EnvSpec) -> None:
         self.belongings = DeviceTensors(self.timers)
@@ -113,6 +126,7 @@ class PolicyWorker(Worker):
             for reply in self._answers(taken, version, rule):
                 decisions += 0 if reply.output is None else len(reply.values)
                 replies[reply.source].put(reply)
+        self._check_noted()
         return decisions
 
     def _answers(self, requests: list[ActRequest], version: int, rule: SamplingRule) -> Iterator[ActReply]:
@@ -132,6 +146,8 @@ class PolicyWorker(Worker):
                 raise
             print(f"{len(requests)} requests are answered one by one: {type(err).__name__}: {err}", flush=True)
         else:
+            if any(request.value_only for request in requests):
+                self._check_noted()
             yield from replies
             return
         failure: Exception | None = None
@@ -155,8 +171,10 @@ class PolicyWorker(Worker):
         """One call of the policy for all decisions, one for values alone, one for those of final observations."""
         numbered = dict(enumerate(requests))
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
-            final_values = self._values({i: r.final_obs for i, r in numbered.items() if r.final_obs is not None})
-            values = self._values({i: r.obs for i, r in numbered.items() if r.value_only})
+            later = all(r.checked_later for r in requests)
+            final = {i: r.final_obs for i, r in numbered.items() if r.final_obs is not None}
+            final_values = self._values(final, later)
+            values = self._values({i: r.obs for i, r in numbered.items() if r.value_only}, later)
             outputs = self._act({i: r for i, r in numbered.items() if not r.value_only}, rule)
         values |= {i: output.values for i, output in outputs.items()}
         version = self.weights.version
@@ -170,30 +188,52 @@ class PolicyWorker(Worker):
             return {}
         asked = list(requests.values())
         noise = self._noise(asked, rule.stream)
-        output = self.policy.act(text_lists(join_rows([request.obs for request in asked])), noise, rule.temperature)
+        obs = join_rows([request.obs for request in asked])
+        output = self.policy.act(text_lists(obs), noise, rule.temperature)
         check_output(output, len(noise), self.action_dim)
-        check_finite({"actions": output.actions, "log-probs": output.logprobs, "values": output.values})
+        numbers = {"actions": output.actions, "log-probs": output.logprobs, "values": output.values}
+        self._check_finite(numbers, obs, all(request.checked_later for request in asked))
         rows = zip(requests, spans([request.rows for request in asked]), strict=True)
         return {i: PolicyOutput(**map_obs(lambda array: array[mine], vars(output))) for i, mine in rows}  # noqa: B023
 
-    def _values(self, observations: dict[int, Observation]) -> dict[int, Array]:
+    def _values(self, observations: dict[int, Observation], checked_later: bool) -> dict[int, Array]:
         if not observations:
             return {}
         counts = [num_rows(obs) for obs in observations.values()]
-        values = self.policy.value(text_lists(join_rows(list(observations.values()))))
+        obs = join_rows(list(observations.values()))
+        values = self.policy.value(text_lists(obs))
         if list(values.shape) != [sum(counts)]:
             raise WrongShape(f"the policy's values are of shape {list(values.shape)}, it must be one per env row")
-        check_finite({"values": values})
+        self._check_finite({"values": values}, obs, checked_later)
         return {i: values[mine] for i, mine in zip(observations, spans(counts), strict=True)}
 
     def _noise(self, requests: list[ActRequest], stream: str) -> Array:
-        episodes, decisions = (
-            np.concatenate(part) for part in zip(*((r.episodes, r.decisions) for r in requests), strict=True)
-        )
-        key = (self.seed, f"act/{stream}", episodes, decisions, self.noise.width)
+        alike = len({is_tensor(request.episodes) for request in requests}) == 1
+        parts = zip(*((r.episodes, r.decisions) for r in requests), strict=True)
+        episodes, decisions = (concatenate(part if alike else [*map(host, part)]) for part in parts)
+        where = (self.seed, f"act/{stream}")
         if self.noise_device:
-            return device_noise.draw(self.noise.kind, *key, self.noise_device)
-        return (rng.normal if self.noise.kind == "normal" else rng.uniform)(*key)
+            return device_noise.draw(self.noise.kind, *where, episodes, decisions, self.noise.width, self.noise_device)
+        draw = rng.normal if self.noise.kind == "normal" else rng.uniform
+        return draw(*where, host(episodes), host(decisions), self.noise.width)
+
+    def _check_finite(self, numbers: dict[str, Array], obs: Observation, later: bool) -> None:
+        """Refuse numbers that are not finite; where they are on a device, maybe `later`, with those of all decisions.
+        Then what is observed was not checked either: nobody blames the policy for answers to NaN."""
+        if not later or not all(map(is_tensor, numbers.values())):
+            check_finite(numbers)
+            return
+        seen = FiniteChecks()
+        for part in leaves(obs):
+            if is_tensor(part) and part.is_floating_point():
+                seen.note("seen", part)
+        for what, each in numbers.items():
+            self.checks.note(what, each, *seen.wrong.values())
+
+    def _check_noted(self) -> None:
+        """Raise where answers were not finite since the last call."""
+        for what, rows in self.checks.read().items():
+            raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()} of a rollout")
 
 
 def check_finite(numbers: dict[str, Array]) -> None:

@@ -46,12 +46,54 @@ def room_for(array: Any, count: int) -> Any:
     return array.new_zeros(shape) if is_tensor(array) else np.zeros(shape, array.dtype)
 
 
+def copy_of(array: Any) -> Any:
+    return array.clone() if is_tensor(array) else array.copy()
+
+
+def as_type(array: Any, dtype: np.dtype) -> Any:
+    """The array in this dtype, where it is."""
+    if not is_tensor(array):
+        return array.astype(dtype)
+    import torch
+
+    return array.to(getattr(torch, dtype.name))
+
+
 def concatenate(arrays: Sequence[Any]) -> Any:
     if not is_tensor(arrays[0]):
         return np.concatenate(arrays)
     import torch
 
     return torch.cat(list(arrays))
+
+
+def on_host(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays as numpy. Tensors are copied from their device all in one, in a type that holds every number."""
+    tensors = [array for array in arrays if is_tensor(array)]
+    if len(tensors) < 2:
+        return [host(array) for array in arrays]
+    numbers = host(concatenate([tensor.reshape(-1) for tensor in tensors]))
+    sizes = [tensor.numel() for tensor in tensors]
+    parts = iter(np.split(numbers, np.cumsum(sizes)[:-1]))
+    return [next(parts).reshape(array.shape) if is_tensor(array) else np.asarray(array) for array in arrays]
+
+
+def with_rows(array: Any, rows: np.ndarray, new: Any) -> Any:
+    """An array [N] with these rows, a mask, taken from `new` [N]: a numpy array is written to, tensors are made on the
+    device of `new`."""
+    if not is_tensor(new):
+        array[rows] = new[rows]
+        return array
+    return new if rows.all() else new.where(tensor_of(rows, new.device), tensor_of(array, new.device).to(new.dtype))
+
+
+def side_by_side(columns: Sequence[Any]) -> Any:
+    """Columns [N] as one array [N, len(columns)]."""
+    if not is_tensor(columns[0]):
+        return np.stack(columns, axis=1)
+    import torch
+
+    return torch.stack(list(columns), dim=1)
 
 
 def finite_rows(array: Any) -> np.ndarray:
@@ -62,6 +104,32 @@ def finite_rows(array: Any) -> np.ndarray:
     if bool(finite.all()):
         return np.ones(len(array), bool)
     return host(finite.reshape(len(array), -1).all(dim=1))
+
+
+class FiniteChecks:
+    """Which rows of tensors held NaN or infinities, noted on their device and read for many decisions at once: reading
+    waits for all work of the device.
+
+        checks.note("state", state)    in every decision
+        checks.read()                  -> {"state": rows}, once for all
+    """
+
+    def __init__(self) -> None:
+        self.wrong: dict[tuple[str, int], Any] = {}  # by name and number of rows: bool [N]
+
+    def note(self, what: str, array: Any, but: Any = None) -> None:
+        """Rows in `but` (bool [N], a tensor) do not count."""
+        wrong = ~array.isfinite().reshape(len(array), -1).all(dim=1)
+        if but is not None:
+            wrong = wrong & ~but
+        key = what, len(array)
+        self.wrong[key] = self.wrong[key] | wrong if key in self.wrong else wrong
+
+    def read(self) -> dict[str, np.ndarray]:
+        """The rows by name, of all that was noted since the last call; empty if everything was finite."""
+        noted, self.wrong = self.wrong, {}
+        found = zip(noted, on_host([*noted.values()]), strict=True)
+        return {what: np.flatnonzero(rows) for (what, _), rows in found if rows.any()}
 
 
 def training_state(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:

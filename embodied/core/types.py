@@ -56,8 +56,6 @@ class EpisodeList:
 
     def _question(self, turn: int, task: int) -> int:
         """Of three questions, turns 0 to 2 are epoch 0 and may ask 2 0 1; turns 3 to 5 are epoch 1."""
-        if not self.questions:
-            return -1
         epoch, place = divmod(turn, self.questions[task])
         return int(shuffled(self.seed, self.tasks[task], epoch, self.questions[task])[place])
 
@@ -69,11 +67,12 @@ class EpisodeList:
         turns, tasks = np.divmod(initial // self.group_size, len(self.tasks))
         seeds = episode_seeds(self.seed, self.stream, turns)
         states = turns % self.stored_states if self.stored_states else np.full(len(turns), -1)
-        columns = (tasks, turns, states, seeds, initial if index is None else index)
-        return [
-            EpisodeSpec(self.tasks[task], state, seed, number, self._question(turn, task))
-            for task, turn, state, seed, number in zip(*(column.tolist() for column in columns), strict=True)
-        ]
+        numbers = initial if index is None else index
+        names = [self.tasks[task] for task in tasks.tolist()]
+        questions = [-1] * len(names)
+        if self.questions:
+            questions = [*map(self._question, turns.tolist(), tasks.tolist())]
+        return [*map(EpisodeSpec, names, states.tolist(), seeds.tolist(), numbers.tolist(), questions)]
 
 
 @lru_cache(maxsize=16)
@@ -153,11 +152,11 @@ class ChunkResult:
     """
 
     obs: Observation
-    rewards: np.ndarray  # float [N, C]
+    rewards: Array  # float [N, C]
     terminated: np.ndarray  # bool [N, C]
     truncated: np.ndarray  # bool [N, C]
     mask: np.ndarray  # bool [N, C]
-    success: np.ndarray | None  # bool [N, C]; None for envs that have no success
+    success: Array | None  # bool [N, C]; None for envs that have no success
 
     @property
     def done(self) -> np.ndarray:
@@ -275,11 +274,12 @@ class ActRequest:
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
     number: int  # of the request in its round
     obs: Observation
-    episodes: np.ndarray  # int [N]
-    decisions: np.ndarray  # int [N]
+    episodes: Array  # int [N]
+    decisions: Array  # int [N]
     final_obs: Observation | None = None
     final_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int, ascending
     value_only: bool = False
+    checked_later: bool = False  # whether a last, `value_only` request of its source asks for the check of all answers
     first: int = 0  # row of the whole request that these begin with
 
     @property
@@ -435,6 +435,9 @@ def choose(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, source: str 
 def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.ndarray, np.ndarray, Observation]:
     """Ids, lengths and one tree of arrays, sequence after sequence, of decisions in the order in which they were taken:
     each of several sequences, their ids [n] and a tree of arrays [n, ...]. The list is emptied on the way."""
+    first = decisions[0][0]
+    if (np.diff(first) > 0).all() and all(np.array_equal(ids, first) for ids, _ in decisions):
+        return first, np.full(len(first), len(decisions)), in_rows(decisions)
     of = np.concatenate([ids for ids, _ in decisions])
     ids, lengths = np.unique(of, return_counts=True)
     place = np.empty(len(of), np.int64)
@@ -447,6 +450,16 @@ def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.nd
         write(room, place[begin : begin + len(sequences)], arrays)
         begin += len(sequences)
     return ids, lengths, room
+
+
+def in_rows(decisions: list[tuple[np.ndarray, Observation]]) -> Observation:
+    """The same of decisions of the same sequences: what is on a device stays there, without an index from the host."""
+    count, steps = len(decisions[0][0]), len(decisions)
+    room = map_obs(lambda array: room_for(array, count * steps), decisions[0][1])
+    table = map_obs(lambda array: array.reshape(count, steps, *array.shape[1:]), room)  # of the same memory
+    while decisions:
+        write(table, (slice(None), len(decisions) - 1), decisions.pop()[1])
+    return room
 
 
 def env_blocks(num_envs: int, ranks: int) -> list[range]:

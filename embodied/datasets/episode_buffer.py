@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from embodied.core.arrays import Observation
+from embodied.core.arrays import Observation, host
 from embodied.core.types import ChunkResult, EpisodeResult, EpisodeSpec, Recording
 from embodied.datasets.feature_stats import PixelCounts, Stats, of_values
 from embodied.datasets.lerobot_layout import Features, Frame, cameras, complete, features_of, fps_of, frame_of
@@ -128,12 +128,13 @@ class EpisodeRecorder:
         if not self.open:
             return
         discrete = self.env.env_spec.action.discrete
-        actions = self.actions if discrete else np.clip(self.actions, -1.0, 1.0)  # as they were carried out
-        done = result.terminated | result.truncated
+        actions = host(self.actions)
+        actions = actions if discrete else np.clip(actions, -1.0, 1.0)  # as they were carried out
+        done, rewards = result.terminated | result.truncated, host(result.rewards)
         for row, buffer in self.open.items():
             for c in np.flatnonzero(result.mask[row]):
                 success = None if result.success is None else bool(result.success[row, c])
-                action, reward = actions[row, c], result.rewards[row, c]
+                action, reward = actions[row, c], rewards[row, c]
                 buffer.add(frame_of(self.seen[c], row, action, reward, bool(done[row, c]), success))
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from embodied.algorithms.advantages import Moments, gae, merge_moments, moments, normalize, returns_to_go, token_gae
 from embodied.algorithms.config import AlgoConfig, PPOConfig
 from embodied.algorithms.losses import LossItems, Stats, loss_sum, out_of_bounds
-from embodied.core.arrays import Observation, host, is_tensor, map_obs, text_lists
+from embodied.core.arrays import Observation, host, is_tensor, map_obs, on_host, text_lists
 from embodied.core.rng import permutation
 from embodied.core.types import Array, Trajectory, Unit
 from embodied.learners.divided_passes import Pass
@@ -252,6 +252,7 @@ def build_batch(
         divergence, compared = divergences(batch, compared), None
     worth: dict[str, np.ndarray]
     if isinstance(config, PPOConfig):
+        trajectory = estimated_on_host(trajectory)
         values = trajectory.values
         if values is None:
             values = scores_of(model, batch, 1, lambda scores: scores.values).double().cpu().numpy()
@@ -332,6 +333,12 @@ def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
 # Advantages
 
 
+def estimated_on_host(trajectory: Trajectory) -> Trajectory:
+    """The trajectory with what advantages are estimated from as numpy, of a device in one copy."""
+    names = [name for name in ("rewards", "values", "next_values") if getattr(trajectory, name) is not None]
+    return replace(trajectory, **dict(zip(names, on_host([getattr(trajectory, name) for name in names]), strict=True)))
+
+
 def judged(
     trajectory: Trajectory,
     unit: Unit,
@@ -344,7 +351,7 @@ def judged(
     """Advantages, returns and values [K], and what to log. Decisions pay for their `divergence` [K] from the
     reference as they begin."""
     lengths, metrics, speaks = trajectory.lengths, {}, unit.scores is not None
-    rewards = earned(trajectory, unit.scores, trained) if speaks else np.array(host(trajectory.rewards), np.float64)
+    rewards = earned(trajectory, unit.scores, trained) if speaks else np.array(trajectory.rewards, np.float64)
     if divergence is not None:
         rewards[:, 0] -= config.kl_coef * divergence
         metrics["train/reference_kl"] = all_ranks.moments(divergence, lengths, trained).mean

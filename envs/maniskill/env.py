@@ -18,7 +18,7 @@ import numpy as np
 
 from embodied.core.arrays import host, tensor_of
 from embodied.core.errors import ConfigError
-from embodied.core.types import ActionSpec, EnvSpec, EpisodeSpec, Observation
+from embodied.core.types import ActionSpec, Array, EnvSpec, EpisodeSpec, Observation
 from embodied.envs.capabilities import CataloguedTask, Expert
 from embodied.envs.evaluation_protocols import AS_TRAINED, EvaluationProtocol
 from embodied.envs.maniskill import task_choices
@@ -237,6 +237,7 @@ class ManiSkillEnv(VectorEnv):
         if is_bridge(config.task):
             metres, radians = config.action_units or (1.0, 1.0)
             self._scale = self.units = np.array([metres] * 3 + [radians] * 3 + [1.0], np.float32)
+        self._on_device = [tensor_of(array, env.device) for array in (self._scale, self._offset)]
         with DRAWING:
             info = env.reset(seed=0)[1]
         limit = config.max_episode_steps or find_task(config.task).max_episode_steps or 100
@@ -263,16 +264,23 @@ class ManiSkillEnv(VectorEnv):
         self._info_now: dict[str, Any] | None = None  # of the batched env, while its state is not observed yet
         self._cameras: dict[int, Any] = {}
 
+    @property
+    def gives_tensors(self) -> bool:
+        """True if observations, rewards and success stay on the simulator's device."""
+        return self.config.backend == "cuda"
+
     def video_problem(self) -> str:
         return "" if self.envs[0].backend.render_device else NO_DRAWING
 
-    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> np.ndarray | None:
+    def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
         if self.batched:
             from embodied.envs.maniskill.cpu_batch import begin_episodes
 
             seeds, states = ([getattr(one, key) for one in episodes] for key in ("seed", "init_state_id"))
             self._info_now = info = begin_episodes(self.envs[0], rows, seeds, states)
-            return host(info["success"])[rows] if self.env_spec.has_success else None
+            if not self.env_spec.has_success:
+                return None
+            return info["success"] if self.gives_tensors else host(info["success"])[rows]
         import torch
 
         success = np.zeros(len(rows), bool)
@@ -307,19 +315,22 @@ class ManiSkillEnv(VectorEnv):
         with torch.no_grad():
             if self.config.backend == "cpu_batched":
                 env.scene.px.advance_only(np.flatnonzero(active).tolist())
-            scale, offset = (torch.from_numpy(array).to(env.device) for array in (self._scale, self._offset))
+            scale, offset = self._on_device
             wanted = tensor_of(actions, env.device).float() * scale + offset
             taken = env._step_action(for_robots(env, wanted))
             env._elapsed_steps += 1
             info = env.get_info()
             reward = env.get_reward(obs=None, action=taken, info=info)
         self._info_now = info
-        failed = host(info["fail"]) if "fail" in info else np.zeros(self.num_envs, bool)
-        success = host(info["success"]) if "success" in info else None
-        return StepResult(host(reward), self._ends(failed), success)
+        given = (lambda tensor: tensor) if self.gives_tensors else host
+        failed = given(info["fail"]) if "fail" in info else None
+        success = given(info["success"]) if "success" in info else None
+        return StepResult(given(reward), self._ends(failed), success)
 
-    def _ends(self, failed: np.ndarray) -> np.ndarray:
-        return failed if self.config.on_failure == "terminate" else np.zeros_like(failed)
+    def _ends(self, failed: Array | None) -> Array:
+        """Failures that end episodes; nothing on a device where there are none."""
+        ends = failed is not None and self.config.on_failure == "terminate"
+        return failed if ends else np.zeros(self.num_envs, bool)
 
     def _observe(self) -> Observation:
         if self._info_now is not None:
@@ -327,11 +338,11 @@ class ManiSkillEnv(VectorEnv):
 
             with torch.no_grad():
                 seen = self._numbers_of(self.envs[0], self._info_now)
-                as_kept = host if self.config.backend != "cuda" else lambda tensor: tensor
+                as_kept = (lambda tensor: tensor) if self.gives_tensors else host
                 self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
             self._info_now = None
         texts = {"instruction": self._instructions()} if self.env_spec.instruction else {}
-        if self.config.backend != "cuda":
+        if not self.gives_tensors:
             return {**{name: part.copy() for name, part in self._numbers.items()}, **texts}
         return {**self._numbers, **self._all_images(), **texts}
 

@@ -1,13 +1,14 @@
 """Envs whose observations are tensors: the base treats them as it treats arrays, and fetches nothing large."""
 
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from embodied.core.arrays import host, map_obs
+from embodied.core.arrays import FiniteChecks, host, map_obs
 from embodied.core.errors import NotFinite
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
@@ -45,7 +46,9 @@ def test_a_chunk_in_which_episodes_end_gives_the_same_as_tensors():
         a, b = plain.step_chunk(actions), tensors.step_chunk(torch.from_numpy(actions))
         np.testing.assert_array_equal(a.rewards, b.rewards)
         np.testing.assert_array_equal(a.mask, b.mask)
-        assert all(isinstance(part, torch.Tensor) for part in (b.obs["state"], b.obs["images"]["near"]))
+        np.testing.assert_array_equal(a.success, b.success)
+        parts = (b.obs["state"], b.obs["images"]["near"], b.rewards)
+        assert all(isinstance(part, torch.Tensor) for part in parts)
         seen = map_obs(host, b.obs)
         np.testing.assert_array_equal(a.obs["state"], seen["state"])
         for camera, frames in a.obs["images"].items():
@@ -53,11 +56,26 @@ def test_a_chunk_in_which_episodes_end_gives_the_same_as_tensors():
     assert a.done.all() and a.mask.sum(axis=1).tolist() == [2, 1, 1]
 
 
-def test_actions_and_states_that_are_not_finite_are_refused_by_row(monkeypatch):
+@pytest.mark.parametrize("later", [False, True])
+def test_actions_and_states_that_are_not_finite_are_refused_by_row_at_once_or_after_many_decisions(monkeypatch, later):
     env = build("TensorEnv")
+
+    @contextmanager
+    def refused(kind, what):
+        if not later:
+            with pytest.raises(kind, match=rf"{what} NaN or infinite"):
+                yield
+            return
+        env.checks = FiniteChecks()
+        yield
+        env.step_chunk(torch.zeros((N, 1, 2)))
+        with pytest.raises(kind, match=rf"{what} NaN or infinite"):
+            env.check_noted()
+        env.check_noted()
+
     actions = torch.zeros((N, 1, 2))
     actions[1, 0, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"actions of env rows \[1\] are NaN or infinite"):
+    with refused(ValueError, r"actions of env rows \[1\] are"):
         env.step_chunk(actions)
     observe = env._observe
 
@@ -67,5 +85,5 @@ def test_actions_and_states_that_are_not_finite_are_refused_by_row(monkeypatch):
         return obs
 
     monkeypatch.setattr(env, "_observe", broken)
-    with pytest.raises(NotFinite, match=r"state is NaN or infinite in env rows \[2\]"):
+    with refused(NotFinite, "state is"):
         env.step_chunk(torch.zeros((N, 1, 2)))

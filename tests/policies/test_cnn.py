@@ -48,15 +48,15 @@ def test_the_learner_scores_an_action_as_the_actor_did(keypoints, tmp_path):
     np.testing.assert_array_equal(act(load_policy(tmp_path), obs).actions, output.actions)
 
 
-def test_tensors_are_answered_with_tensors_and_values_with_numpy():
+def test_tensors_are_answered_with_tensors():
     policy, obs = build(), observation()
     given = {
         "state": torch.from_numpy(obs["state"]),
         "images": {n: torch.from_numpy(i) for n, i in obs["images"].items()},
     }
     output, usual = act(policy, given), act(policy, obs)
-    assert isinstance(output.actions, torch.Tensor) and isinstance(output.logprobs, torch.Tensor)
-    assert isinstance(output.values, np.ndarray) and isinstance(usual.actions, np.ndarray)
+    assert all(isinstance(part, torch.Tensor) for part in (output.actions, output.logprobs, output.values))
+    assert all(isinstance(part, np.ndarray) for part in (usual.actions, usual.logprobs, usual.values))
     np.testing.assert_array_equal(output.actions.numpy(), usual.actions)
 
 

@@ -1,11 +1,15 @@
 """The CPU stands in for the device: what is computed there is computed from the same integers."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from embodied.core import rng
 from embodied.core.conversations import SamplingRule
+from embodied.core.errors import Unusable
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec
 from embodied.policies import device_noise, make_policy
 from embodied.policies.config import MLPConfig
@@ -41,12 +45,18 @@ class CountedReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_policy_on_a_device_reads_one_number_a_decision_and_decides_as_with_the_noise_of_the_host():
+def acting():
     worker = PolicyWorker(MLPConfig(dtype="float64"), seed=3)
     worker.timers = Timers()
     spec = EnvSpec(ActionSpec(2), state_dim=4, max_episode_steps=9)
     worker.build(spec)
     worker.policy = make_policy(worker.config, spec, 3).eval()
+    worker.weights.version = 0
+    return worker
+
+
+def test_a_policy_on_a_device_reads_one_number_a_decision_and_decides_as_with_the_noise_of_the_host():
+    worker = acting()
     obs = {"state": torch.arange(20.0, dtype=torch.float64).view(5, 4) / 20}
     request = ActRequest("sim-0/0#1", 0, obs, EPISODES, DECISIONS)
     by_host = worker._act({0: request}, SamplingRule())[0]
@@ -55,3 +65,22 @@ def test_a_policy_on_a_device_reads_one_number_a_decision_and_decides_as_with_th
         by_device = worker._act({0: request}, SamplingRule())[0]
     torch.testing.assert_close(by_device.actions, by_host.actions, rtol=0, atol=1e-13)
     assert reads.count == 1
+
+
+def test_answers_on_a_device_are_checked_when_their_rollout_ends_and_those_to_nan_are_not_the_policys_fault():
+    worker = acting()
+    obs = {"state": torch.zeros(5, 4, dtype=torch.float64)}
+    obs["state"][1] = torch.nan
+    request = ActRequest("sim-0/0#1", 0, obs, EPISODES, DECISIONS, checked_later=True)
+    last = replace(request, value_only=True)
+    with CountedReads() as reads:
+        assert list(worker._answers([request], 0, SamplingRule()))
+    assert reads.count == 0
+    assert list(worker._answers([last], 0, SamplingRule()))
+    with torch.no_grad():
+        worker.policy.actor[-1].bias[:] = torch.inf
+    assert list(worker._answers([request], 0, SamplingRule()))
+    with pytest.raises(
+        Unusable, match=r"the policy's actions are NaN or infinite for rows \[0, 2, 3, 4\] of a rollout"
+    ):
+        list(worker._answers([last], 0, SamplingRule()))

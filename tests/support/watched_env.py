@@ -5,6 +5,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from embodied.core.types import ActRequest, Trajectory
 from embodied.envs.config import PointMassConfig
-from embodied.envs.pointmass.env import PointMassEnv
+from embodied.envs.pointmass.env import REACH, PointMassEnv
 from embodied.runtime.remote_channel import Remote
 
 
@@ -53,11 +54,16 @@ def pictures(item) -> tuple[int, int]:
 
 
 class TensorEnv(ImageEnv):
-    """Everything large comes and goes as tensors."""
+    """Everything comes and goes as tensors, but that no episode terminates."""
+
+    def _reset_rows(self, rows, episodes):
+        super()._reset_rows(rows, episodes)
+        return torch.from_numpy(self._distance() < REACH * self.config.size)
 
     def _step(self, actions, active):
         assert isinstance(actions, torch.Tensor)
-        return super()._step(actions.numpy(), active)
+        step = super()._step(actions.numpy(), active)
+        return replace(step, rewards=torch.from_numpy(step.rewards), success=torch.from_numpy(step.success))
 
     def _observe(self):
         images = self._paint(np.arange(self.num_envs))

@@ -1,0 +1,84 @@
+"""Rollouts that stay on the device of the simulator and the policy, with tensors on the CPU in the device's place."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from counted_transfers import Transfers
+
+from embodied.config.recipe import load
+from embodied.envs.sim_worker import SimWorker
+from embodied.placement import make_plan
+from embodied.policies.policy_folder import read_weights
+from embodied.policies.worker import PolicyWorker
+from embodied.run import launch
+from embodied.workflows.rl_loop import EmbodiedLoop
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
+TOGETHER = {"sim,policy": "cpu:0", "learner": "cpu:1"}
+SMALL = ["env.backend=cpu_batched", "env.num_envs=4", "algo.minibatch_size=100", "algo.epochs=2"]
+SHORT = ["run.iterations=2", "run.env_steps=null", "cluster.backend=inline"]
+
+
+@pytest.fixture
+def noise_of_tensors(monkeypatch):
+    build = PolicyWorker.build
+
+    def on_device(self, spec):
+        build(self, spec)
+        self.noise_device = torch.device("cpu")
+
+    monkeypatch.setattr(PolicyWorker, "build", on_device)
+
+
+def trained(folder, recipe, options):
+    """What sims and policies moved in the second rollout, and the weights and numbers after it."""
+    config = load([f"recipe={recipe}", *SHORT, *options]).config
+    plan = make_plan(TOGETHER, (0, 1), config.env.num_envs)
+    plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
+    moved: list[Transfers] = []
+
+    def counted(method):
+        def call(*args, **options):
+            with Transfers() as transfers:
+                moved.append(transfers)
+                return method(*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, launch.cluster(config, plan, folder) as cluster:
+        for kind, name in ((SimWorker, "collect"), (PolicyWorker, "serve")):
+            patch.setattr(kind, name, counted(getattr(kind, name)))
+        loop = EmbodiedLoop(config, cluster)
+        loop.publish(0)
+        for iteration in range(2):
+            results, numbers = loop.iterate(iteration, 2)
+        loop.save_learners(folder / "saved")
+    numbers = {name: number for name, number in numbers.items() if not name.startswith(("time/", "memory/"))}
+    return moved[2].lines + moved[3].lines, read_weights(folder / "saved" / "policy"), numbers, results
+
+
+def test_the_gpu_recipe_moves_nothing_in_a_step_and_learns_what_it_learns_on_the_host(
+    tmp_path, monkeypatch, noise_of_tensors
+):
+    pytest.importorskip("mani_skill")
+    from embodied.envs.maniskill.env import ManiSkillEnv
+
+    _, *on_host = trained(tmp_path / "host", "maniskill_ppo_gpu", SMALL)
+    monkeypatch.setattr(ManiSkillEnv, "gives_tensors", True)
+    moved, *on_device = trained(tmp_path / "device", "maniskill_ppo_gpu", SMALL)
+    assert sum(moved.values()) <= 5, moved  # of 50 decisions
+    assert on_device[1:] == on_host[1:] and len(on_device[2]) == 4
+    for name, array in on_host[0].items():
+        np.testing.assert_array_equal(on_device[0][name], array)
+
+
+POINTS = ["env={name: 'watched_env:TensorEnv', num_envs: 4, max_episode_steps: 7}", "algo.rollout_decisions=20"]
+CNN = ["policy={name: cnn, channels: [4, 4], kernels: [4, 3], strides: [2, 1], features: 8, hidden: [16]}"]
+
+
+def test_where_success_ends_episodes_a_step_reads_their_flags_in_one_copy(tmp_path, noise_of_tensors):
+    moved, *_ = trained(tmp_path, "pointmass_ppo", [*POINTS, *CNN, "algo.minibatch_size=80"])
+    reads = [count for line, count in moved.items() if line.startswith("cpu") and "vector_env.py" in line]
+    assert max(reads) == 20, moved
