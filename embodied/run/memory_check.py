@@ -1,9 +1,10 @@
 """How much memory a run takes, from recipe and plan alone, so that what cannot fit is refused before anything starts.
 
-Counted are large policies where they act and where they learn, a language model's engine, the images of an
-iteration, and simulators that load large scenes; not what simulators take of a GPU, and not small policies. Of layers
-whose width an option sets, weights are counted but no activations. What a worker holds of a GPU can leave it for the
-host's memory while others are at work there, as in the run (`runtime/device_leases.py`).
+Counted are large policies where they act and where they learn, a language model's engine, the images of an iteration,
+simulators that load large scenes, and what drivers and communicators take of a GPU; not what simulators take there
+besides, and not small policies. Of layers whose width an option sets, weights are counted but no activations. What a
+worker holds of a GPU can leave it for the host's memory while others are at work there, as in the run
+(`runtime/device_leases.py`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ COPIES = 4
 EXACT = 4  # bytes of a float32
 PROCESS_BYTES = 0.5e9  # of a process of a run, with torch and a simulator; assumed
 CUDA_BYTES = 0.5e9  # what CUDA itself takes for every process on a GPU; assumed
+DRAWING_BYTES = 0.3e9  # of a GPU, for every process whose simulator draws there; assumed
+NCCL_BYTES = 0.5e9  # of a GPU, for the buffers by which a learner there exchanges gradients with others; assumed
 LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
 ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
 TEXT_SIMS = 4  # for each GPU
@@ -168,8 +171,12 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
         device = host.device if on_gpu else ""
-        if on_gpu and host.roles != ("sim",):
+        if host.render:
+            yield Load("drawing", DRAWING_BYTES, host.node, host.render)
+        if on_gpu:
             yield Load("CUDA", CUDA_BYTES, host.node, device)
+        if on_gpu and learn and "learner" in host.roles and len(learners) > 1:
+            yield Load("NCCL", NCCL_BYTES, host.node, device)
         if on_gpu and set(host.roles) & {"policy", "learner"}:
             yield Load("weights on their way to GPUs", found.weights, host.node, phase=START)
         shared = learn and {"policy", "learner"} <= set(host.roles) and not sharded
