@@ -128,30 +128,35 @@ class Painter:
         self._context.free()
 
 
-# EGL counts devices in an order of its own, software renderers among them, and does not know CUDA's numbers. What both
-# know is the file through which the system reaches a card, /dev/dri/renderD128 for one.
+# EGL counts devices in an order of its own, software renderers among them. A card is found by the file through which
+# the system reaches its PCI address, /dev/dri/renderD128 for one. Containers often have no such file: there NVIDIA's
+# EGL says which CUDA number a device has, and the only card that CUDA shows this process, by its UUID, has number 0.
 
 CHOICE = "MUJOCO_EGL_DEVICE_ID"  # where MuJoCo looks; before, the card's place by PCI address
 MOST = 10  # devices, as MuJoCo looks at no more
 RENDER_NODE_FILE = 0x3377  # EGL_DRM_RENDER_NODE_FILE_EXT
+CUDA_DEVICE = 0x323A  # EGL_CUDA_DEVICE_NV
 
 
 def choose_card() -> None:
-    """Tell MuJoCo the device behind EMBODIED_RENDER_FILE. One that names no file is taken by its place: NVIDIA's come
-    first, by PCI address. Where there are fewer devices, as in containers without the driver's graphics part, the
-    images come from what there is."""
+    """Tell MuJoCo the device behind EMBODIED_RENDER_FILE, or the one that CUDA shows. Where EGL knows neither, it is
+    taken by its place: NVIDIA's come first, by PCI address. Where there are fewer devices, as in containers without the
+    driver's graphics part, the images come from what there is."""
     if (place := os.environ.get(CHOICE)) is None:
         return
-    files, wanted = render_files(), os.environ.get("EMBODIED_RENDER_FILE", "")
+    devices, wanted = egl_devices(), os.environ.get("EMBODIED_RENDER_FILE", "")
+    files, numbers = [file for file, _ in devices], [number for _, number in devices]
     if wanted and wanted in files:
         os.environ[CHOICE] = str(files.index(wanted))
+    elif numbers.count(0) == 1:
+        os.environ[CHOICE] = str(numbers.index(0))
     elif int(place) >= len(files):
         print(f"EGL has no device {place} ({wanted or 'no file known'}): drawn on what it has", file=sys.stderr)
         del os.environ[CHOICE]
 
 
-def render_files() -> list[str]:
-    """The files of EGL's devices in their order; "" for one that names none."""
+def egl_devices() -> list[tuple[str, int | None]]:
+    """Files and CUDA numbers of EGL's devices in their order; "" and None where a device has none."""
     egl = ctypes.CDLL("libEGL.so.1")
     egl.eglGetProcAddress.restype, egl.eglGetProcAddress.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
 
@@ -165,5 +170,12 @@ def render_files() -> list[str]:
     devices, found = (ctypes.c_void_p * MOST)(), ctypes.c_int()
     if query is None or text is None or not query(MOST, devices, ctypes.byref(found)):
         return []
-    files = [text(device, RENDER_NODE_FILE) or b"" for device in devices[: found.value]]
-    return [file.decode().rpartition("/")[2] for file in files]
+    ask = function(b"eglQueryDeviceAttribEXT", ctypes.c_uint, ctypes.c_void_p, ctypes.c_int, pointers)
+
+    def cuda_number(device: int) -> int | None:
+        value = ctypes.c_void_p()
+        known = ask is not None and ask(device, CUDA_DEVICE, ctypes.byref(value))
+        return (value.value or 0) if known else None
+
+    files = [(text(device, RENDER_NODE_FILE) or b"").decode().rpartition("/")[2] for device in devices[: found.value]]
+    return [(file, cuda_number(device)) for file, device in zip(files, devices)]

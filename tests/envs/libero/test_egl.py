@@ -12,28 +12,31 @@ HYBRID = ["renderD128", "renderD131", "renderD130", "renderD129", ""]  # another
 
 
 @pytest.mark.parametrize(
-    ("files", "place", "wanted", "chosen"),
+    ("devices", "place", "wanted", "chosen"),
     [
         (HYBRID, "1", "renderD130", "2"),
         (HYBRID, "0", "renderD129", "3"),
+        ([("", None), ("", 0), ("", None)], "6", "", "1"),  # a container without files: CUDA shows one card
         (["", "", ""], "1", "renderD130", "1"),  # a driver that names no files: NVIDIA's come first, by PCI
         (HYBRID, "1", "", "1"),
         ([""], "6", "renderD134", None),  # a container without the driver's graphics part
         (HYBRID, None, "", None),
     ],
 )
-def test_the_card_is_found_by_its_file(files, place, wanted, chosen, monkeypatch, capsys):
-    monkeypatch.setattr(images, "render_files", lambda: files)
+def test_the_card_is_found_by_its_file_or_by_what_cuda_shows(devices, place, wanted, chosen, monkeypatch, capsys):
+    table = [(device, None) if isinstance(device, str) else device for device in devices]
+    monkeypatch.setattr(images, "egl_devices", lambda: table)
     for key, value in {images.CHOICE: place, "EMBODIED_RENDER_FILE": wanted}.items():
         monkeypatch.setenv(key, value or "")
         if value is None:
             monkeypatch.delenv(key)
     choose_card()
     assert os.environ.get(images.CHOICE) == chosen
-    assert ("EGL has no device 6 (renderD134)" in capsys.readouterr().err) == (place == "6")
+    assert ("EGL has no device 6 (renderD134)" in capsys.readouterr().err) == (chosen is None and place is not None)
 
 
 @pytest.mark.skipif(not loads("libEGL.so.1"), reason="needs EGL")
 def test_egl_is_asked_for_its_devices():
-    files = images.render_files()
-    assert all(file == "" or file.startswith("renderD") for file in files)
+    devices = images.egl_devices()
+    assert all(file == "" or file.startswith("renderD") for file, _ in devices)
+    assert all(number is None or number >= 0 for _, number in devices)
