@@ -234,7 +234,7 @@ def rank_of_two() -> None:
     models = {way: Model(policy, LearnerConfig(pack_tokens=1024)) for way in asked["ways"]}
     degree = LearnerConfig(pack_tokens=16 * K, sequence_degree="auto")
     worker = SimpleNamespace(rank=rank, timers=Timers(), waiting=nullcontext)
-    groups = form_groups(meeting, worker, [2], "cpu")
+    groups = form_groups(meeting, worker, [2])
     models["divided"].table = PassTable(groups, degree, collective, rank, policy)
     optimizer = PolicyOptimizer(policy, config, collective)
     found: dict[str, dict[str, list[float]]] = {clock: {way: [] for way in asked["ways"]} for clock in ("cpu", "clock")}

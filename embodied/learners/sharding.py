@@ -8,7 +8,6 @@ tensor by tensor, in the precision it came in.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Set
@@ -26,13 +25,15 @@ def form_shards(rendezvous: RendezvousFile | RendezvousAddress, rank: int, world
     """Meet the ranks that `shard` splits weights over."""
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+    rendezvous.use_interface()
+    on_gpus = device == "cuda"
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if on_gpus else "gloo",
         store=rendezvous.store("shards", world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=rendezvous.timeout_s),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpus else None,
     )
     warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Set
 from dataclasses import astuple, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from embodied.policies import check_methods, make_policy
 from embodied.policies.base import Policy
 from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
-from embodied.runtime.collective import Alone, Collective, done_together, join
+from embodied.runtime.collective import Alone, Collective, connect_gpus, join
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.runtime.rank_groups import RankGroup, form_groups
 from embodied.runtime.rendezvous import RendezvousAddress, listen
@@ -95,8 +96,9 @@ class LearnerWorker(Worker):
             form_shards(self.rendezvous, self.rank, self.world_size, self.model.device)
             for model in filter(None, (self.model, self.reference)):
                 shard(model.policy)
-        groups = self._groups()
-        self.collective = join(self.rendezvous, self, self.model.device)
+        gpus = connect_gpus(self.rendezvous, self, self.model.device, self.config.shard)
+        groups = self._groups(gpus)
+        self.collective = join(self.rendezvous, self, gpus)
         for model in filter(None, (self.model, self.reference)):
             model.collective = self.collective
             if groups:
@@ -111,12 +113,12 @@ class LearnerWorker(Worker):
         changing = () if in_turns else self.moving
         self.store = WeightStore(specs, snapshot, live, store, changing)
 
-    def _groups(self) -> dict[int, RankGroup]:
+    def _groups(self, gpus: Any) -> dict[int, RankGroup]:
         """This rank's groups of ranks that run passes together, by their number of ranks."""
         if self.config.sequence_degree == 1 or self.world_size == 1:
             return {}
         degrees = self.config.degrees(self.world_size, self.policy.attention_heads(self.policy_config))
-        return form_groups(self.rendezvous, self, [d for d in degrees if d > 1], self.model.device)
+        return form_groups(self.rendezvous, self, [d for d in degrees if d > 1], gpus)
 
     def _copied_policy(self) -> Model:
         """The policy as the run begins. Weights that are not trained are the policy's own, unless they are sharded."""
@@ -132,7 +134,6 @@ class LearnerWorker(Worker):
 
     # Learning
 
-    @done_together
     def learn(
         self,
         trajectories: Channel,
@@ -262,7 +263,6 @@ class LearnerWorker(Worker):
 
     # Weights and checkpoints
 
-    @done_together
     def publish(self, version: int) -> Publication | None:
         """Make the current weights visible as this version. Rank 0 says where they are."""
         self._check_live()
@@ -287,7 +287,6 @@ class LearnerWorker(Worker):
         """Begin to put a published version into these channels, beside an update in progress."""
         self.store.send_aside(channels, whole, version)
 
-    @done_together
     def save(self, folder: Path) -> None:
         """The policy folder and the optimizer, into a checkpoint that is being written; rank 0 writes."""
         assert not self.belongings.away, "the weights are not on their device: nothing may be saved outside of its turn"

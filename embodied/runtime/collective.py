@@ -7,17 +7,21 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import wraps
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.errors import ChannelClosed, DeadlineExceeded
-from embodied.runtime.rendezvous import InProcessRendezvous, Rendezvous, RendezvousAddress, RendezvousFile
+from embodied.core.errors import DeadlineExceeded
+from embodied.runtime.rendezvous import (
+    InProcessRendezvous,
+    Rendezvous,
+    RendezvousAddress,
+    RendezvousFile,
+    nccl_options,
+)
 from embodied.runtime.shared_memory import map_shared
 from embodied.runtime.worker import Worker
 
@@ -61,20 +65,18 @@ class Threads:
 
 
 class Gloo:
-    """Ranks in processes of their own, on one machine or several. Where `device` is cuda, NCCL sums what is on GPUs.
+    """Ranks in processes of their own, on one machine or several. `gpus`, the ranks' NCCL, sums what is on GPUs.
     Every rank listens on a port, also after all have met, so that anybody who reaches it can hold connections open."""
 
     def __init__(
-        self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, device: str = "cpu"
+        self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, gpus: Any = None
     ) -> None:
         import torch.distributed as dist
 
-        os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+        rendezvous.use_interface()
         store = rendezvous.store("gloo", world_size)
-        self.world_size = world_size
+        self.world_size, self.gpus = world_size, gpus
         self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=rendezvous.timeout_s))
-        if device == "cuda":
-            self.gpus = dist.ProcessGroupNCCL(rendezvous.store("nccl", world_size), rank, world_size)
 
     def sum(self, values: Tensor) -> Tensor:
         (self.gpus if values.is_cuda else self.group).allreduce([values]).wait()
@@ -205,17 +207,34 @@ class Measured:
 Collective = Alone | Threads | Gloo | SharedMemory | Measured
 
 
-def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collective:
-    """Waits for the other ranks and returns what sums and gathers over them; `device` is where gradients are."""
+def connect_gpus(rendezvous: Rendezvous | None, worker: Worker, device: str, sharded: bool) -> Any:
+    """Waits for the other ranks and returns the one set of NCCL communicators of this process: sums, groups of ranks
+    and shards use it. None where gradients are not on GPUs, and for ranks in one process."""
+    import torch.distributed as dist
+
+    if device != "cuda" or rendezvous is None or isinstance(rendezvous, InProcessRendezvous):
+        return None
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    if sharded:
+        return dist.group.WORLD._get_backend(gpu)
+    rendezvous.use_interface()
+    store = rendezvous.store("nccl", worker.world_size)
+    group = dist.ProcessGroupNCCL(store, worker.rank, worker.world_size, nccl_options(rendezvous))
+    group.eager_connect_single_device(gpu)
+    return group
+
+
+def join(rendezvous: Rendezvous | None, worker: Worker, gpus: Any = None) -> Collective:
+    """Waits for the other ranks and returns what sums and gathers over them; `gpus` sums gradients on GPUs."""
     rank, world_size = worker.rank, worker.world_size
     if world_size == 1:
         return Alone()
     if isinstance(rendezvous, InProcessRendezvous):
         return Measured(Threads(rendezvous, rank), worker)
-    if device == "cpu" and isinstance(rendezvous, RendezvousFile) and platform.machine() == "x86_64":
+    if gpus is None and isinstance(rendezvous, RendezvousFile) and platform.machine() == "x86_64":
         ranks = SharedMemory(rendezvous, rank, world_size, role=role_of(worker))
     else:
-        ranks = Gloo(rendezvous, rank, world_size, device)
+        ranks = Gloo(rendezvous, rank, world_size, gpus)
     ranks.gather(np.zeros(1))
     if rank == 0:
         rendezvous.remove()
@@ -225,21 +244,3 @@ def join(rendezvous: Rendezvous | None, worker: Worker, device: str) -> Collecti
 def role_of(worker: Worker) -> str:
     """The role in a worker's name: trainer of trainer-1."""
     return worker.name.rpartition("-")[0]
-
-
-def done_together(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks what all ranks of a role do: a connection to another rank that ends is a consequence, not the cause."""
-
-    @wraps(method)
-    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(worker, *args, **kwargs)
-        except RuntimeError as error:
-            import torch.distributed as dist
-
-            if "gloo/transport" not in str(error) and not isinstance(error, dist.DistError):
-                raise
-            role = role_of(worker)
-            raise ChannelClosed(f"between the {role}s", role, "the connection to another one ended") from error
-
-    return call

@@ -327,6 +327,10 @@ class _WorkerThread(threading.Thread):
             seconds = time.perf_counter() - start
             message, packed_result = ("done", call_id, seconds), self.host.pack(result)
         except BaseException as error:  # SystemExit too: a worker that calls exit() must not vanish silently
+            if rank_is_lost(error):
+                role = self.spec.name.rpartition("-")[0]
+                lost = ChannelClosed(f"between the {role}s", role, "another one is gone or does not answer")
+                lost.__cause__, error = error, lost.with_traceback(error.__traceback__)
             message, packed_result = self._failure(call_id, error), None
         self.host.tick_slot(self.spec.slot)
         self.host.report(message, packed_result)
@@ -368,6 +372,13 @@ class _WorkerThread(threading.Thread):
         retry = isinstance(error, Unusable) or not isinstance(error, EmbodiedError)
         code = error.exit_code if isinstance(error, EmbodiedError) else WorkerFailed.exit_code
         return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows, retry, code
+
+
+def rank_is_lost(error: BaseException) -> bool:
+    """True if torch says that ranks are no longer connected: a consequence of what happened to another rank."""
+    dist = sys.modules.get("torch.distributed")
+    known: Any = (RuntimeError,) if "gloo/" in str(error) else ()
+    return isinstance(error, known if dist is None else (*known, dist.DistError))
 
 
 def _below_us(trace: TracebackType | None) -> TracebackType | None:

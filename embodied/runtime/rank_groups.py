@@ -7,7 +7,6 @@ group must make the same calls in the same order. Every call has a deadline, and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
+from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile, nccl_options
 from embodied.runtime.worker import Worker
 
 
@@ -78,18 +77,23 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def form_groups(
-    rendezvous: RendezvousFile | RendezvousAddress, worker: Worker, degrees: Sequence[int], device: str
+    rendezvous: RendezvousFile | RendezvousAddress, worker: Worker, degrees: Sequence[int], gpus: Any = None
 ) -> dict[int, RankGroup]:
-    """This rank's group of every degree above 1. All ranks take part."""
+    """This rank's group of every degree above 1. All ranks take part; on GPUs their NCCL is divided."""
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.interface
+    rendezvous.use_interface()
     timeout, groups = timedelta(seconds=rendezvous.timeout_s), {}
     for degree in degrees:
         place, first = worker.rank % degree, worker.rank - worker.rank % degree
         store = rendezvous.store(f"sequences-{degree}-{first}", degree)
-        kind = dist.ProcessGroupNCCL if device == "cuda" else dist.ProcessGroupGloo
-        group = kind(store, place, degree, timeout)
+        if gpus is None:
+            group = dist.ProcessGroupGloo(store, place, degree, timeout)
+        elif degree == worker.world_size:
+            group = gpus
+        else:
+            group = dist.ProcessGroupNCCL(store, place, degree, nccl_options(rendezvous, gpus, color=first))
+            group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         groups[degree] = RankGroup(group, range(first, first + degree), place, worker)
-        groups[degree].gather(torch.zeros(1, device=device))
+        groups[degree].gather(torch.zeros(1, device="cpu" if gpus is None else "cuda"))
     return groups

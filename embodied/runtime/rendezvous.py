@@ -4,20 +4,34 @@ driver makes the rendezvous."""
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import socket
 import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
+class ConnectedRanks:
+    """How ranks in processes of their own connect once they have met."""
+
+    interface: str
+    timeout_s: float
+
+    def use_interface(self) -> None:
+        """Has gloo and NCCL connect over the network of the rendezvous; a user who names one for NCCL keeps it."""
+        os.environ["GLOO_SOCKET_IFNAME"] = self.interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface}")
+
+
 @dataclass(frozen=True)
-class RendezvousFile:
+class RendezvousFile(ConnectedRanks):
     """Ranks in processes of one machine find their peers through a file in a private folder, and talk over loopback."""
 
     path: str
@@ -37,7 +51,7 @@ class RendezvousFile:
 
 
 @dataclass(frozen=True)
-class RendezvousAddress:
+class RendezvousAddress(ConnectedRanks):
     """Ranks on several machines find their peers through rank 0, which listens there. There is no password:
     this belongs on a network of one's own."""
 
@@ -46,7 +60,7 @@ class RendezvousAddress:
     timeout_s: float
 
     @property
-    def interface(self) -> str:
+    def interface(self) -> str:  # type: ignore[override]
         """The network interface that leads there from here."""
         return interface_of(address_towards(self.host))
 
@@ -81,6 +95,17 @@ def rendezvous_point(
         return InProcessRendezvous(ranks, timeout_s)
     assert folder is not None, "a cluster whose ranks meet has a log_dir"
     return RendezvousFile(str(folder / f"ranks-{secrets.token_hex(4)}"), timeout_s)
+
+
+def nccl_options(rendezvous: ConnectedRanks, split_from: Any = None, color: int = 0) -> Any:
+    """Our deadline, and which communicator these ranks split theirs from: it shares the buffers."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=rendezvous.timeout_s)
+    if split_from is not None:
+        options.split_from, options.split_color = split_from, color
+    return options
 
 
 def listen(timeout_s: float) -> tuple[Any, RendezvousAddress]:

@@ -22,7 +22,7 @@ from embodied.runtime.rendezvous import RendezvousFile
 folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 meet = RendezvousFile(f"{folder}/meet", 60.0)
 worker = SimpleNamespace(rank=rank, world_size=ranks, timers=Timers(), waiting=nullcontext)
-groups = form_groups(meet, worker, [2, 4], "cpu")
+groups = form_groups(meet, worker, [2, 4])
 policy = SimpleNamespace(device=torch.device("cpu"), pass_cost=lambda: (1e6, 2e3), exchange_size=lambda: (50, 0))
 table = PassTable(groups, LearnerConfig(sequence_degree="auto"), Gloo(meet, rank, ranks), rank, policy)
 

@@ -39,9 +39,41 @@ print("agreed", flush=True)
 os._exit(0)  # gloo aborts when its peers are gone first
 """
 
+# Gloo stands in for NCCL, and notes what it is made with.
+ON_GPUS = """
+import os, sys, torch, torch.distributed as dist
+from contextlib import nullcontext
+from types import SimpleNamespace
+from embodied.runtime import Timers
+from embodied.runtime.collective import connect_gpus
+from embodied.runtime.rank_groups import form_groups
+from embodied.runtime.rendezvous import RendezvousFile
+made = []
+class StandIn(dist.ProcessGroupGloo):
+    Options = type("Options", (), {"split_from": None, "split_color": 0})
+    def __init__(self, store, rank, size, options):
+        super().__init__(store, rank, size, options._timeout)
+        made.append([size, options.split_from, options.split_color, options._timeout.total_seconds()])
+    def eager_connect_single_device(self, device):
+        made[-1].append(str(device))
+zeros, dist.ProcessGroupNCCL, torch.cuda.current_device = torch.zeros, StandIn, lambda: 0
+torch.zeros = lambda *size, device: zeros(*size)
+where, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+worker = SimpleNamespace(rank=rank, world_size=size, timers=Timers(), waiting=nullcontext)
+meet = RendezvousFile(where, 60.0)
+gpus = connect_gpus(meet, worker, "cuda", sharded=False)
+groups = form_groups(meet, worker, [2, 4], gpus)
+first = rank - rank % 2
+assert made == [[4, None, 0, 60.0, "cuda:0"], [2, gpus, first, 60.0, "cuda:0"]] and groups[4].group is gpus, made
+assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+assert [int(part) for part in groups[2].gather(torch.tensor([rank]))] == [first, first + 1]
+print("agreed", flush=True)
+os._exit(0)
+"""
 
-def agree(kind, where, ranks):
-    arguments = [sys.executable, "-c", PROGRAM, kind, where]
+
+def agree(where, ranks, *program):
+    arguments = [sys.executable, "-c", *program, where]
     started = [
         subprocess.Popen(
             [*arguments, str(rank), str(ranks)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -62,11 +94,15 @@ def agree(kind, where, ranks):
     ],
 )
 def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
-    agree(kind, str(tmp_path / "meet"), ranks)
+    agree(str(tmp_path / "meet"), ranks, PROGRAM, kind)
     assert {path.name for path in tmp_path.iterdir()} == {f"meet-{'sums' if kind == 'SharedMemory' else 'gloo'}"}
 
 
 def test_ranks_on_several_machines_agree_through_the_first():
     server, address = listen(timeout_s=30)
-    agree("Gloo", f"{address.host}:{address.port}", 2)
+    agree(f"{address.host}:{address.port}", 2, PROGRAM, "Gloo")
     del server
+
+
+def test_learners_on_gpus_share_one_set_of_communicators_with_our_deadline_and_network(tmp_path):
+    agree(str(tmp_path / "meet"), 4, ON_GPUS)

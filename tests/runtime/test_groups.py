@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
@@ -72,9 +73,13 @@ class Counter(Worker):
 class Together(Worker):
     """Ranks that work together: what one sees of another's death is a broken connection, and it may see that first."""
 
-    def work(self, channel):
+    def work(self, channel, rendezvous):
+        from embodied.runtime.collective import Gloo  # with torch
+
+        ranks = Gloo(rendezvous, self.rank, self.world_size)
         if self.rank == 0:
-            raise ChannelClosed("between the pairs", "pair", "the connection to another one ended")
+            ranks.gather(np.zeros(1))
+        del ranks
         channel.get()
         os._exit(3)
 
@@ -260,9 +265,10 @@ def test_a_cause_of_several_lines_is_told_in_one(backend):
 
 
 def test_the_death_of_a_rank_is_the_cause_and_not_what_its_peers_tell_before(tmp_path):
-    with Cluster("local", [HostPlan(f"h{i}", ("pair",)) for i in range(2)], timeout_s=60) as cluster:
-        pair = cluster.launch(Together, "pair")
-        handle = pair.work.each([(None,), (channel := cluster.channel("go"),)])
+    hosts = [HostPlan(f"h{i}", ("pair",)) for i in range(2)]
+    with Cluster("local", hosts, log_dir=tmp_path, timeout_s=60) as cluster:
+        pair, meet = cluster.launch(Together, "pair"), cluster.rendezvous("pair")
+        handle = pair.work.each([(None, meet), (channel := cluster.channel("go"), meet)])
 
         def let_die():
             while not handle.failed:

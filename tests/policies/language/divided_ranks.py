@@ -50,7 +50,7 @@ def results(model, inputs, owns):
 
 
 worker = SimpleNamespace(rank=rank, world_size=ranks, timers=Timers(), waiting=nullcontext)
-groups = form_groups(RendezvousFile(where, 60.0), worker, [degree for degree in (2, 4) if degree <= ranks], "cpu")
+groups = form_groups(RendezvousFile(where, 60.0), worker, [degree for degree in (2, 4) if degree <= ranks])
 for name, (options, learner, conversations) in MODELS.items():
     model, inputs = Model(build(**options), LearnerConfig(**learner)), inputs_of(*conversations)
     if (head := model.policy.value_head) is not None:
