@@ -87,6 +87,11 @@ class RunSection(Strict):
     name: str | None = Field(None, description="First part of that folder's name; null: the recipe's name.")
     env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
     iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
+    per_gpu: bool = Field(
+        False,
+        description="Where GPUs simulate, env.num_envs and algo.minibatch_size are those of one GPU: a run on n GPUs "
+        "takes n times both, and config.yaml says how many these are.",
+    )
     eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
     save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
     save_minutes: float | None = Field(

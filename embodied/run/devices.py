@@ -6,6 +6,7 @@ Everything that plans asks `machines` (modes, `auto`, profiles, benchmarks, memo
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.envs import env_class, speaks
 from embodied.placement import PlacementError, PlacementPlan, PlannedHost, Topology
+from embodied.placement.grammar import parse_map
 from embodied.placement.topology import read_topology
 from embodied.policies.common_config import PolicyOptions
 from embodied.run.memory_check import decisions_of
@@ -61,6 +63,22 @@ def networks_on(config: RunConfig, machines: Topology) -> str:
     if not machines.gpus:
         return "cpu"
     return "gpu" if config.env.on_gpu or not is_small(config.policy) else "cpu"
+
+
+def for_all_gpus(config: RunConfig, machines: Topology) -> RunConfig:
+    """The recipe with env rows and minibatch of one GPU multiplied by the GPUs of the run. All modes use all GPUs, so
+    they are compared at the same work; a map of roles to devices says on which GPUs it simulates."""
+    env, where = config.env, config.placement
+    if not (env.on_gpu and config.run.per_gpu):
+        return config
+    count = max(1, machines.gpus)
+    if not isinstance(where, str):
+        with suppress(PlacementError):  # which planning reports
+            slots = [slot for roles, each in parse_map(where, more=True).items() if "sim" in roles for slot in each]
+            count = len({(slot.node, slot.devices) for slot in slots})
+    config = config.with_values("run", per_gpu=False).with_values("env", num_envs=count * env.num_envs)
+    size = config.algo.minibatch_size
+    return config.with_values("algo", minibatch_size=size and count * size)
 
 
 def check_simulator(config: RunConfig, machines: Topology) -> None:

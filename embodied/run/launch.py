@@ -114,6 +114,7 @@ def planned(
     # The env decides what the recipe leaves open.
     there = machines(config)
     check_simulator(config, there)
+    config = devices.for_all_gpus(config, there) if learn else config
     env = kind.proven(config.env, proofs(config))
     try:
         kind.check(env)

@@ -51,6 +51,10 @@ def test_the_gpu_recipe_takes_gpus(cluster, gpus, nodes):
     config, plan = planned("maniskill_ppo_gpu", cluster)
     assert config.env.backend == "cuda"
     assert places(plan) == {role: ({"gpu"}, gpus, nodes) for role in ("sim", "policy", "learner")}
+    assert (config.env.num_envs, config.algo.minibatch_size) == (1024 * gpus, 1600 * gpus)  # as many to a GPU
+    assert launch.planned(config, dry=True)[0] == config  # as a run that is resumed reads it
+    one_simulates = 'placement={sim: "gpu:0", "policy,learner": "gpu:0"}'
+    assert planned("maniskill_ppo_gpu", cluster, one_simulates)[0].env.num_envs == 1024
     with pytest.raises(ConfigError, match=r"env\.backend=cuda needs an NVIDIA GPU"):
         planned("maniskill_ppo_gpu", "2xCPU")
 
