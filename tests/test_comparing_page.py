@@ -20,7 +20,6 @@ PAGE = (Path(__file__).parents[1] / "docs" / "comparing.md").read_text()
 COMMANDS = [shlex.split(line)[2:] for line in re.findall(r"^python -m embodied\..*", PAGE, re.M)]
 (PYTHON,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 SHORT = ["run.iterations=2", "eval.episodes=4", "eval.videos=0", "cluster.backend=inline", "env.num_envs=4"]
-MAIN = {"embodied.train": train.main, "embodied.sweep": sweep.main, "embodied.report": report.main}
 
 
 @pytest.fixture(autouse=True)

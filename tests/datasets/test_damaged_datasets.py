@@ -21,7 +21,6 @@ STATS, TASKS = "meta/stats.json", "meta/tasks.parquet"
 EPISODES, DATA = "meta/episodes/chunk-000/file-000.parquet", "data/chunk-000/file-000.parquet"
 VIDEO = "videos/observation.images.front/chunk-000/file-000.mp4"
 FROM = "videos/observation.images.front/from_timestamp"
-AGAIN = "download it, or collect it, again"
 
 
 def write(path, spec):

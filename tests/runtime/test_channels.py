@@ -20,11 +20,6 @@ class Peer(Worker):
         for key, item in pairs:
             channel.put(item, key=key)
 
-    def get_when_all_wait(self, channel, count):
-        while channel.qsize() < count:
-            time.sleep(0.001)
-        return self.get_all(channel, count)
-
     def get_all(self, channel, count, **options):
         return [channel.get(**options) for _ in range(count)]
 

@@ -85,14 +85,23 @@ def main(kind):
         train(model)
     engine.load(weights_of(model), 1)
     said["greedy"] = answered(answers(engine, ASKED, temperature=0))
-    said["narrow"] = [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6})]
+    said["greedy_of_ours"] = answered(answers(engine_of(model, max_length=256), ASKED, temperature=0))
+    said["first"] = answered(answers(engine, ASKED))
+    said["slept"] = slept(engine, model)
+    if kind == "untied":
+        said |= drawn(engine, model)
+    engine.close()
+    print(json.dumps(said | {"stop": STOP}))
+
+
+def drawn(engine, model):
+    """What does not depend on the model: rules of sampling, ends of answers, and weights that make no numbers."""
+    said = {"narrow": [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6})]}
     greedy = Sampling(0, "act/eval", SamplingRule(0.0), frozenset({STOP}))
     beside = [replace(one, sampling=greedy if place % 2 else None) for place, one in enumerate(ASKED)]
     engine.begin(1, 0, "train", SamplingRule())
     said["beside"] = answered(drained(engine, beside))
-    said["greedy_of_ours"] = answered(answers(engine_of(model, max_length=256), ASKED, temperature=0))
-    said["first"], said["again"] = (answered(answers(engine, ASKED)) for _ in range(2))
-    said["slept"] = slept(engine, model)
+    said["again"] = answered(answers(engine, ASKED))
     said["full"] = answered(answers(engine, [question(0, [5] * 250), question(1, [5] * 256)], temperature=0))
     engine.begin(1, 0, "train", SamplingRule())
     for number in range(4):
@@ -106,14 +115,10 @@ def main(kind):
     name = "model.embed_tokens.weight"
     broken[name] = broken[name].clone()
     broken[name][40] = float("nan")
-    if kind == "untied":
-        engine.load(broken, 1)
-        engine.begin(1, 0, "train", SamplingRule())
-        asked = [question(0, [5, 40, 6]), *(question(i, [5, 6, i], 5) for i in range(1, 4))]
-        said["broken"] = answered(drained(engine, asked))
-    engine.close()
-    said["stop"] = STOP
-    print(json.dumps(said))
+    engine.load(broken, 1)
+    engine.begin(1, 0, "train", SamplingRule())
+    asked = [question(0, [5, 40, 6]), *(question(i, [5, 6, i], 5) for i in range(1, 4))]
+    return said | {"broken": answered(drained(engine, asked))}
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ def said(script, request):
     return script[request.param]
 
 
+@pytest.fixture(scope="module")
+def drawn(script):
+    return script["untied"]
+
+
 @needs_vllm
 def test_logprobs_are_the_models_at_temperature_1_after_every_load(said):
     assert max(said["gaps"]) <= 1e-5
@@ -54,37 +59,37 @@ def test_greedy_answers_are_those_of_our_own_engine(said):
 
 
 @needs_vllm
-def test_the_likeliest_token_alone_is_drawn_where_the_rule_keeps_no_other(said):
-    assert said["narrow"] == [said["greedy"]] * 2
+def test_the_likeliest_token_alone_is_drawn_where_the_rule_keeps_no_other(drawn):
+    assert drawn["narrow"] == [drawn["greedy"]] * 2
 
 
 @needs_vllm
-def test_greedy_answers_beside_drawn_ones_are_those_of_a_greedy_round(said):
-    for place, (key, answer) in enumerate(said["beside"].items()):
-        assert (answer == said["greedy"][key]) == bool(place % 2)
+def test_greedy_answers_beside_drawn_ones_are_those_of_a_greedy_round(drawn):
+    for place, (key, answer) in enumerate(drawn["beside"].items()):
+        assert (answer == drawn["greedy"][key]) == bool(place % 2)
 
 
 @needs_vllm
-def test_a_round_that_is_repeated_writes_the_same(said):
-    assert said["first"] == said["again"]
-    assert len({tuple(tokens) for tokens, *_ in said["first"].values()}) > 5  # every conversation has noise of its own
+def test_a_round_that_is_repeated_writes_the_same(drawn):
+    assert drawn["first"] == drawn["again"]
+    assert len({tuple(tokens) for tokens, *_ in drawn["first"].values()}) > 5  # every conversation has noise of its own
 
 
 @needs_vllm
-def test_answers_end_with_their_stop_token_or_are_cut_off(said):
-    for tokens, truncated, dropped, count in said["first"].values():
+def test_answers_end_with_their_stop_token_or_are_cut_off(drawn):
+    for tokens, truncated, dropped, count in drawn["first"].values():
         assert not dropped and len(tokens) == count <= 12
-        assert truncated == (said["stop"] not in tokens)
-        assert said["stop"] not in tokens[:-1]
-    cut, full = said["full"]["0"], said["full"]["1"]
+        assert truncated == (drawn["stop"] not in tokens)
+        assert drawn["stop"] not in tokens[:-1]
+    cut, full = drawn["full"]["0"], drawn["full"]["1"]
     assert len(cut[0]) == 6 or not cut[1]  # 256 tokens at most
     assert full[:2] == [[], True]
 
 
 @needs_vllm
-def test_what_is_aborted_comes_back_with_what_was_written(said):
-    assert said["room"] == said["left"] == 0
-    assert all(truncated and 1 <= len(tokens) <= 3 for tokens, truncated, *_ in said["aborted"].values())
+def test_what_is_aborted_comes_back_with_what_was_written(drawn):
+    assert drawn["room"] == drawn["left"] == 0
+    assert all(truncated and 1 <= len(tokens) <= 3 for tokens, truncated, *_ in drawn["aborted"].values())
 
 
 @needs_vllm
@@ -102,11 +107,10 @@ def test_asleep_it_has_neither_weights_nor_cache_and_answers_alike_once_new_weig
 
 
 @needs_vllm
-def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_others_go_on(said):
-    if "broken" in said:
-        assert said["broken"]["0"][2] == "a log-prob is not finite"
-        others = [said["broken"][key] for key in "123"]
-        assert all(not dropped and tokens for tokens, _, dropped, _ in others if 40 not in tokens)
+def test_an_answer_with_numbers_that_are_not_finite_is_dropped_and_others_go_on(drawn):
+    assert drawn["broken"]["0"][2] == "a log-prob is not finite"
+    others = [drawn["broken"][key] for key in "123"]
+    assert all(not dropped and tokens for tokens, _, dropped, _ in others if 40 not in tokens)
 
 
 @pytest.mark.skipif(installed, reason="vLLM is installed")
