@@ -1,0 +1,454 @@
+"""What one GPU makes of this toolkit, as a card: its name, driver and versions, and figures block by block.
+
+    python -m benchmarks.gpu_card --ppo PATH/ppo.py --ppo-fast PATH/ppo_fast.py
+    python -m benchmarks.gpu_card --blocks openvla pi0    # some blocks
+    python -m benchmarks.gpu_card --tiny                  # all of it in small on a CPU, to see that it runs
+
+Every block takes less than ten minutes in a process of its own and writes OUT/BLOCK.json. A block that has its figures
+is not run again, so a card that was interrupted goes on where it stopped. The card is OUT/card.json and OUT/card.md.
+`--ppo` and `--ppo-fast` are ManiSkill's own scripts (examples/baselines/ppo); without them their blocks are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.common import (
+    RESULTS,
+    ROOT,
+    code_commit,
+    environment,
+    machine,
+    markdown,
+    measure,
+    only_run,
+    packages,
+    read_metrics,
+    train_command,
+    write_json,
+)
+
+LIMIT_S = 590.0
+CARD = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # the one that is measured
+GOAL = 0.95  # success of an evaluation
+PREFIX = "block-"
+GPU_ENV = ["env.num_envs=1024", "eval.episodes=128", "eval.videos=0", "run.eval_every=5"]
+SMALL_ENV = [
+    "env.num_envs=8",
+    "algo.rollout_decisions=16",
+    "algo.minibatch_size=32",
+    "eval.episodes=4",
+    "eval.videos=0",
+]
+MOVE = re.compile(r"(offload|onload) (.+), ([\d.e+]+) MB")
+
+Figures = dict[str, Any]
+
+
+# PPO from states, ours and ManiSkill's
+
+
+def ppo(asked: argparse.Namespace) -> Figures:
+    """maniskill_ppo_gpu."""
+    with tempfile.TemporaryDirectory() as folder:
+        more = [f"run.dir={folder}", f"run.env_steps={asked.steps}"]
+        recipe, options = ("pointmass_ppo", SMALL_ENV) if asked.tiny else ("maniskill_ppo_gpu", GPU_ENV)
+        started = time.time()
+        measure(train_command(recipe, *options, *more), environment(), LIMIT_S)
+        run = only_run(Path(folder))
+        rows, reached = read_metrics(run), None
+        for file in sorted(run.glob("eval/v*/results.json")):
+            if reached is None and (success_of(json.loads(file.read_text())) or 0) >= GOAL:
+                reached = file.stat().st_mtime - started
+        late = rows[len(rows) // 2 :]  # after compiling, and what else happens once
+        return {"steps_per_s": median(row["steps_per_s"] for row in late), "seconds_to_95": reached}
+
+
+def success_of(results: Figures) -> float | None:
+    """The success rate of an evaluation, wherever its file has it."""
+    found = results.get("success_once")
+    if isinstance(found, Mapping):
+        return found.get("rate")
+    return next((rate for part in results.values() if isinstance(part, Mapping) and (rate := success_of(part))), None)
+
+
+def maniskills_own(script: str, asked: argparse.Namespace, *options: str) -> Figures:
+    """One of ManiSkill's scripts, whose figures are in its TensorBoard file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = ["--env-id=PickCube-v1", "--num-envs=1024", f"--total-timesteps={asked.steps}", "--no-capture-video"]
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.time()
+        command = [sys.executable, str(Path(script).resolve()), *words, *options]
+        subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
+        (file,) = Path(folder).glob("runs/*/events.*")
+        events = EventAccumulator(str(file)).Reload()
+        speeds = [event.value for event in events.Scalars("charts/SPS")]
+        successes = [(event.wall_time - started, event.value) for event in events.Scalars("eval/success_once")]
+    return {"steps_per_s": speeds[-1], "seconds_to_95": next((at for at, rate in successes if rate >= GOAL), None)}
+
+
+def ppo_maniskill(asked: argparse.Namespace) -> Figures:
+    """ManiSkill's ppo.py."""
+    return maniskills_own(asked.ppo, asked)
+
+
+def ppo_fast(asked: argparse.Namespace) -> Figures:
+    """ManiSkill's ppo_fast.py, compiled and with CUDA graphs."""
+    return maniskills_own(asked.ppo_fast, asked, *([] if asked.tiny else ["--compile", "--cudagraphs"]))
+
+
+# Plans, memory and weights
+
+
+def plan(asked: argparse.Namespace) -> Figures:
+    """Profile and plan: what was predicted for every mode, and the error of that."""
+    with tempfile.TemporaryDirectory() as folder:
+        recipe, options = ("pointmass_ppo", SMALL_ENV) if asked.tiny else ("maniskill_ppo_gpu", GPU_ENV)
+        more = [f"out={folder}", "profile=new", f"rounds={1 if asked.tiny else 5}", f"run.dir={folder}/runs"]
+        options = [option for option in options if not option.startswith("run.")]
+        command = [sys.executable, "-m", "embodied.benchmark", f"recipe={recipe}", *options, *more]
+        measure([*command, f"seconds={10 if asked.tiny else 120}"], environment(), LIMIT_S)
+        (found,) = json.loads((Path(folder) / "bench.json").read_text())["results"]
+    figures = {}
+    for mode, expected in found["expected"].items():
+        seconds = median(each["seconds"] for each in found["rounds"][mode])
+        figures |= {f"{mode}_s": seconds, f"{mode}_error": expected["seconds"] / seconds - 1}
+    return figures
+
+
+def language(asked: argparse.Namespace) -> Figures:
+    """GRPO of a language model with and without sleep: tokens/s, and what learner and engine give back."""
+    figures: Figures = {}
+    memory = 0.06 if asked.tiny else 5  # GB: holds learner or engine, and not both
+    for arm, options in {"awake": [], "asleep": [f"cluster.memory_gb={memory}"]}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            small = [
+                "env.num_envs=16",
+                "algo.groups=2",
+                "eval.episodes=4",
+                "algo.max_empty=1000",
+                "run.start_from=null",
+            ]
+            recipe, more = (
+                ("sums_grpo", small)
+                if asked.tiny
+                else ("smol_grpo", ["policy.engine=vllm", "policy.cache_gb=2", "eval.episodes=4"])
+            )
+            kept = [*options, *more, "placement=collocated", "eval.videos=0", f"run.dir={folder}"]
+            command = train_command(recipe, *kept, f"run.iterations={2 if asked.tiny else 12}")
+            measure(command, environment(), LIMIT_S / 2)
+            run = only_run(Path(folder))
+            rows = read_metrics(run)[1:]
+            for name in ("text/tokens_per_s", "engine/tokens_per_s"):
+                figures[f"{arm}_{name}"] = mean(row[name] for row in rows)
+            figures |= {f"{arm}_{name}": value for name, value in moves(run / "trace.json").items()}
+    return figures
+
+
+def moves(trace: Path) -> Figures:
+    """GB and seconds of what left a device and came back, by part, from a run's trace."""
+    told = json.loads(trace.read_text())
+    seen: dict[str, list[tuple[float, float]]] = {}
+    for event in told["traceEvents"] if isinstance(told, dict) else told:
+        if found := MOVE.fullmatch(event.get("name", "")):
+            seen.setdefault(f"{found[1]} {found[2]}", []).append((float(found[3]) / 1e3, event["dur"] / 1e6))
+    return {f"{what}, {unit}": median(pair[at] for pair in pairs) for what, pairs in seen.items()
+            for at, unit in enumerate(("GB", "s"))}  # fmt: skip
+
+
+def swap(asked: argparse.Namespace) -> Figures:
+    """A learner leaves its device and comes back: GB in use before, during and after."""
+    import torch
+
+    from embodied.algorithms.config import PPOConfig
+    from embodied.core.types import ActionSpec, EnvSpec
+    from embodied.learners.config import LearnerConfig
+    from embodied.learners.worker import LearnerWorker
+    from embodied.policies.config import MLPConfig
+    from embodied.profiling.role_probe import moves_of, real, used_bytes
+    from embodied.runtime.weights import new_name
+
+    width, device = (64, "cpu") if asked.tiny else (16384, "cuda")
+    policy = MLPConfig(hidden=(width,) * 3)
+    learner = real(LearnerWorker, policy, PPOConfig(), LearnerConfig(device=device), 0, None, device, tick=lambda: None)
+    learner.build(EnvSpec(ActionSpec(8), state_dim=42), new_name(), snapshot=False)
+    for parameter in learner.policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gb = lambda: used_bytes(device) / 1e9  # noqa: E731
+    figures = {"before_GB": gb()}
+    moved = moves_of(learner)
+    figures |= {"offload_s": moved.offload_s, "onload_s": moved.onload_s, "after_GB": gb()}
+    learner.offload()
+    return figures | {"away_GB": gb(), "declared_GB": moved.bytes / 1e9}
+
+
+def weights(asked: argparse.Namespace) -> Figures:
+    """Weights to another process of the same GPU by a CUDA IPC handle, and by way of the host's memory."""
+    import torch
+    import torch.multiprocessing as processes
+
+    from embodied.runtime.device_memory import Offloader
+
+    size, device = (10**6, "cpu") if asked.tiny else (4 * 10**9, "cuda")
+    tensor, offloader = torch.ones(size, dtype=torch.uint8, device=device), Offloader()
+    with processes.get_context("spawn").Pool(1) as pool:
+        handed = [pool.apply(copy_seconds, (tensor,)) for _ in range(3)]
+    tensor, there_and_back = tensor.clone(), []  # what was handed over cannot be moved
+    for _ in range(3):  # the first also takes pinned memory
+        started = time.perf_counter()
+        offloader.offload([tensor])
+        offloader.onload()
+        there_and_back.append(time.perf_counter() - started)
+    rate = lambda seconds: size / 1e9 / min(seconds)  # noqa: E731
+    return {"ipc_GB_per_s": rate(handed), "host_GB_per_s": rate(there_and_back)}
+
+
+def copy_seconds(tensor: Any) -> float:
+    """Seconds in which this process copies another one's tensor."""
+    started = time.perf_counter()
+    copy = tensor.clone()
+    copy[-1].item()  # waits for a GPU
+    return time.perf_counter() - started
+
+
+# Large policies, with random weights of their shapes
+
+
+def large(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
+    """A policy of full size on the GPU, or a tiny one."""
+    import torch
+
+    from embodied.core.types import ActionSpec, EnvSpec
+    from embodied.policies import policy_class
+    from embodied.policies.config import OpenVLAConfig, Pi0Config
+
+    preset, device, side = ("tiny", "cpu", 32) if asked.tiny else ("full", "cuda", 224)
+    config = {"openvla": OpenVLAConfig, "pi0": Pi0Config}[kind]
+    spec = EnvSpec(ActionSpec(7), state_dim=8, images={"camera": (side, side, 3)}, instruction=True)
+    half = {} if asked.tiny else {"dtype": "bfloat16"}
+    policy = policy_class(kind).for_memory_estimate(config(name=kind, preset=preset, **half, **options), spec)
+    for tensor in policy.buffers():
+        tensor.zero_()
+    for parameter in policy.parameters():
+        fresh = torch.empty_like(parameter, device=device)
+        parameter.data = fresh.normal_(0, 0.01) if fresh.is_floating_point() else fresh.zero_()
+    return policy.to(device).eval()
+
+
+def seen(policy: Any, rows: int) -> Any:
+    import numpy as np
+
+    (name, shape), draw = next(iter(policy.spec.images.items())), np.random.default_rng(0)
+    images = {name: draw.integers(0, 256, (rows, *shape), np.uint8)}
+    state = np.zeros((rows, policy.spec.state_dim), np.float32)
+    return {"images": images, "state": state, "instruction": ["put the carrot on the plate"] * rows}
+
+
+def best_seconds(work: Callable[[], Any], device: str, tries: int = 5) -> float:
+    """Of a few tries, after a first one that may compile."""
+    import torch
+
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    work()
+    found = []
+    for _ in range(tries):
+        wait()
+        started = time.perf_counter()
+        work()
+        wait()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def acting(policy: Any, asked: argparse.Namespace) -> tuple[Figures, dict[int, float]]:
+    import numpy as np
+
+    seconds = {}
+    for rows in (1,) if asked.tiny else (1, 8, 32):
+        obs, width = seen(policy, rows), policy.noise_spec().width
+        noise = np.random.default_rng(1).random((rows, width))
+        seconds[rows] = best_seconds(lambda obs=obs, noise=noise: policy.act(obs, noise), policy.device.type)
+    return {f"decisions_per_s_{rows}": rows / each for rows, each in seconds.items()}, seconds
+
+
+def openvla(asked: argparse.Namespace) -> Figures:
+    """A 7B-shaped OpenVLA acts; of the time that reading its weights for each token takes at best."""
+    from embodied.runtime.device_memory import num_bytes
+
+    policy = large("openvla", asked)
+    figures, seconds = acting(policy, asked)
+    read = num_bytes(policy.language_model.parameters()) * policy.spec.action.dim
+    return figures | {"bandwidth_share": read / bandwidth(policy.device.type, asked) / seconds[1]}
+
+
+def bandwidth(device: str, asked: argparse.Namespace) -> float:
+    """Bytes a second of the device's memory, read and written by a copy."""
+    import torch
+
+    one = torch.ones(10**6 if asked.tiny else 2 * 10**9, dtype=torch.uint8, device=device)
+    other = torch.empty_like(one)
+    return 2 * len(one) / best_seconds(lambda: other.copy_(one), device)
+
+
+def lora(asked: argparse.Namespace) -> Figures:
+    """One LoRA step of it: memory, and MFU, the share of what the GPU can compute."""
+    import numpy as np
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from embodied.algorithms.config import PPOConfig
+    from embodied.core.arrays import text_arrays
+    from embodied.core.types import BatchEnd, Trajectory, Unit
+    from embodied.learners.config import LearnerConfig
+    from embodied.learners.model import Model, PolicyOptimizer
+    from embodied.learners.throughput import peak_rate
+    from embodied.learners.train_batch import build_batch
+    from embodied.learners.update import update_policy
+    from embodied.runtime.collective import Alone
+
+    policy, rows = large("openvla", asked, lora_rank=2 if asked.tiny else 32), 2 if asked.tiny else 16
+    obs, device = seen(policy, rows), policy.device.type
+    acted = policy.act(obs, np.random.default_rng(1).random((rows, policy.noise_spec().width)))
+    chunk, ones = np.zeros((rows, 1), bool), np.ones(rows, np.int64)
+    played = Trajectory(
+        ids=np.arange(rows), lengths=ones, obs=text_arrays(obs), actions=acted.actions, logprobs=acted.logprobs,
+        values=np.asarray(acted.values), next_values=np.zeros(rows, np.float32), rewards=np.ones((rows, 1), np.float32),
+        terminated=~chunk, truncated=chunk, mask=~chunk, versions=0 * ones, episodes=0 * ones, replay=acted.replay,
+    )  # fmt: skip
+    algo = PPOConfig(rollout_decisions=1, epochs=1, minibatch_size=rows)
+    model = Model(policy, LearnerConfig(micro_batch_size=min(rows, 4), checkpoint_activations=not asked.tiny))
+    optimizer = PolicyOptimizer(policy, algo, Alone())
+
+    def step() -> None:
+        share = build_batch(played, Unit((), played.ids), 0, algo, Alone(), model)
+        update_policy(model, optimizer, algo, share, 0, BatchEnd(0, 10))
+
+    with FlopCounterMode(display=False) as counter:
+        step()
+    seconds = best_seconds(step, device, tries=2)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
+    return {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9}
+
+
+def pi0(asked: argparse.Namespace) -> Figures:
+    """Pi0 acts."""
+    return acting(large("pi0", asked), asked)[0]
+
+
+def bridge(asked: argparse.Namespace) -> Figures:
+    """A bridge twin on the GPU: steps a second with images."""
+    import numpy as np
+
+    from embodied.core.types import EpisodeList
+    from embodied.envs import make_env
+    from embodied.envs.config import ManiSkillConfig, PointMassConfig
+
+    rows = 2 if asked.tiny else 64
+    task = {"task": "PutCarrotOnPlateInScene-v1", "cameras": ("3rd_view_camera",), "backend": "cuda"}
+    env = make_env(PointMassConfig(name="pointmass") if asked.tiny else ManiSkillConfig(**task), rows)
+    try:
+        env.reset(options={"episodes": EpisodeList(0, "train", ("task",)).first(rows)})
+        actions = np.zeros((rows, 1, env.env_spec.action.dim), np.float32)
+        device = "cpu" if asked.tiny else "cuda"
+        return {"env_steps_per_s": rows / best_seconds(lambda: env.step_chunk(actions), device, tries=10)}
+    finally:
+        env.close()
+
+
+BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
+    "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "plan": plan, "swap": swap, "weights": weights,
+    "openvla": openvla, "lora": lora, "pi0": pi0, "language": language, "bridge": bridge,
+}  # fmt: skip
+
+
+# The card
+
+
+def about_gpu() -> Figures:
+    """The GPU's name, driver and memory, and the versions of what drives it."""
+    import torch
+
+    figures: Figures = {"gpu": "none", "torch": torch.__version__, "cuda": torch.version.cuda}
+    if program := shutil.which("nvidia-smi"):
+        query = [program, f"--id={CARD}", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        with suppress(subprocess.SubprocessError):
+            told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+            figures |= dict(zip(("gpu", "driver", "memory"), told[0].split(", "), strict=True))
+    return figures
+
+
+def run_block(name: str, words: list[str], file: Path) -> Figures:
+    """The block in a process of its own, or why it has no figures."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.gpu_card", *words, "--only", name]
+    try:
+        env = environment() | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": CARD}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {LIMIT_S:.0f} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][-300:]}
+    found = {"seconds": round(time.perf_counter() - started, 1), "figures": json.loads(lines[-1])}
+    write_json(file, found)
+    return found
+
+
+def card(about: Figures, blocks: Mapping[str, Figures]) -> str:
+    """The card as markdown."""
+    shown = ", ".join(f"{key} {value}" for key, value in about.items() if isinstance(value, str))
+    rows = []
+    for name, found in blocks.items():
+        figures = found.get("figures", {"not measured": found.get("error")})
+        for key, value in figures.items():
+            text = f"{value:.4g}" if isinstance(value, float | int) else "not reached" if value is None else str(value)
+            rows.append([name, key, text])
+    return f"# {about['gpu']}\n\n{shown}\n\n{markdown(['block', 'figure', 'value'], rows)}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU")
+    parser.add_argument("--ppo", help="ManiSkill's ppo.py")
+    parser.add_argument("--ppo-fast", help="ManiSkill's ppo_fast.py")
+    parser.add_argument("--steps", type=int, default=10_000_000, help="env steps of each PPO")
+    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS))
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_card")
+    parser.add_argument("--only", choices=BLOCKS, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.only:
+        print("\n" + json.dumps(BLOCKS[asked.only](asked)))
+        return
+    given = {"ppo_maniskill": asked.ppo, "ppo_fast": asked.ppo_fast}
+    out, words = asked.out.resolve(), sys.argv[1:]
+    found: dict[str, Figures] = {}
+    for name in asked.blocks:
+        file = out / f"{PREFIX}{name}.json"
+        if not given.get(name, True):
+            found[name] = {"error": f"--{name.replace('_maniskill', '').replace('_', '-')} is not given"}
+        else:
+            found[name] = json.loads(file.read_text()) if file.is_file() else run_block(name, words, file)
+        print(f"{name}: {json.dumps(found[name])}", flush=True)
+    about = about_gpu() | {"commit": code_commit()}
+    write_json(out / "card.json", about | {"machine": machine(), "packages": packages(), "blocks": found})
+    (out / "card.md").write_text(card(about, found))
+    print(f"card {out / 'card.md'}")
+
+
+if __name__ == "__main__":
+    main()
