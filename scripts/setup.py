@@ -95,7 +95,7 @@ def install_packages() -> None:
 def install_vllm() -> None:
     """vLLM for this machine and what it imports. Its own requirements are not asked for: its OpenCV does not fit the
     simulators' numpy, nor its torchvision a torch without CUDA."""
-    own = VLLM_GPU if NVIDIA.exists() else VLLM_CPU
+    own = VLLM_GPU if for_gpus() else VLLM_CPU
     wanted = fingerprint() + hashlib.sha256(VLLM.read_bytes() + own.read_bytes()).hexdigest()
     if VLLM_STAMP.is_file() and VLLM_STAMP.read_text() == wanted:
         return
@@ -140,9 +140,14 @@ def make_venv() -> None:
     run([sys.executable, "-m", "venv", str(VENV)])
 
 
+def for_gpus() -> bool:
+    """True where there is an NVIDIA card, and in the build of an image that is to run on one (scripts/Dockerfile)."""
+    return NVIDIA.exists() or os.environ.get("NVIDIA_VISIBLE_DEVICES", "void") not in ("", "void", "none")
+
+
 def torch_index(locked: list[str]) -> list[str]:
     """pip's option for PyTorch's own CPU builds, where there is no NVIDIA card and pip's index would bring CUDA."""
-    if NVIDIA.exists():
+    if for_gpus():
         return []
     report = VENV / "torch.json"
     plan = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--report", str(report), *locked, "torch"]

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
+
+from embodied.doctor import CONTAINER, EGL_FIX
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,6 +19,7 @@ def setup(monkeypatch, tmp_path):
     spec.loader.exec_module(script)
     monkeypatch.setattr(script, "VENV", tmp_path)
     monkeypatch.setattr(script, "NVIDIA", tmp_path / "no card")
+    monkeypatch.delenv("NVIDIA_VISIBLE_DEVICES", raising=False)
     return script
 
 
@@ -106,3 +110,23 @@ def test_large_downloads_and_installing_are_told_and_small_ones_are_not(setup, m
     with pytest.raises(SystemExit, match=r"setup failed at: .* install broken"):
         setup.pip("install", "broken")
     assert "ERROR: no such package" in capfd.readouterr().err
+
+
+def test_the_container_recipe_has_what_doctor_asks_for_and_builds_for_gpus_without_one(setup, monkeypatch):
+    recipe = (ROOT / "scripts" / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line.partition(" ")[::2] for line in recipe.splitlines() if line and line[0] not in "# "]
+    at = {word: [rest for each, rest in lines if each == word] for word, _ in lines}
+    (base,), (build,) = at["FROM"], [rest for rest in at["RUN"] if rest.startswith("make ")]
+    packages = at["RUN"][0].split()
+    python = next(name for name in packages if re.fullmatch(r"python3\.\d+", name))
+    assert base == "debian:12" and python == "python3.11"  # the Python of this Debian
+    assert setup.OLDEST <= tuple(map(int, python.removeprefix("python").split("."))) <= setup.NEWEST
+    assert {name for name in EGL_FIX.split() if name.startswith("lib")} | {f"{python}-venv", "g++"} <= {*packages}
+    assert re.search(rf"^{build.split()[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    given = dict(word.split("=", 1) for word in at["ENV"][0].split())
+    assert given.items() >= dict(word.split("=") for word in CONTAINER.split() if "=" in word).items()
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert CONTAINER in page and "scripts/Dockerfile" in page
+    assert not setup.for_gpus()
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", given["NVIDIA_VISIBLE_DEVICES"])
+    assert setup.for_gpus()
