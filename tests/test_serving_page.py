@@ -22,6 +22,7 @@ from embodied.config.recipe import RunConfig
 from embodied.core.conversations import SamplingRule
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.remote_server import RemoteServer
 from embodied.policies.language.vllm_worker import FromFolder
 from embodied.serving import language_server
 from embodied.serving.config import TOKEN
@@ -101,14 +102,23 @@ def test_a_run_is_trained_and_evaluated_with_a_server(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_vllms_server_takes_weights_beside_ours_and_its_logprobs_are_the_models(tied, tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["tied", "untied", "in buckets"])
+def test_vllms_server_takes_weights_beside_ours_and_its_logprobs_are_the_models(way, tmp_path, monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
+    tied = way != "untied"
     folder, port = publish(tmp_path / "model", "qwen3", tied=tied, dim=32), free_port()
     assert f"{FromFolder.__module__}.{FromFolder.__name__}" in VLLM
     command = VLLM.replace("FOLDER", str(folder)).replace("8000", port)
     if not tied:  # then it is vLLM as it comes
         command = re.sub(r" --worker-extension-cls \S+", "", command)
+    if way == "in buckets":  # the folder that vLLM is asked for is not there, so the weights are sent
+        call = RemoteServer.call
+
+        def elsewhere(self, method, path, body=None, **more):
+            asked = isinstance(body, dict) and body.get("method") == "sees_folder"
+            return call(self, method, path, body | {"args": ["/nowhere"]} if asked else body, **more)
+
+        monkeypatch.setattr(RemoteServer, "call", elsewhere)
     command += " --dtype float32 --enforce-eager --max-model-len 256 --max-num-seqs 8"
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     quiet |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1"}

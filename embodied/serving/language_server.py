@@ -22,6 +22,7 @@ from aiohttp import web
 
 from embodied.core.conversations import SamplingRule, pictures_in
 from embodied.core.errors import EmbodiedError
+from embodied.policies.language.arriving_weights import ArrivingWeights
 from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import NOT_FINITE, UNSEEN, read_bucket, settings_of
 from embodied.policies.language.policy import LanguagePolicy
@@ -29,7 +30,6 @@ from embodied.runtime.device_memory import num_bytes
 from embodied.runtime.tensor_bytes import Blob
 from embodied.runtime.weights import BUCKET_BYTES
 from embodied.serving import openai_protocol as openai
-from embodied.serving.arriving_weights import ArrivingWeights
 from embodied.serving.chat_messages import with_tools
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
@@ -213,7 +213,7 @@ class LanguageServer:
                 else:  # nobody names the noise, so no two answers share it
                     seed, stream = self.config.seed, f"act/{ROUND}/{number}"
                 rule = SamplingRule(ask.temperature, ask.top_p, ask.top_k)
-                sampling = Sampling(seed, stream, rule, stops, ask.likeliest)
+                sampling = Sampling(seed, stream, rule, stops, ask.likeliest, ask.proof)
                 scored = None if copy else scores
                 found.append(
                     ServedConversation(tokens, most, episode, sampling, names, ask.stop, pictures, scores=scored)
@@ -259,10 +259,11 @@ class LanguageServer:
         if ask.echo:
             text = self.policy.tokenizer.decode(conversation.tokens) + text
         whole = self.part(ask, conversation, answer, 0, text, "stop" if found else written.finish)
-        return replace(whole, scores=scores, words=self.word)
+        return replace(whole, scores=scores, words=self.words(ask), proof=answer.proof)
 
-    def word(self, token: int) -> str:
-        return self.policy.tokenizer.decode([token])
+    def words(self, ask: Ask) -> Callable[[int], str]:
+        """What a token is called in an answer."""
+        return openai.token_name if ask.token_names else lambda token: self.policy.tokenizer.decode([token])
 
     def served(self) -> Served:
         return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
@@ -327,8 +328,9 @@ class LanguageServer:
         self, ask: Ask, conversation: ServedConversation, answer: Answer, begin: int, text: str, finish: str = ""
     ) -> AnswerChoice:
         ids, logprobs = answer.tokens[begin:].tolist(), answer.logprobs[begin:].tolist()
-        pieces = [self.word(one) for one in ids] if ask.logprobs else ()
-        likeliest = [[(self.word(token), logprob) for token, logprob in each] for each in answer.likeliest[begin:]]
+        word = self.words(ask)
+        pieces = [word(one) for one in ids] if ask.logprobs else ()
+        likeliest = [[(word(token), logprob) for token, logprob in each] for each in answer.likeliest[begin:]]
         return AnswerChoice(
             self.policy.shown_tokens(conversation.tokens),
             ids,

@@ -13,11 +13,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied.core.conversations import TOOL_CALL
 from embodied.policies.language.http_messages import OWNER
 from embodied.serving.chat_messages import BadRequest, message_of
+
+if TYPE_CHECKING:
+    from embodied.policies.language.trust import ProofBlock
 
 MOST_CHOICES = 1024  # answers to one request
 MOST_STOPS = 16
@@ -32,7 +35,7 @@ NEUTRAL = {  # options that we have no use for, at the values that change nothin
     "functions": (None, []), "skip_special_tokens": (None, False),
     "spaces_between_special_tokens": (None, False),
     "include_stop_str_in_output": (None, False), "add_special_tokens": (None, True),
-    "priority": (None, 0), "add_generation_prompt": (None, True), "return_tokens_as_token_ids": (None, False),
+    "priority": (None, 0), "add_generation_prompt": (None, True),
     "modalities": (None, ["text"]),
 }  # fmt: skip
 WHY_NOT = {  # what clients ask for most
@@ -54,8 +57,10 @@ READ |= {
     "top_logprobs",
     "prompt_logprobs",
     "echo",
+    "proof",
     "tools",
     "return_token_ids",
+    "return_tokens_as_token_ids",
     "stream",
     "stream_options",
     "request_id",
@@ -93,9 +98,11 @@ class Ask:
     logprobs: bool = False
     likeliest: int = 0  # how many of the likeliest tokens are told at every place, with log-probs
     echo: bool = False  # the prompt is told before the answer
+    proof: bool = False  # each answer comes with a proof of what was computed (policies/language/trust.py)
     prompt_logprobs: int | None = None  # the same as `likeliest`, at the places of the prompt; None: nothing is told
     tools: tuple[dict[str, Any], ...] = ()
     return_token_ids: bool = False
+    token_names: bool = False  # tokens with log-probs are told as token_id:NUMBER, not as text
     stream: bool = False
     usage: bool = False  # a stream ends with the number of tokens
     model: str | None = None
@@ -115,6 +122,7 @@ class AnswerChoice:
     likeliest: Sequence[Sequence[tuple[str, float]]] = ()  # tokens as text and their log-probs, by place
     scores: Sequence[TokenScore] | None = None  # of the prompt's tokens but the first
     words: Callable[[int], str] = str  # of a token
+    proof: Sequence[ProofBlock] = ()
 
 
 @dataclass(frozen=True)
@@ -214,8 +222,8 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
         raise BadRequest("noise is that of one answer, and more than one is asked for", "noise")
     stream = flag(fields, "stream")
     echo, scored = flag(fields, "echo"), whole(fields, "prompt_logprobs", None, 0, MOST_LIKELY)
-    if stream and (echo or scored is not None):
-        raise BadRequest("echo and prompt_logprobs come with a whole answer; leave out stream", "stream")
+    if stream and (echo or scored is not None or flag(fields, "proof")):
+        raise BadRequest("echo, proof and prompt_logprobs come with a whole answer; leave out stream", "stream")
     tools = tools_of(fields.get("tools") or []) if fields.get("tool_choice") != "none" else ()
     options = fields.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
@@ -240,6 +248,7 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
     ends = stop, tuple(ids), ignore_eos
     more = {"logprobs": logprobs, "likeliest": likeliest, "echo": echo, "prompt_logprobs": scored, "tools": tools}
+    more |= {"proof": flag(fields, "proof"), "token_names": flag(fields, "return_tokens_as_token_ids")}
     more |= {"return_token_ids": token_ids, "stream": stream, "usage": usage, "model": model, "request_id": name}
     return Ask(prompts, chat, most, *drawn, n, seed, noise, *ends, **more)
 
@@ -374,6 +383,8 @@ def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     found: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish or None, "logprobs": None}
     if ask.logprobs:
         found["logprobs"] = {"content": chat_logprobs(choice)} if ask.chat else text_logprobs(ask, choice)
+    if ask.proof:
+        found["proof"] = [block.to_text() for block in choice.proof]
     return found | ({"token_ids": list(choice.tokens)} if ask.return_token_ids else {})
 
 
@@ -391,9 +402,13 @@ def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     return {
         "tokens": pieces,
         "token_logprobs": [*unscored, *logprobs],
-        "top_logprobs": [*unscored, *likeliest] if ask.likeliest else None,
+        "top_logprobs": [*unscored, *likeliest],
         "text_offset": list(ends)[: len(pieces)],
     }
+
+
+def token_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def likeliest_words(score: TokenScore, words: Callable[[int], str]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from embodied.policies.common_config import PolicyOptions
 from embodied.policies.vla.config import LoraTargets
 
 SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # kinds of models that read pictures, by config.json's model_type
-OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit")
+OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
 ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
 """Keys that say how a language model's answers are made, not what they are."""
 
@@ -70,6 +70,13 @@ class LanguageConfig(PolicyOptions):
         gt=0,
         description="A server is dropped whose log-probs differ from the learner's by more than this a token, on "
         "average over the last 32, or by ten times as much as the other servers'; null: nothing is compared.",
+    )
+    verify: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the answers of our servers whose proofs are checked: what the server computed, and that "
+        "it drew the tokens as asked. 0.1: every tenth, which one it cannot know. null: it makes no proofs.",
     )
     temperature: float = Field(
         1.0,

@@ -20,12 +20,13 @@ from embodied.policies.language.sight import decoder_of
 if TYPE_CHECKING:
     from embodied.policies.language.slots import KeyValues
 
-Step = Callable[[Tensor, Tensor, "KeyValues"], Tensor]
+Step = Callable[[Tensor, Tensor, "KeyValues"], tuple[Tensor, Tensor]]
 
 
 def fast_step(model: Any, length: int) -> Step | None:
-    """A function of the last tokens [N], their places [N] and the cache that returns logits [N, vocabulary], or None
-    for models of other shapes. It holds for as long as the model's parameters are the same objects."""
+    """A function of the last tokens [N], their places [N] and the cache that returns logits [N, vocabulary] and the
+    last hidden states [N, D]; None for models of other shapes. It holds for as long as the model's parameters are the
+    same objects."""
     shape = model.config.get_text_config()
     if model.dtype == torch.float64 or torch.is_autocast_enabled(next(model.parameters()).device.type):
         return None
@@ -68,11 +69,12 @@ def of_llama(model: Any, length: int) -> Step:
     layers = [llama_layer(layer) for layer in body.layers]
     last = norm(body.norm)
 
-    def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> Tensor:
+    def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> tuple[Tensor, Tensor]:
         hidden, turn = F.embedding(tokens, embeddings), (cosines[places], sines[places])
         for index, layer in enumerate(layers):
             hidden = layer(hidden, turn, index, cache)
-        return head(last(hidden))
+        hidden = last(hidden)
+        return head(hidden), hidden
 
     return step
 
@@ -113,11 +115,12 @@ def of_gpt2(model: Any) -> Step:
     words, positions, head, last = body.wte.weight, body.wpe.weight, plain(model.lm_head), body.ln_f
     layers = [gpt2_layer(block) for block in body.h]
 
-    def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> Tensor:
+    def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> tuple[Tensor, Tensor]:
         hidden = F.embedding(tokens, words) + F.embedding(places, positions)
         for index, layer in enumerate(layers):
             hidden = layer(hidden, index, cache)
-        return head(last(hidden))
+        hidden = last(hidden)
+        return head(hidden), hidden
 
     return step
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from embodied.policies.language.policy import LanguagePolicy
+    from embodied.policies.language.trust import ProofBlock
 
 ENGINES = {  # by what `policy.engine` says; imported when named
     "transformers": "embodied.policies.language.slots:SlotEngine",
@@ -43,6 +44,7 @@ class Sampling:
     rule: SamplingRule
     stops: frozenset[int]  # tokens that end the answer
     likeliest: int = 0  # how many tokens are reported at every place; only our own engine knows how
+    proves: bool = False  # whether the answer comes with a proof; only our own engine makes one
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Answer:
     truncated: bool  # it ended without a stop token: max_tokens, max_length, or aborted
     dropped: str = ""  # why it cannot be used: then it counts for nothing
     likeliest: Likeliest = ()  # by place, where the sampling asks for them
+    proof: tuple[ProofBlock, ...] = ()  # of the hidden states that its tokens were drawn from, likewise
 
 
 class Engine:

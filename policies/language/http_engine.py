@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import importlib.util
 import queue
+import secrets
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.language.config import LanguageConfig
@@ -31,6 +33,7 @@ from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import Read, body_of, fingerprint, settings_of
 from embodied.policies.language.remote_server import RemoteServer, token_of
 from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, ServerPool
+from embodied.policies.language.trust import find_lie
 from embodied.policies.language.weight_folder import WeightFolder
 from embodied.policies.vla.lora import merged
 from embodied.runtime.tensor_bytes import blob_of
@@ -68,6 +71,7 @@ class HTTPEngine(Engine):
             config.max_running,
             config.away_s,
             config.gap_limit,
+            config.verify is not None,
             policy.tied,
         )
         self.thread = threading.Thread(target=self.loop.run_forever, name="http", daemon=True)
@@ -94,10 +98,7 @@ class HTTPEngine(Engine):
             return
         number, self.added = self.added, self.added + 1
         self.asked[number] = request
-        how = self.round
-        if own := request.sampling:
-            how = own.seed, own.stream.removeprefix("act/"), own.rule
-        body = body_of(request, most, self.stops, *how)
+        body = body_of(request, most, self.stops, *self.sampling(request), self.config.verify is not None)
         self.loop.call_soon_threadsafe(self.pool.put, number, PooledRequest(request, body))
 
     def step(self) -> list[Answer]:
@@ -115,7 +116,7 @@ class HTTPEngine(Engine):
         if came:
             differences = self.differences([(self.asked[number], found) for _, number, found in came])
             compared = [
-                (server, number, self.answer(self.asked[number], found), gaps)
+                (server, number, self.answer(self.asked[number], found), gaps, self.lie(self.asked[number], found))
                 for (server, number, found), gaps in zip(came, differences)
             ]
             for number, answer in self.call(self.pool.release, compared):
@@ -162,6 +163,21 @@ class HTTPEngine(Engine):
     def answer(self, request: Request, found: Read) -> Answer:
         tokens, logprobs = np.array(found.tokens, np.int32), np.array(found.logprobs, self.exact)
         return Answer(request.key, tokens, logprobs, found.finish != "stop", found.dropped)
+
+    def sampling(self, request: Request) -> tuple[int, str, SamplingRule]:
+        """The seed, stream and rule by which a conversation is continued."""
+        own = request.sampling
+        return (own.seed, own.stream.removeprefix("act/"), own.rule) if own else self.round
+
+    def lie(self, request: Request, found: Read) -> str:
+        """Why an answer is not that of this policy's weights; empty if it is, or if it is none of those that are
+        verified. Which these are, a server cannot know."""
+        if not found.tokens or found.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
+            return ""
+        (seed, stream, rule), count, begin = self.sampling(request), len(found.tokens), len(request.tokens)
+        episodes, places = np.full(count, request.episode, np.uint64), begin + np.arange(count)
+        noise = rng.uniform(seed, f"act/{stream}", episodes, places, 1)[:, 0]
+        return find_lie(self.policy, request.tokens, found, rule, noise)
 
     def differences(self, came: list[tuple[Request, Read]]) -> list[np.ndarray]:
         """How far the log-probs of these answers are from those that the learner would compute, by token; nothing of

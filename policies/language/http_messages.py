@@ -39,13 +39,14 @@ class Read:
     finish: str  # stop, length or abort
     fingerprint: str | None  # of the weights, where the server says
     dropped: str = ""
+    proof: Sequence[Any] = ()  # of its blocks, as text
 
 
 def body_of(
-    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, rule: SamplingRule
+    request: Request, most: int, stops: Sequence[int], seed: int, stream: str, rule: SamplingRule, proves: bool = False
 ) -> dict[str, Any]:
     """The JSON that asks /v1/completions to continue a conversation by `most` tokens at most; lacks the `model`."""
-    return {
+    return ({"proof": True} if proves else {}) | {
         "prompt": [int(token) for token in request.tokens],
         "max_tokens": most,
         "temperature": rule.temperature,
@@ -70,6 +71,7 @@ def read_answer(body: Any) -> Read:
     try:
         (choice,) = body["choices"]
         tokens, given, finish = choice.get("token_ids"), choice.get("logprobs") or {}, str(choice["finish_reason"])
+        proof = [*(choice.get("proof") or ())]
         logprobs, fingerprint = given.get("token_logprobs"), body.get("system_fingerprint")
     except (KeyError, TypeError, AttributeError, ValueError) as err:
         raise ValueError(f"the answer is none of OpenAI's ({type(err).__name__}: {err})") from None
@@ -79,7 +81,7 @@ def read_answer(body: Any) -> Read:
         return Read([], [], finish, fingerprint, "log-probs are missing")
     if not all(type(x) in (int, float) and LEAST < x < float("inf") for x in logprobs):
         return Read([], [], finish, fingerprint, "a log-prob is not finite")
-    return Read(tokens, [float(x) for x in logprobs], finish, fingerprint)
+    return Read(tokens, [float(x) for x in logprobs], finish, fingerprint, proof=proof)
 
 
 def read_error(body: Any) -> tuple[str, Any]:

@@ -1,17 +1,19 @@
 """A server that answers for a language policy: what it is, which weights it has, and how it is given others.
 
 It is ours (`python -m embodied.serve`), vLLM's (`vllm serve`), or another that speaks OpenAI's completions with token
-ids and keeps its weights. Weights come in a folder that both see; our server is sent them in buckets where it does not
-see the folder. vLLM takes weights by its development routes (`VLLM_SERVER_DEV_MODE=1`); whether a head that is tied to
-the embeddings follows depends on the device, so there `vllm_worker.FromFolder` has to be loaded.
+ids and keeps its weights. Weights come in a folder that both see, or in buckets where the server does not see the
+folder. vLLM takes weights by its development routes (`VLLM_SERVER_DEV_MODE=1`). It takes buckets, and a head that is
+tied to the embeddings, only with our worker extension (`vllm_worker.FromFolder`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +100,13 @@ class RemoteServer:
         found = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
         return str(found.get("weight_version", ""))
 
-    def check_settings(self, own: dict[str, Any], max_length: int) -> None:
-        """Refuse a server of another model, of another precision, or of shorter conversations."""
+    def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
+        """Refuse a server of another model, of another precision, of shorter conversations, or without proofs."""
+        if proves and not self.ours:
+            raise ConfigError(
+                f"{self.name} is a server of {self.owner or 'another kind'}, which makes no proofs of its answers; "
+                "leave out policy.verify, or ask python -m embodied.serve"
+            )
         odd = [f"{k}={self.settings[k]} there, {own[k]} here" for k in own if self.settings.get(k, own[k]) != own[k]]
         if odd:
             raise ConfigError(f"{self.name} is of other settings than this policy: {'; '.join(odd)}")
@@ -111,8 +118,8 @@ class RemoteServer:
 
     async def load(self, folder: Path, name: str, tied: bool) -> None:
         """Make it load the weights in a folder, and call them so."""
+        version = int(name.partition("-")[0].removeprefix("v"))
         if self.ours:
-            version = int(name.partition("-")[0].removeprefix("v"))
             body = {"path": str(folder), "version": version, "weight_version": name}
             try:
                 found = await self.call("POST", "/update_weights", body)
@@ -123,7 +130,7 @@ class RemoteServer:
             if found.get("weight_version") != name:
                 raise EmbodiedError(f"{self.name} has read other weights from {folder} than were written there")
         elif self.owner == "vllm":
-            await self.load_into_vllm(folder, name, tied)
+            await self.load_into_vllm(folder, name, version, tied)
         else:
             raise ConfigError(
                 f"{self.name} is a server of {self.owner or 'another kind'}, which has no way to take weights that is "
@@ -133,26 +140,44 @@ class RemoteServer:
     async def send(self, folder: Path, name: str, version: int) -> Any:
         """Send it the weights of a folder in buckets; the answer to the last one is that to /update_weights."""
         found = {}
-        blobs = read_safetensors(folder / WEIGHTS)
-        specs = {name: blob.spec for name, blob in blobs.items()}
-        for bucket in buckets_of(version, ((name, blob.data) for name, blob in blobs.items())):
-            data = bucket_bytes(bucket, self.sender, name, {} if bucket.number else specs)
+        for data in self.buckets(folder, name, version):
             found = await self.call("POST", "/receive_weights", data)
         return found
 
-    async def load_into_vllm(self, folder: Path, name: str, tied: bool) -> None:
-        """Load weights by vLLM's development routes, while nothing is being written."""
-        method, why = ("load_folder", f"--worker-extension-cls {EXTENSION}") if tied else ("reload_weights", "")
+    def buckets(self, folder: Path, name: str, version: int) -> Iterator[bytes]:
+        """The weights of a folder as they go over HTTP."""
+        blobs = read_safetensors(folder / WEIGHTS)
+        specs = {name: blob.spec for name, blob in blobs.items()}
+        for bucket in buckets_of(version, ((name, blob.data) for name, blob in blobs.items())):
+            yield bucket_bytes(bucket, self.sender, name, {} if bucket.number else specs)
+
+    async def load_into_vllm(self, folder: Path, name: str, version: int, tied: bool) -> None:
+        """Load weights by vLLM's development routes, while nothing is being written. Buckets come before that."""
+        extends = f"start it with --worker-extension-cls {EXTENSION}"
+        load: dict[str, Any] = {"method": "load_folder", "args": [str(folder)]}
+        try:
+            seen = await self.call("POST", "/collective_rpc", {"method": "sees_folder", "args": [str(folder)]})
+        except ServerUnavailable as err:  # it is without our extension
+            if err.status != 500:
+                raise
+            if tied:
+                raise EmbodiedError(f"{self.name} cannot load {folder} ({err}); {extends}") from None
+            load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        else:
+            if not all(each == "True" for each in seen["results"]):
+                for data in self.buckets(folder, name, version):
+                    text = base64.b64encode(data).decode()
+                    await self.call("POST", "/collective_rpc", {"method": "receive_bucket", "args": [text]})
+                load = {"method": "load_received"}
         await self.call("POST", "/pause?mode=wait", missing=None)
         try:
-            arguments = {"args": [str(folder)]} if tied else {"kwargs": {"weights_path": str(folder)}}
             try:
-                await self.call("POST", "/collective_rpc", {"method": method} | arguments)
+                await self.call("POST", "/collective_rpc", load)
             except ServerUnavailable as err:
                 if err.status != 500:
                     raise
                 raise EmbodiedError(
-                    f"{self.name} did not load {folder} ({err}){why and f'; start it with {why}'}"
+                    f"{self.name} did not load {folder} ({err}); if it does not see this folder, {extends}"
                 ) from None
             if not (await self.call("POST", "/reset_prefix_cache")).get("success", True):
                 raise ServerUnavailable("it did not forget its prefixes")

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, inf, sqrt
+from math import ceil, inf
 from queue import SimpleQueue
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.engine import Request
 from embodied.policies.language.http_messages import Read, read_answer
 from embodied.policies.language.remote_server import RemoteServer, ServerUnavailable
+from embodied.policies.language.trust import JUDGED_TOKENS, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 
 AT_FIRST_S = 5.0  # that a worker waits for servers which are not there when it begins
@@ -38,8 +37,6 @@ SHORTEST_S, LONGEST_S = 0.1, 5.0  # between two attempts
 WATCH_S = 5.0  # after which a server that answers is asked whether it still has the wanted weights
 PATIENCE = 4.0  # times as long as the longest answer of other servers, a request may take where these are idle
 CHANGES = 5  # of a server's weights by others, within one version of ours
-JUDGED_TOKENS = 32  # over which the mean gap of a server is taken, at least
-RATIO, SMALL = 10.0, 1e-3  # a mean gap so many times that of the other servers is too large, if it is above SMALL
 COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers")
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
@@ -50,37 +47,6 @@ class PooledRequest:
 
     request: Request
     body: dict[str, Any]
-
-
-class GapRecord:
-    """How far the log-probs of a server's last answers are from those of the learner's weights."""
-
-    def __init__(self) -> None:
-        self.answers: deque[np.ndarray] = deque()  # differences by token; JUDGED_TOKENS of them where there are
-        self.tokens = 0
-
-    def add(self, differences: np.ndarray) -> None:
-        if not len(differences):
-            return
-        self.answers.append(np.abs(differences))
-        self.tokens += len(differences)
-        while self.tokens - len(self.answers[0]) >= JUDGED_TOKENS:
-            self.tokens -= len(self.answers.popleft())
-
-    @property
-    def mean(self) -> float:
-        return float(np.concatenate(self.answers).mean()) if self.tokens else 0.0
-
-    @property
-    def largest(self) -> float:
-        return max((float(each.max()) for each in self.answers), default=0.0)
-
-    def limit(self, most: float, others: Sequence[float]) -> float:
-        """The largest mean gap that is not suspicious, beside the mean gaps of other servers. Fewer tokens spread
-        wider: 8 of them may be twice as far as 32."""
-        widened = most * sqrt(max(1.0, JUDGED_TOKENS / max(self.tokens, 1)))
-        relative = max(RATIO * median(others), SMALL) if others and self.tokens >= JUDGED_TOKENS else inf
-        return min(widened, relative)
 
 
 class WritingSpeed:
@@ -132,6 +98,7 @@ class PooledServer:
     longest_s: float = 0.0  # that an answer has taken
     unreleased: dict[int, Any] = field(default_factory=dict)  # answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
+    lie: str = ""  # why its answers are not those of the wanted weights, where that was seen
     speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
 
     @property
@@ -149,13 +116,14 @@ class ServerPool:
         most: int,
         away_s: float,
         gap_limit: float | None,
+        verifies: bool,
         tied: bool,
     ) -> None:
         """`settings` are the policy's own; `most` requests at a time has a server that does not say how many it can
         take."""
         self.servers = [PooledServer(remote) for remote in remotes]
         self.folder, self.settings, self.max_length, self.most = folder, settings, max_length, most
-        self.away_s, self.gap_limit, self.tied = away_s, gap_limit, tied
+        self.away_s, self.gap_limit, self.verifies, self.tied = away_s, gap_limit, verifies, tied
         self.queue = RequestQueue()
         self.done: SimpleQueue[tuple[PooledServer, int, Read] | Exception] = SimpleQueue()  # answers to be compared
         self.failing: dict[int, tuple[float, set[str]]] = {}  # request -> when it first failed, and at which servers
@@ -179,7 +147,7 @@ class ServerPool:
         self.settings |= {"lora_rank": self.lora_rank}
         for server in self.servers:
             if server.remote.owner:
-                server.remote.check_settings(self.settings, self.max_length)
+                server.remote.check_settings(self.settings, self.max_length, self.verifies)
         self.keepers = [asyncio.create_task(self.keep(server)) for server in self.servers]
 
     @property
@@ -208,21 +176,22 @@ class ServerPool:
         self.queue.put(Waiting(number, request, 1, asked.episode, asked.keep))
         self.hand_out()
 
-    def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray]]) -> list[tuple[int, Any]]:
+    def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
         """Answers that may be used now, by request. `compared` are answers that have come since, each with the
-        differences of its log-probs from the learner's."""
-        for server, number, answer, differences in compared:
+        differences of its log-probs from the learner's, and with what is wrong with its proof."""
+        for server, number, answer, differences, lie in compared:
             if number in self.queue.taken.get(server.name, ()):  # else it was taken from the server meanwhile
                 server.unreleased[number] = answer
                 server.gap.add(differences)
+                server.lie = lie or server.lie
         found: list[tuple[int, Any]] = []
         for server in self.servers:
             if not server.unreleased:
                 continue
             others = [s.gap.mean for s in self.servers if s is not server and s.gap.tokens >= JUDGED_TOKENS]
             limit = inf if self.gap_limit is None else server.gap.limit(self.gap_limit, others)
-            if server.gap.mean > limit:
-                self.drop(server, limit)
+            if server.lie or server.gap.mean > limit:
+                self.drop(server, server.lie or lie_in_gap(server.gap, limit))
             elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or self.gap_limit is None:
                 found += [(number, answer) for number, answer in server.unreleased.items() if self.settle(number)]
                 server.unreleased = {}
@@ -286,7 +255,7 @@ class ServerPool:
         """Returns once it has the wanted weights."""
         remote, name = server.remote, None
         await remote.look()
-        remote.check_settings(self.settings, self.max_length)
+        remote.check_settings(self.settings, self.max_length, self.verifies)
         await self.named.wait()
         while name != self.wanted:
             name = self.wanted
@@ -374,13 +343,9 @@ class ServerPool:
         else:
             self.stop(err)
 
-    def drop(self, server: PooledServer, limit: float) -> None:
-        """Its log-probs are not those of the weights that it says it has."""
-        why = (
-            f"{server.name}: the log-probs of its answers differ from those of the learner's weights by "
-            f"{server.gap.mean:.2g} a token, at most {server.gap.largest:.2g}, in its last {len(server.gap.answers)} "
-            f"answers of {server.gap.tokens} tokens; the limit is {limit:.2g} (policy.gap_limit)"
-        )
+    def drop(self, server: PooledServer, lie: str) -> None:
+        """Its answers are not those of the weights that it says it has."""
+        why = f"{server.name}: {lie}"
         self.totals["dropped_servers"] += 1
         server.is_dropped = True
         server.doubt.set()
@@ -481,6 +446,14 @@ class ServerPool:
         for place, server in enumerate(self.servers):
             found |= {f"gap_{place}": server.gap.mean, f"largest_gap_{place}": server.gap.largest}
         return found
+
+
+def lie_in_gap(gap: GapRecord, limit: float) -> str:
+    return (
+        f"the log-probs of its answers differ from those of the learner's weights by {gap.mean:.2g} a token, at most "
+        f"{gap.largest:.2g}, in its last {len(gap.answers)} answers of {gap.tokens} tokens; the limit is {limit:.2g} "
+        "(policy.gap_limit)"
+    )
 
 
 def check_tokens(found: Read, most: int, vocabulary: int) -> None:

@@ -11,7 +11,9 @@ its noise is addressed by these, and the model reads nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +25,10 @@ from embodied.core import rng
 from embodied.core.conversations import FIRST_PLACE, SamplingRule
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.decoding import Step, fast_step
+from embodied.policies.language.drawing import choose, likeliest
 from embodied.policies.language.engine import Answer, Engine, Request, Sampling, cache_bytes, token_bytes, unanswered
 from embodied.policies.language.sight import decoder_of
+from embodied.policies.language.trust import ProofWriter
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
@@ -120,6 +124,7 @@ class SlotEngine(Engine):
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
         self.likeliest: list[Any] = [()] * self.slots  # by row, of the tokens written
+        self.proofs: list[ProofWriter] = [ProofWriter()] * self.slots  # by row
         self.round = Sampling(0, "", SamplingRule(), frozenset())
         self.fast: Step | None = None
         self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # tokens, whose keys and values were
@@ -198,7 +203,8 @@ class SlotEngine(Engine):
             self.lengths[row], self.pending[row] = len(request.tokens) - 1, request.tokens[-1]
             if self.sight:
                 self.behind[row] = self.lengths[row] - self.positions(request)[-1].max()
-            self.counts[row], self.limits[row], self.likeliest[row] = 0, self.longest_answer(request), ()
+            self.counts[row], self.limits[row] = 0, self.longest_answer(request)
+            self.likeliest[row], self.proofs[row] = (), ProofWriter()
             if row in had:
                 continue
             if (words := prefix(request)) in known:
@@ -349,15 +355,17 @@ class SlotEngine(Engine):
         pending, positions = self.on(self.pending[:count]), self.on((self.lengths - self.behind)[:count])
         if self.fast:
             self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
-            logits = self.fast(pending, positions, self.cache)
+            logits, states = self.fast(pending, positions, self.cache)
         else:
-            logits = self.model(
-                input_ids=pending[:, None],
-                attention_mask=mask[:, None, None],
-                position_ids=positions[:, None],
-                past_key_values=self.cache,
-                use_cache=True,
-            ).logits[:, 0]
+            with last_states(self.decoder) as found:
+                logits = self.model(
+                    input_ids=pending[:, None],
+                    attention_mask=mask[:, None, None],
+                    position_ids=positions[:, None],
+                    past_key_values=self.cache,
+                    use_cache=True,
+                ).logits[:, 0]
+            states = found[0][:, 0]
         tokens, logprobs = np.zeros(count, np.int64), np.zeros(count)
         by_rule: dict[SamplingRule, list[int]] = {}
         for row, request in enumerate(self.rows):
@@ -368,6 +376,8 @@ class SlotEngine(Engine):
             tokens[rows], logprobs[rows] = (each.cpu().numpy() for each in chosen)
         for row in (row for row, request in enumerate(self.rows) if request.sampling.likeliest):
             self.likeliest[row] += (likeliest(logits[row], self.rows[row].sampling.likeliest),)
+        for row in (row for row, request in enumerate(self.rows) if request.sampling.proves):
+            self.proofs[row].add(states[row])
         self.phase += 1
         return tokens, logprobs
 
@@ -396,7 +406,8 @@ class SlotEngine(Engine):
     def answer(self, row: int, truncated: bool, dropped: str = "") -> Answer:
         count = self.counts[row]
         written, logprobs = self.written[row, :count].copy(), self.logprobs[row, :count].copy()
-        return Answer(self.rows[row].key, written, logprobs, truncated, dropped, self.likeliest[row][:count])
+        told = self.likeliest[row][:count], self.proofs[row].proof()
+        return Answer(self.rows[row].key, written, logprobs, truncated, dropped, *told)
 
     def take_out(self, row: int, clear: bool) -> None:
         """Free a row; the last one moves into its place. Whatever is not finite has to go: masked it still counts."""
@@ -408,7 +419,7 @@ class SlotEngine(Engine):
             for numbers in (self.lengths, self.pending, self.behind, self.counts, self.limits, self.noise):
                 numbers[row] = numbers[last]
             self.written[row], self.logprobs[row] = self.written[last], self.logprobs[last]
-            self.likeliest[row] = self.likeliest[last]
+            self.likeliest[row], self.proofs[row] = self.likeliest[last], self.proofs[last]
             self.cache.copy(last, row, int(self.lengths[last]))
         self.rows.pop()
 
@@ -446,45 +457,12 @@ def identity(request: Request) -> np.ndarray:
     return tokens
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens by logits [vocabulary], and their log-probs at temperature 1."""
-    found, tokens = logits.double().log_softmax(-1).topk(count)
-    return tuple(zip(tokens.tolist(), found.tolist()))
-
-
-def choose(logits: Tensor, rule: SamplingRule, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [N] at which the cumulative probabilities pass `uniform` [N], and their log-probs at the rule's
-    `logprob_temperature`.
-
-    Probabilities .2 .5 .3 and the number .6: token 1, since .2 <= .6 < .7. At temperature 0 it is the likeliest. With
-    top_k=2 the first is left out, .5 .3 become .625 .375, and .6 is still token 1.
-    """
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    scores = scores - scores.amax(-1, keepdim=True)
-    temperature, of_logprobs = rule.temperature, rule.logprob_temperature
-    scored = scores if of_logprobs == 1 else scores / of_logprobs
-    sums = scored.exp().cumsum(-1, dtype=torch.float64)
-    total = sums[:, -1]
-    if temperature == 0:
-        tokens = scores.argmax(-1)
-    else:
-        if temperature != of_logprobs or not rule.draws_from_all:
-            likely = (scores.double() / temperature).exp()
-            sums = (likely if rule.draws_from_all else kept(likely, rule)).cumsum(-1)
-        tokens = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
-        tokens = tokens.clamp(max=scores.shape[-1] - 1)
-    return tokens, scored.gather(-1, tokens[:, None])[:, 0].double() - total.log()
-
-
-def kept(likely: Tensor, rule: SamplingRule) -> Tensor:
-    """Probabilities [N, vocabulary], up to a factor, with 0 for tokens that the rule leaves out. Of tokens that are
-    equally likely the first are kept, so that no more than top_k remain."""
-    ordered, places = likely.sort(dim=-1, descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if rule.top_k:
-        keep[:, rule.top_k :] = False
-    if rule.top_p < 1:
-        ordered = ordered * keep
-        before = ordered.cumsum(-1) - ordered  # of all that are likelier
-        keep &= before < rule.top_p * ordered.sum(-1, keepdim=True)
-    return likely * torch.zeros_like(keep).scatter(-1, places, keep)
+@contextlib.contextmanager
+def last_states(decoder: Any) -> Iterator[list[Tensor]]:
+    """A list that gets the last hidden states [N, new, D] of the decoder's next pass."""
+    found: list[Tensor] = []
+    hook = decoder.register_forward_hook(lambda *told: found.append(told[-1].last_hidden_state))
+    try:
+        yield found
+    finally:
+        hook.remove()

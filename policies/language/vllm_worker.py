@@ -1,8 +1,11 @@
 """What vLLM's workers need to take weights from a folder: `vllm serve --worker-extension-cls
-embodied.policies.language.vllm_worker.FromFolder`. Imports nothing of the toolkit but this file."""
+embodied.policies.language.vllm_worker.FromFolder`. Weights that are sent, for want of a folder that both see, come in
+the buckets of `runtime/weights.py`; nothing else imports more of the toolkit than this file."""
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +44,36 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 class FromFolder:
-    """vLLM mixes it into its workers, whose methods `/collective_rpc` calls by name."""
+    """vLLM mixes it into its workers, whose methods `/collective_rpc` calls by name.
+
+    load_folder("/shared/v3")                                  # where sees_folder("/shared/v3")
+    receive_bucket(first), ..., receive_bucket(last), load_received()      # elsewhere
+    """
+
+    arriving: Any = None  # weights of which some buckets have come
+
+    def sees_folder(self, folder: str) -> bool:
+        return Path(folder).is_dir()
+
+    def receive_bucket(self, text: str) -> None:
+        """Keep a bucket (`bucket_bytes`, in base64), the next of its version. Damaged ones are refused."""
+        from embodied.policies.language.arriving_weights import ArrivingWeights
+        from embodied.policies.language.http_messages import read_bucket
+
+        head, bucket, specs = read_bucket(base64.b64decode(text))
+        if not bucket.number:
+            self.arriving = ArrivingWeights(head["sender"], bucket.version, specs, math.inf)
+        if self.arriving is None or not self.arriving.add(head["sender"], bucket):
+            raise ValueError("this is not the next bucket of the weights that are coming; begin again")
+
+    def load_received(self) -> None:
+        import torch
+
+        from embodied.runtime.tensor_bytes import tensor_of
+
+        arriving, self.arriving = self.arriving, None
+        with torch.inference_mode(False), torch.no_grad():
+            replace_weights(self, ((name, tensor_of(blob)) for name, blob in arriving.blobs.items()))
 
     def load_folder(self, folder: str) -> None:
         import torch

@@ -278,7 +278,11 @@ def test_other_clients_are_answered_while_a_prompt_is_encoded(server, monkeypatc
 
 
 def test_paths_that_are_not_there_are_refused_as_openai_does(open_server):
-    for path, why in (("/v1/embeddings", "has no embeddings"), ("/generate/", "send the prompts to /v1/completions")):
+    for path, why in (
+        ("/v1/embeddings", "has no embeddings"),
+        ("/generate/", "send the prompts to /v1/completions"),
+        ("/get_world_size", "not by NCCL"),
+    ):
         status, found = ask(open_server, path, {})
         assert status == 404 and path in found["error"]["message"] and why in found["error"]["message"]
     assert ask(open_server, "/v1/completions", method="GET")[0] == 405
@@ -636,6 +640,25 @@ def test_openais_client_gets_logprobs_prompts_and_several_streams(server, folder
         for choice in part.choices:
             said[choice.index] += choice.delta.content
     assert said == [choice.message.content for choice in several.choices] and len({*said}) > 1
+
+
+def test_trls_client_of_vllm_is_answered(open_server):
+    """`VLLMClient.generate` and `.chat` of trl 1.16: their requests, and what they read of the answers."""
+    drawn = {"n": 2, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    asked = {"model": "m", "return_token_ids": True, "return_tokens_as_token_ids": True, "max_tokens": 5, **drawn}
+    found = completed(open_server, **asked, prompt=[[5, 6], [7]], logprobs=0, seed=1)["choices"]
+    assert [choice["prompt_token_ids"] for choice in found[::2]] == [[5, 6], [7]]
+    for choice in found:
+        told, names = choice["logprobs"], [f"token_id:{token}" for token in choice["token_ids"]]
+        assert told["tokens"] == names and len(told["token_logprobs"]) == len(names)
+        assert told["top_logprobs"] == [{name: logprob} for name, logprob in zip(names, told["token_logprobs"])]
+    said = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
+    _, found = ask(open_server, "/v1/chat/completions", asked | said)
+    assert found["prompt_token_ids"]
+    for choice in found["choices"]:
+        for token, place in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+            assert place["token"] == f"token_id:{token}"
+            assert all(other["token"].startswith("token_id:") for other in place["top_logprobs"])
 
 
 def test_tools_go_into_the_prompt_and_calls_come_out_of_the_answer(tmp_path, monkeypatch):

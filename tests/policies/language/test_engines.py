@@ -21,8 +21,8 @@ from language_models import (
 from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
+from embodied.policies.language.drawing import choose
 from embodied.policies.language.engine import Request, Sampling
-from embodied.policies.language.slots import choose
 from embodied.policies.vla.lora import add_lora
 
 MODELS = {

@@ -14,7 +14,10 @@ from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.folder import as_published
+from embodied.policies.language.vllm_worker import FromFolder
 from embodied.policies.policy_folder import read_description
+from embodied.runtime import weights
 from embodied.serving.config import TOKEN
 
 ASKED = [Request(n, [5 + n % 7, 6, 7 + n], 4 + 2 * n, episode=n) for n in range(20)]
@@ -327,6 +330,47 @@ def test_a_server_of_another_kind_is_refused_in_a_line(policy, reply, reason):
         with pytest.raises(EmbodiedError, match=reason) as told:
             answers(engine, [Request(0, [30], 3, 0)])
         assert f"policy.url={url}" in str(told.value)
+
+
+class VLLMsWorker(FromFolder):
+    """As much of vLLM's worker as takes weights."""
+
+    def __init__(self, model):
+        self.model_runner = self
+        self.get_model = lambda: model
+        self.has = {}
+
+    def reload_weights(self, weights_iterator):
+        self.has = dict(weights_iterator)
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_vllms_server_takes_weights_from_a_folder_or_in_buckets(sees, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 100_000)
+    monkeypatch.setattr(VLLMsWorker, "sees_folder", lambda self, folder: sees)
+    worker, said, version = VLLMsWorker(policy.model), [], ["none"]
+
+    def reply(request, body):
+        if request.path == "/v1/models":
+            return {"data": [{"id": "m", "owned_by": "vllm"}]}
+        if request.path == "/collective_rpc":
+            said.append(body["method"])
+            found = getattr(worker, body["method"])(*body.get("args", ()))
+            return {"results": [None if found is None else str(found)]}
+        if request.path == "/update_weight_version":
+            version[0] = body["new_version"]
+        return {"weight_version": version[0]}
+
+    with scripted(reply) as url, engine_at(url, policy, tmp_path) as engine:
+        engine.load(policy.state_dict(), 1)
+        assert version == [engine.name]
+    assert list(dict.fromkeys(said)) == [
+        "sees_folder",
+        *(["load_folder"] if sees else ["receive_bucket", "load_received"]),
+    ]
+    assert (said.count("receive_bucket") > 1) == (not sees)
+    want = as_published(policy.model, policy.state_dict().items())
+    assert worker.has.keys() == want.keys() and all(torch.equal(worker.has[name], want[name]) for name in want)
 
 
 def test_a_server_that_has_no_way_to_take_weights_says_so(policy, tmp_path):

@@ -1,20 +1,24 @@
 """Servers that come and go while requests wait for them: every request is answered once, by the wanted weights."""
 
 import contextlib
+import itertools
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from served_language import SECRET, served
+from served_language import SECRET, scripted, served
 from tiny_language import build
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
-from embodied.policies.language import server_pool
+from embodied.policies.language import http_engine, server_pool
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.server_pool import GapRecord, WritingSpeed, rooms
+from embodied.policies.language.server_pool import WritingSpeed, rooms
+from embodied.policies.language.trust import GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 from embodied.runtime import weights
 from embodied.serving import language_server
@@ -218,3 +222,54 @@ def test_a_gap_is_judged_by_the_last_tokens_and_beside_other_servers():
     assert gap.tokens == 32 and gap.mean == pytest.approx(2e-6) and gap.largest == 3e-6
     assert gap.limit(0.1, []) == 0.1
     assert gap.limit(0.1, [1e-6]) == 1e-3 and gap.limit(0.1, [5e-3, 6e-3, 9.0]) == pytest.approx(6e-2)
+
+
+def draws_colder(server):
+    """It draws at a temperature of its own, and tells the log-probs that it was asked for."""
+    add = server.generation.engine.add
+    colder = SamplingRule(0.5)
+    server.generation.engine.add = lambda r: add(replace(r, sampling=replace(r.sampling, rule=colder)))
+
+
+def proves_nothing(server):
+    server.generation.engine.proofs = _Forgetful(server.generation.engine.proofs)
+
+
+class _Forgetful(list):
+    def __setitem__(self, row, writer):
+        writer.add = lambda state: None
+        super().__setitem__(row, writer)
+
+
+LIES = [(lambda server: falsify(server, 0.02), "is of other hidden states"), (draws_colder, "were not drawn as"),
+        (proves_nothing, "is of other hidden states")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lie", "reason"), LIES, ids=["weights", "sampler", "proof"])
+def test_a_server_whose_answers_are_not_what_it_says_is_named_and_honest_ones_answer_all(lie, reason, tmp_path, capsys):
+    policy = of_other_weights(0)
+    with served(of_other_weights(), tmp_path) as liar, served(of_other_weights(), tmp_path) as honest:
+        with engine_of(policy, [liar, honest], tmp_path, gap_limit=None, verify=1.0) as engine:
+            engine.load(policy.state_dict(), 1)
+            until(lambda: liar.generation.version == honest.generation.version == 1)
+            check_same(answers(engine, ASKED), policy)
+            assert engine.metrics()["dropped_servers"] == 0
+            lie(liar)
+            check_same(answers(engine, ASKED), policy)
+        said = capsys.readouterr().out
+        assert f"policy.url={liar.url}: " in said and reason in said and f"{honest.url}:" not in said
+
+
+def test_only_the_share_that_is_asked_for_is_verified_and_servers_without_proofs_are_refused(tmp_path, monkeypatch):
+    policy, verified = of_other_weights(0), []
+    monkeypatch.setattr(http_engine, "find_lie", lambda *told: verified.append(told) or "")
+    draws = itertools.cycle([0.0, 0.25, 0.5, 0.99])
+    secret = SimpleNamespace(SystemRandom=lambda: SimpleNamespace(random=lambda: next(draws)))
+    monkeypatch.setattr(http_engine, "secrets", secret)
+    with served(of_other_weights(), tmp_path) as server, engine_of(policy, [server], tmp_path, verify=0.25) as engine:
+        engine.load(policy.state_dict(), 1)
+        check_same(answers(engine, ASKED), policy)
+    assert len(verified) == len(ASKED) // 4
+    with scripted(lambda request, body: {"data": [{"id": "m", "owned_by": "vllm"}]}) as url:
+        with pytest.raises(ConfigError, match=f"policy.url={url} is a server of vllm, which makes no proofs"):
+            make_engine(LanguageConfig(name="language", engine="http", url=url, verify=1.0), policy)

@@ -9,15 +9,15 @@ import numpy as np
 
 from embodied.runtime.tensor_bytes import Blob, Spec
 from embodied.runtime.weights import Bucket, TensorsFromBuckets
-from embodied.serving.openai_protocol import BadRequest
 
 SILENT_S = 30.0  # after which another program may send its weights
 
 
 class ArrivingWeights:
-    def __init__(self, sender: str, version: int, specs: Mapping[str, Spec], most_bytes: int) -> None:
+    def __init__(self, sender: str, version: int, specs: Mapping[str, Spec], most_bytes: float) -> None:
+        """Raises ValueError where they are far larger than the model, which has `most_bytes`."""
         if (size := sum(spec.size_bytes for spec in specs.values())) > 2 * most_bytes:
-            raise BadRequest(f"these weights have {size} bytes, and this model's have {most_bytes}")
+            raise ValueError(f"these weights have {size} bytes, and this model's have {most_bytes}")
         self.sender, self.number, self.heard = sender, 0, time.monotonic()
         self.blobs = {name: Blob(spec, np.zeros(spec.size_bytes, np.uint8)) for name, spec in specs.items()}
         self.tensors = TensorsFromBuckets(version, {name: blob.data for name, blob in self.blobs.items()})

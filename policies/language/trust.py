@@ -1,0 +1,198 @@
+"""Whether the answers of a server are those of the learner's weights.
+
+Two checks. The gap of log-probs (`GapRecord`) needs nothing of the server but the log-probs that it sends anyway. A
+proof (`policy.verify`) is made in the manner of TOPLOC (arXiv 2501.16007): of every block of tokens that a server wrote
+it sends the largest numbers of the network's last hidden states. The policy worker computes the states of an answer by
+one prefill, and compares the numbers. Since the noise of a token is known, it also sees whether the server drew the
+tokens as it was asked to.
+
+    server   writer.add(state) for every token; writer.proof() is sent with the answer
+    worker   find_lie(policy, request.tokens, answer, rule, noise)   # "" if the answer is this policy's
+
+Without the weights nobody can make the numbers. A server that has them can still write with others and make the proof
+afterwards; then the tokens are not those that the noise draws.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, sqrt
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodied.core.arrays import tensor_of
+from embodied.core.conversations import SamplingRule
+from embodied.policies.language import attention
+from embodied.policies.language.drawing import draw_errors
+from embodied.policies.language.packing import lay_out
+
+if TYPE_CHECKING:
+    from embodied.policies.language.http_messages import Read
+    from embodied.policies.language.policy import LanguagePolicy
+
+JUDGED_TOKENS = 32  # over which the mean gap of a server is taken, at least
+RATIO, SMALL = 10.0, 1e-3  # a mean gap so many times that of the other servers is too large, if it is above SMALL
+BLOCK, KEPT = 32, 128  # tokens of a block of a proof, and numbers that are sent of it
+PLACE, NUMBER = np.dtype("<u4"), np.dtype("<f4")
+
+
+class GapRecord:
+    """How far the log-probs of a server's last answers are from those of the learner's weights."""
+
+    def __init__(self) -> None:
+        self.answers: deque[np.ndarray] = deque()  # differences by token; JUDGED_TOKENS of them where there are
+        self.tokens = 0
+
+    def add(self, differences: np.ndarray) -> None:
+        if not len(differences):
+            return
+        self.answers.append(np.abs(differences))
+        self.tokens += len(differences)
+        while self.tokens - len(self.answers[0]) >= JUDGED_TOKENS:
+            self.tokens -= len(self.answers.popleft())
+
+    @property
+    def mean(self) -> float:
+        return float(np.concatenate(self.answers).mean()) if self.tokens else 0.0
+
+    @property
+    def largest(self) -> float:
+        return max((float(each.max()) for each in self.answers), default=0.0)
+
+    def limit(self, most: float, others: Sequence[float]) -> float:
+        """The largest mean gap that is not suspicious, beside the mean gaps of other servers. Fewer tokens spread
+        wider: 8 of them may be twice as far as 32."""
+        widened = most * sqrt(max(1.0, JUDGED_TOKENS / max(self.tokens, 1)))
+        relative = max(RATIO * median(others), SMALL) if others and self.tokens >= JUDGED_TOKENS else inf
+        return min(widened, relative)
+
+
+@dataclass(frozen=True)
+class ProofBlock:
+    """The largest numbers of the hidden states [T, D] of T tokens, and where they are there: K of each, by place."""
+
+    places: np.ndarray  # uint32 [K], rising; token * D + dimension
+    numbers: np.ndarray  # float32 [K]
+
+    @classmethod
+    def of(cls, states: Tensor) -> ProofBlock:
+        flat = states.detach().float().flatten()
+        places = flat.abs().topk(min(KEPT, len(flat))).indices.sort().values
+        return cls(places.cpu().numpy().astype(PLACE), flat[places].cpu().numpy().astype(NUMBER))
+
+    def to_text(self) -> str:
+        return base64.b64encode(self.places.tobytes() + self.numbers.tobytes()).decode()
+
+    @classmethod
+    def from_text(cls, text: Any) -> ProofBlock:
+        """Raises ValueError where it is none."""
+        try:
+            data = base64.b64decode(text, validate=True)
+            half, odd = divmod(len(data), 2)
+            if odd or half % NUMBER.itemsize:
+                raise ValueError("it has a part of a number")
+            return cls(np.frombuffer(data[:half], PLACE), np.frombuffer(data[half:], NUMBER))
+        except (TypeError, binascii.Error, ValueError) as err:
+            raise ValueError(f"a block of the proof cannot be read: {err}") from None
+
+    def error(self, states: Tensor) -> float:
+        """How far the numbers are from those of these states, relative, on average; what larger numbers were left out
+        counts as well. 1 or more where the block does not fit the states at all."""
+        flat = states.detach().double().flatten().cpu()
+        count, places = min(KEPT, len(flat)), self.places.astype(np.int64)
+        if len(places) != count or places[-1] >= len(flat) or (np.diff(places) <= 0).any():
+            return 1.0
+        own = flat[torch.from_numpy(places)]
+        far = (torch.from_numpy(self.numbers.astype(np.float64)) - own).abs() / own.abs().clamp(min=1e-30)
+        left_out = 1 - own.abs().sum() / flat.abs().topk(count).values.sum()
+        return float(torch.nan_to_num(far, nan=1.0).clamp(max=1).mean() + left_out)
+
+
+class ProofWriter:
+    """Makes the proof of an answer that is being written, a token's state [D] at a time."""
+
+    def __init__(self) -> None:
+        self.blocks: list[ProofBlock] = []
+        self.states: list[Tensor] = []
+
+    def add(self, state: Tensor) -> None:
+        self.states.append(state)
+        if len(self.states) == BLOCK:
+            self.blocks.append(ProofBlock.of(torch.stack(self.states)))
+            self.states = []
+
+    def proof(self) -> tuple[ProofBlock, ...]:
+        return (*self.blocks, *([ProofBlock.of(torch.stack(self.states))] if self.states else []))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an honest answer stays below."""
+
+    proof: float  # the largest error of a block
+    drawn: float  # the mean error of an answer's draws
+
+
+EXACT = Limits(1e-4, 1e-5)
+LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.03, 0.01)}  # measured: docs/results.md
+
+
+def find_lie(policy: LanguagePolicy, said: Sequence[int], answer: Read, rule: SamplingRule, uniform: np.ndarray) -> str:
+    """Why an answer to the tokens `said` is not this policy's; empty if it is. `uniform` as for `check_answer`."""
+    try:
+        proof = [ProofBlock.from_text(text) for text in answer.proof]
+    except ValueError as err:
+        return str(err)
+    limits = LIMITS[policy.dtype]
+    far, drawn = check_answer(policy, said, answer.tokens, proof, rule, uniform)
+    if far > limits.proof:
+        return (
+            f"the proof of an answer of {len(answer.tokens)} tokens is of other hidden states than those of the "
+            f"learner's weights: {far:.2g} apart, and rounding is below {limits.proof:g}"
+        )
+    if drawn > limits.drawn:
+        return (
+            f"the {len(answer.tokens)} tokens of an answer were not drawn as they were asked for: the noise misses "
+            f"them by {drawn:.2g}, and rounding is below {limits.drawn:g}"
+        )
+    return ""
+
+
+@torch.no_grad()
+def check_answer(
+    policy: LanguagePolicy,
+    said: Sequence[int],
+    written: Sequence[int],
+    proof: Sequence[ProofBlock],
+    rule: SamplingRule,
+    uniform: np.ndarray,
+) -> tuple[float, float]:
+    """The largest error of a block, and the mean error of the draws, of an answer to the tokens `said`; `uniform` [A]
+    are the numbers that its tokens are drawn with."""
+    states = states_behind(policy, said, written)
+    blocks = states.split(BLOCK)
+    far = max(block.error(each) for block, each in zip(proof, blocks)) if len(proof) == len(blocks) else 1.0
+    tokens, numbers = (tensor_of(np.asarray(each), policy.device) for each in (written, uniform))
+    drawn = [
+        draw_errors(policy.head(part).to(policy.exact), tokens[at : at + BLOCK], rule, numbers[at : at + BLOCK])
+        for at, part in zip(range(0, len(written), BLOCK), blocks)
+    ]
+    return far, float(torch.cat(drawn).mean())
+
+
+def states_behind(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int]) -> Tensor:
+    """The last hidden states [A, D] from which the written tokens are drawn, by the learner's own forward pass."""
+    tokens = np.array([*said, *written], np.int64)
+    mask = np.arange(len(tokens)) >= len(said)
+    way = attention.attention_kernel(policy.device, policy.dtype)
+    wide = attention.wide_row(way, policy.model.config.get_text_config().hidden_size)
+    packed = lay_out(tokens, mask, np.array([len(tokens)]), np.zeros(1, np.int64), wide=wide)
+    return policy.hidden(packed, way)[tensor_of(packed.takes, policy.device)]

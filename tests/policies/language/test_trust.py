@@ -1,0 +1,76 @@
+"""Proofs of what a server computed: honest ones pass however the server batches, and a liar is refused by name."""
+
+import base64
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_language import build
+
+from embodied.core import rng
+from embodied.core.conversations import SamplingRule
+from embodied.policies.language.drawing import choose, draw_errors
+from embodied.policies.language.engine import Request, make_engine
+from embodied.policies.language.trust import BLOCK, LIMITS, ProofBlock, check_answer
+
+RULES = (SamplingRule(), SamplingRule(0.7), SamplingRule(0.0), SamplingRule(1.0, top_k=5), SamplingRule(0.9, top_p=0.6))
+
+
+def test_tokens_that_were_drawn_as_asked_have_no_error_and_others_have():
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log().expand(3, -1)
+    errors = draw_errors(logits, torch.arange(3), SamplingRule(), torch.full((3,), 0.6))
+    assert errors.tolist() == pytest.approx([0.4, 0.0, 0.1])
+    draw = torch.Generator().manual_seed(0)
+    logits, noise = 3 * torch.randn(500, 40, generator=draw), torch.rand(500, generator=draw, dtype=torch.float64)
+    for rule in RULES:
+        tokens, _ = choose(logits, rule, noise)
+        assert draw_errors(logits, tokens, rule, noise).max() < 1e-6
+        for other in RULES:
+            assert other == rule or draw_errors(logits, tokens, other, noise).mean() > 100 * LIMITS[torch.float32].drawn
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rounding"),
+    [({"preset": "tiny_gpt2", "dtype": "float64"}, 1e-6), ({"preset": "tiny"}, 1e-4)],
+    ids=["modules", "fast"],
+)
+@pytest.mark.parametrize("at_a_time", [1, 4])
+def test_a_proof_is_of_the_states_that_the_learner_computes_however_answers_are_batched(sizes, rounding, at_a_time):
+    policy = build(**sizes, max_length=128, max_running=at_a_time)
+    for parameter in policy.parameters():  # unlike fresh ones, these prefer some tokens to others
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    engine, rule = make_engine(policy.config, policy), SamplingRule(0.8)
+    engine.begin(1, 3, "train", rule)
+    asked = [Request(n, [5 + n, 6, 7], length, n) for n, length in enumerate((1, BLOCK, BLOCK + 1, 5, 2 * BLOCK, 40))]
+    waiting, found = [replace(r, sampling=replace(engine.round, proves=True)) for r in asked], {}
+    while waiting or engine.running:
+        while waiting and engine.room:
+            engine.add(waiting.pop(0))
+        found |= {answer.key: answer for answer in engine.step()}
+    for request in asked:
+        answer = found[request.key]
+        proof = [ProofBlock.from_text(block.to_text()) for block in answer.proof]
+        assert len(proof) == -(-len(answer.tokens) // BLOCK)
+        places = len(request.tokens) + np.arange(len(answer.tokens))
+        noise = rng.uniform(3, "act/train", np.full(len(places), request.episode), places, 1)[:, 0]
+        told = policy, request.tokens, answer.tokens.tolist()
+        assert max(check_answer(*told, proof, rule, noise)) < rounding
+        assert check_answer(*told, proof[:-1], rule, noise)[0] == 1.0
+
+
+def test_a_block_that_was_not_computed_does_not_fit_and_one_that_cannot_be_read_is_refused():
+    states = torch.randn(BLOCK, 16, generator=torch.Generator().manual_seed(0))
+    honest = ProofBlock.of(states)
+    assert honest.error(states) < 1e-6 < 1e-3 < honest.error(states * 1.01)
+    small = states.flatten().abs().topk(len(honest.places), largest=False).indices.sort().values
+    true_but_small = ProofBlock(small.numpy().astype("<u4"), states.flatten()[small].numpy())
+    shuffled = replace(honest, places=honest.places[::-1])
+    far_away = replace(honest, places=honest.places + np.uint32(10**6))
+    empty = ProofBlock(honest.places[:0], honest.numbers[:0])
+    no_numbers = replace(honest, numbers=np.full_like(honest.numbers, np.nan))
+    for wrong in (true_but_small, shuffled, far_away, empty, no_numbers):
+        assert wrong.error(states) > 0.5
+    for text in (None, 7, "a", "!!!!", base64.b64encode(b"12345").decode()):
+        with pytest.raises(ValueError, match="a block of the proof cannot be read"):
+            ProofBlock.from_text(text)
