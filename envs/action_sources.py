@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from embodied.core.conversations import SamplingRule
 from embodied.core.rng import normal
 from embodied.core.types import Observation, Recording
 from embodied.envs.capabilities import Expert
@@ -25,23 +26,27 @@ class ActionSource(Protocol):
     def begin(self, rows: np.ndarray) -> None:
         """Episodes begin on these rows."""
 
-    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The next decisions of the rows `at` [len(at), C, A], which see `obs`, and what these are worth [len(at)],
-        empty if unknown."""
+    def ask(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> None:
+        """Request the next decisions of the rows `at`, which see `obs`."""
+
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+        """These decisions [len(at), C, A], and what they are worth [len(at)], empty if unknown."""
 
 
 class PolicyActions:
-    """The actions of a policy worker."""
+    """The actions of a policy worker, drawn by this rule (None: that of the round)."""
 
-    def __init__(self, client: PolicyClient) -> None:
-        self.client = client
+    def __init__(self, client: PolicyClient, rule: SamplingRule | None = None) -> None:
+        self.client, self.rule = client, rule
         self.source = client.source
 
     def begin(self, rows: np.ndarray) -> None:
         """A policy remembers nothing."""
 
-    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        self.client.ask(obs, rows.episode[at], rows.decision[at])
+    def ask(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> None:
+        self.client.ask(obs, rows.episode[at], rows.decision[at], rule=self.rule)
+
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
         reply = self.client.answer()
         return reply.output.actions, reply.values
 
@@ -56,8 +61,11 @@ class ExpertActions:
     def begin(self, rows: np.ndarray) -> None:
         self.expert.begin(rows)
 
-    def act(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.expert.act()[at, None], np.empty(0)
+    def ask(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> None:
+        self.at = at
+
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.expert.act()[self.at, None], np.empty(0)
 
 
 def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -> np.ndarray:

@@ -8,7 +8,7 @@ is the caller's choice: a `Recording` names its recorders, which work here, in t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -59,8 +59,24 @@ def play_episodes(
     """Play a fixed list of episodes to the end, a free row taking the next one. `alone` are the last of the episodes;
     each is played with no other beside it. Once `stop` says so the decision in progress is the last one, and what is
     not over is given up."""
+    turns = play_in_turns(env, episodes, action_source, recording, notes, alone, timers, stop)
+    return [result for ended in turns for result in ended]
+
+
+def play_in_turns(
+    env: VectorEnv,
+    episodes: list[EpisodeSpec],
+    action_source: ActionSource,
+    recording: Recording,
+    notes: Channel,
+    alone: frozenset[int],
+    timers: Timers,
+    stop: Callable[[], bool] = lambda: False,
+) -> Iterator[list[EpisodeResult]]:
+    """The same, decision by decision: yields the episodes that have ended since the last time, while the next decisions
+    are requested and not waited for yet."""
     player, waiting = EpisodePlayer(env, timers), deque(episodes)
-    results: list[EpisodeResult] = []
+    outcomes: list[EpisodeResult] = []
 
     def warn(text: str) -> None:
         notes.put(Note(action_source.source, warning=text))
@@ -86,8 +102,10 @@ def play_episodes(
         refill(np.arange(env.num_envs))
         while player.playing.any() and not stop():
             at, seen = player.seen()
+            action_source.ask(seen, player.rows, at)
+            yield outcomes
             with timers.measure("wait"):
-                decisions, values = action_source.act(seen, player.rows, at)
+                decisions, values = action_source.answer()
             actions = spread(decisions, at, env.num_envs)
             for recorder in recorders:
                 recorder.decided(player.obs, actions, at, values)
@@ -96,12 +114,11 @@ def play_episodes(
                 recorder.played(result)
             done, outcomes = player.end(result)
             if len(done):
-                results += outcomes
                 for recorder in recorders:
                     recorder.finish(done, outcomes)
                 notes.put(Note(action_source.source, finished=tuple(outcomes)))
                 refill(np.flatnonzero(~player.playing) if waiting and waiting[0].index in alone else done)
-    return results
+        yield outcomes
 
 
 def num_startable(waiting: deque[EpisodeSpec], playing: np.ndarray, alone: frozenset[int]) -> int:

@@ -8,11 +8,13 @@ actions is played in `step_chunk` of `vector_env.py`, called by the `EpisodePlay
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 
 from embodied.core.arrays import text_arrays
+from embodied.core.conversations import EvaluationShare
 from embodied.core.types import (
     EnvSpec,
     EpisodeList,
@@ -21,6 +23,7 @@ from embodied.core.types import (
     Recording,
     RolloutStats,
     Route,
+    Servers,
     choose,
     env_blocks,
     rows_of_sims,
@@ -28,7 +31,7 @@ from embodied.core.types import (
 from embodied.envs import env_class, make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
 from embodied.envs.episode_player import Record, Refill, Stage, step_stages
-from embodied.envs.evaluation import play_episodes
+from embodied.envs.evaluation import play_episodes, play_in_turns
 from embodied.envs.request_client import PolicyClient
 from embodied.envs.whole_episodes import EpisodeStream, PlayerWorker
 from embodied.runtime import Channel, Needs
@@ -102,19 +105,25 @@ class SimWorker(PlayerWorker):
         batch: int = 0,
         granularity: int = 0,
         noted: bool = False,
+        beside: EvaluationShare | None = None,
     ) -> RolloutStats:
         """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows, for this
         `batch`: at the end, or every `granularity` decisions. Or, without a horizon, play a list of episodes to their
         ends, as many at a time as there are envs, and keep them; where their ends are `noted`, `hand_in` may be asked
-        for each from then on."""
+        for each from then on. The episodes of an evaluation `beside` take turns with these, in separate envs, and are
+        asked about on the last place of the route."""
         before, make = self.timers.totals(), partial(Record, horizon=horizon)
+        evaluation = self._evaluating(beside, route[-1]) if beside else iter(())
+        route = route[: len(self.stages)]
         if noted:
             make = partial(EpisodeStream, store=self.kept_episodes, journal=self.journal)
         records = [make(servers.source) for servers in route]
         for stage, servers in zip(self.stages, route, strict=True):
             stage.play_for(PolicyClient(servers), horizon)
         refills = self._go_on(episodes) if horizon else self._begin_whole(episodes)
+        next(evaluation, None)
         for decisions in step_stages(self.stages, records, refills, horizon):
+            next(evaluation, None)
             if granularity and decisions > 1 and (decisions - 1) % granularity == 0:
                 self._deliver(records, out, batch, decisions - 1)  # what follows the last one is not known yet
         if horizon:
@@ -124,6 +133,7 @@ class SimWorker(PlayerWorker):
         elif not noted:
             for played in [record.trajectory() for record in records if record.decisions]:
                 self.kept_episodes |= dict.fromkeys(played.ids.tolist(), played)
+        deque(evaluation, maxlen=0)  # play what is left of it
         finished = tuple(result for record in records for result in record.finished)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return RolloutStats(sum(record.env_steps for record in records), finished, *spent)
@@ -167,6 +177,13 @@ class SimWorker(PlayerWorker):
         )
         stop = lambda: self.stopped  # noqa: E731
         return play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)
+
+    def _evaluating(self, share: EvaluationShare, servers: Servers) -> Iterator[list[EpisodeResult]]:
+        """Play the episodes of an evaluation, a decision whenever the next item is wanted."""
+        self.eval_spec()
+        actions = PolicyActions(PolicyClient(servers), share.rule)
+        about = (actions, share.recording, share.notes, frozenset[int](), self.timers)
+        return play_in_turns(self.eval_env, list(share.episodes), *about)
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

@@ -175,7 +175,9 @@ class PolicyWorker(Worker):
             final = {i: r.final_obs for i, r in numbered.items() if r.final_obs is not None}
             final_values = self._values(final, later)
             values = self._values({i: r.obs for i, r in numbered.items() if r.value_only}, later)
-            outputs = self._act({i: r for i, r in numbered.items() if not r.value_only}, rule)
+            outputs = self._act({i: r for i, r in numbered.items() if not (r.value_only or r.rule)}, rule)
+            for other in {r.rule for r in requests if r.rule}:  # of an evaluation beside the rollout
+                outputs |= self._act({i: r for i, r in numbered.items() if r.rule == other}, other)
         values |= {i: output.values for i, output in outputs.items()}
         version = self.weights.version
         return [

@@ -250,11 +250,6 @@ class RunConfig(Strict):
     def _interleaving_fits(self) -> None:
         if not self.eval.interleave:
             return
-        if not isinstance(self.policy, LanguageConfig):
-            raise ValueError(
-                "eval.interleave=true: a robot's sims step all their envs together, and those of an evaluation have a "
-                "number and rules of their own; leave it out"
-            )
         if self.run.eval_every is None:
             raise ValueError(
                 "eval.interleave=true has no effect without run.eval_every: the only evaluation is the last, after "

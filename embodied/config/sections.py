@@ -237,8 +237,8 @@ class EvalSection(Strict):
     )
     interleave: bool = Field(
         False,
-        description="Text envs: hold an evaluation in mid-run beside the next rollout, which uses the same weights, "
-        "instead of before it. Its results are the same (with vLLM up to its rounding).",
+        description="Play an evaluation in mid-run beside the next rollout, which uses the same weights, instead of "
+        "before it. Its results are the same (with vLLM up to its rounding).",
     )
     reference: str | None = Field(
         None,

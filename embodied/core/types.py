@@ -12,12 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied.core.arrays import Observation, concatenate, map_obs, room_for, take_rows, write
 from embodied.core.rng import episode_seeds, generator
+
+if TYPE_CHECKING:
+    from embodied.core.conversations import SamplingRule
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
@@ -281,6 +284,7 @@ class ActRequest:
     value_only: bool = False
     checked_later: bool = False  # whether a last, `value_only` request of its source asks for the check of all answers
     first: int = 0  # row of the whole request that these begin with
+    rule: SamplingRule | None = None  # how actions are drawn; None: as the round says
 
     @property
     def rows(self) -> int:

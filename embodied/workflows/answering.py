@@ -35,10 +35,12 @@ class Answering:
         stages: int,
         policies: list[int],
         sampling: SamplingRule,
+        beside: bool = False,
     ) -> None:
-        """`policies` take part from the beginning."""
+        """`policies` take part from the beginning. Where an evaluation is played `beside`, each sim has one place more,
+        asked as its first stage is."""
         self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
-        self.sources = {f"sim-{s}/{i}#{manager.rounds}": (s, i) for s in sims for i in range(stages)}
+        self.sources = {f"sim-{s}/{i}#{manager.rounds}": (s, i) for s in sims for i in range(stages + beside)}
         self.replies = {source: manager.replies[sim][stage] for source, (sim, stage) in self.sources.items()}
         self.stages = stages
         self.calls: dict[int, Handle] = {}  # of the sims
@@ -142,7 +144,7 @@ class Answering:
         if self.shared or not self.names:
             return Servers(source, {"all": manager.prompts} if self.shared else {})
         sim, stage = self.sources[source]
-        block = manager.share(sim, stage, self.stages, self._taking())
+        block = manager.share(sim, stage % self.stages, self.stages, self._taking())
         others = frozenset(self.names.values()) - {self.names[policy] for policy in block}
         return Servers(source, {self.names[policy]: manager.requests[policy] for policy in block}, others)
 

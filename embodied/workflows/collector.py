@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodied.algorithms.config import PPOConfig
-from embodied.core.conversations import SamplingRule
+from embodied.core.conversations import EvaluationShare, SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.core.types import BatchEnd, EpisodeList, EpisodeResult, RolloutStats, Route, Servers, Unit, env_blocks
 from embodied.placement.balance import balance_ratio
@@ -233,12 +233,13 @@ class HorizonCollector(Collector):
         if self.config.pipeline.granularity:
             self.begin_early(batch.number)
         while missing:
-            begin = partial(self._collect, batch.number)
-            calls, routes = rollouts.play(missing, begin, self.config.pipeline.stages, SamplingRule())
+            begin = partial(self._collect, batch.number, beside := rollouts.take_beside())
+            stages = self.config.pipeline.stages
+            calls, routes = rollouts.play(missing, begin, stages, SamplingRule(), beside=bool(beside))
             for sim, call in calls.items():
                 if call.succeeded():
                     batch.stats[sim] = call.wait()[0]
-                    batch.sources |= self._parts(sim, routes[sim])
+                    batch.sources |= self._parts(sim, routes[sim][:stages])
             batch.seconds += max((call.seconds() for call in calls.values() if call.succeeded()), default=0.0)
             missing = [sim for sim in missing if sim not in batch.stats]
             if not self._too_little(batch, missing):
@@ -292,9 +293,10 @@ class HorizonCollector(Collector):
         self.rollouts.episode_counter.restore(state)
         return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
 
-    def _collect(self, batch: int, sim: int, route: Route) -> Handle:
+    def _collect(self, batch: int, beside: dict[int, EvaluationShare], sim: int, route: Route) -> Handle:
         where = (tuple(self.inlets), batch, self.config.pipeline.granularity or 0)
-        return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where)
+        more: dict[str, Any] = {"beside": beside[sim]} if sim in beside else {}
+        return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where, **more)
 
     def _parts(self, sim: int, route: Route) -> dict[str, np.ndarray]:
         """The env rows that each stage of a sim plays."""

@@ -170,16 +170,18 @@ class Evaluator:
         )
 
     def shares(self, kept: PartialEvaluation) -> dict[int, EvaluationShare]:
-        """The missing conversations of an evaluation, by the sim worker that holds them beside a rollout."""
+        """The missing episodes of an evaluation, by the sim worker that plays them beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
         about = (rule_of(self.config.eval), self.first_recording(kept.folder), self.workers.notes)
-        sims = range(len(self.workers.sims))
-        return {s: EvaluationShare(tuple(missing[s :: len(sims)]), *about) for s in sims if missing[s :: len(sims)]}
+        dealt = deal_to_sims(missing, len(self.workers.sims), self.workers.spec.text)
+        return {sim: EvaluationShare(tuple(specs), *about) for sim, specs in dealt.items() if specs}
 
     def noted(self) -> list[EpisodeResult]:
         """The results of episodes that have ended beside a rollout."""
-        notes = self.workers.notes
-        return [result for note in [notes.get() for _ in range(notes.qsize())] for result in note.finished]
+        notes = [self.workers.notes.get() for _ in range(self.workers.notes.qsize())]
+        for note in notes:
+            self.workers.rollouts.warn(note.warning)
+        return [result for note in notes for result in note.finished]
 
     def play(
         self,
@@ -220,10 +222,7 @@ def play_fixed(
     Experts ask no policy worker, which would wait in vain."""
     num_sims = len(rollouts.sims)
     results: dict[int, EpisodeResult] = {}
-    left = {sim: episodes[sim::num_sims] for sim in range(num_sims)}
-    if not rollouts.spec.text and len({spec.task for spec in episodes}) > 1:  # a sim loads the scenes of few tasks
-        dealt = enumerate(deal_by_task([spec.task for spec in episodes], num_sims))
-        left = {sim: [episodes[at] for at in places] for sim, places in dealt}
+    left = deal_to_sims(episodes, num_sims, rollouts.spec.text)
     attempts: Counter[int] = Counter()
     while left := {sim: specs for sim, specs in left.items() if specs}:
         if stop():
@@ -249,6 +248,15 @@ def play_fixed(
             )
         heard(results.values())
     return [results[spec.index] for spec in episodes]
+
+
+def deal_to_sims(episodes: list[EpisodeSpec], num_sims: int, text: bool) -> dict[int, list[EpisodeSpec]]:
+    """The episodes that each sim worker plays: in turn, or of simulators' tasks as few as possible, since a sim loads
+    the scenes of all of its tasks."""
+    if text or len({spec.task for spec in episodes}) <= 1:
+        return {sim: episodes[sim::num_sims] for sim in range(num_sims)}
+    dealt = enumerate(deal_by_task([spec.task for spec in episodes], num_sims))
+    return {sim: [episodes[at] for at in places] for sim, places in dealt}
 
 
 class NoteListener:

@@ -269,7 +269,7 @@ class GroupCollector(Collector):
         num_sims = len(rollouts.sims)
         blocks = deal_by_task([spec.task for spec in specs], num_sims) if by_task else env_blocks(len(specs), num_sims)
         shares = {sim: [specs[at] for at in block] for sim, block in enumerate(blocks) if block}
-        beside, rollouts.beside = rollouts.beside, {}
+        beside = rollouts.take_beside()
         shares = {sim: [] for sim in beside} | shares
 
         noted = self.early and not self.relays.groups  # else nothing is certain before the round is over
@@ -284,7 +284,8 @@ class GroupCollector(Collector):
         workers = rollouts.sims.workers
         self.experience.keep_at({workers[sim]: [spec.index for spec in share] for sim, share in shares.items()})
         background = self if noted else None
-        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, self.sampling, background=background)
+        about: dict[str, Any] = {"background": background, "beside": bool(beside)}
+        calls, _ = rollouts.play(shares, begin, self.config.pipeline.stages, self.sampling, **about)
         played = [call for call in calls.values() if call.succeeded()]
         stats = [call.wait()[0] for call in played]
         batch.stats += stats

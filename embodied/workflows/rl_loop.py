@@ -175,7 +175,7 @@ class EmbodiedLoop:
             self.lagging.act_with_newest()
 
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
-        """Let the next rollout, which uses the same weights, hold the conversations of this evaluation too. `finish` is
+        """Let the next rollout, which uses the same weights, play the episodes of this evaluation too. `finish` is
         called before others are published, and plays what is missing then."""
         self.rollouts.beside, self.beside = self.evaluator.shares(kept), (kept, finish)
 

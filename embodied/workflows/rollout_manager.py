@@ -61,7 +61,7 @@ class RolloutManager:
         self.device_sharing = workers.device_sharing
         self.episode_counter, self.num_tasks = EpisodeCounter(workers.config.env.num_envs), len(workers.tasks)
         self.background: list[BackgroundTask] = []  # done while a round is played, whichever it is
-        self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of groups holds of an evaluation
+        self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of a rollout plays of an evaluation
         self.rounds = 0
         self.restarts = 0
         self.lives: Counter[str] = Counter()  # by worker, how often it was replaced
@@ -70,7 +70,8 @@ class RolloutManager:
         self.warnings: set[str] = set()  # that were shown
         # Requests live with the policy workers, replies with the sims.
         channel, text = self.cluster.channel, self.spec.text
-        stages, sims, policies = range(self.num_stages), range(len(self.sims)), range(len(self.policies))
+        places = range(self.num_stages + workers.config.eval.interleave)
+        sims, policies = range(len(self.sims)), range(len(self.policies))
         about = {"capacity": None} if text else {}  # conversations are bounded by those that go on at a time
         self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
         # Prompts for whichever of several engines has room, and what engines say of that.
@@ -80,7 +81,7 @@ class RolloutManager:
         if text:  # whatever comes first is heard first
             self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **about)] * self.num_stages for s in sims]
         else:
-            self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in stages] for s in sims]
+            self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in places] for s in sims]
         faults = workers.config.faults
         self.budget = Budget(faults.max_restarts, faults.window_s, faults.hang_s)
         self.cluster.supervise([self.sims, self.policies], [self.policies], self.budget)
@@ -99,13 +100,15 @@ class RolloutManager:
         sampling: SamplingRule,
         asked: bool = True,
         background: BackgroundTask | None = None,
+        beside: bool = False,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
         """A round: call `begin` for these sims, and let the policy workers serve so many stages of each, if they are
-        asked at all. Returns the calls, which have succeeded but for sims that died, and the routes they took. What is
-        due in the `background` is done while they play."""
+        asked at all, and robots' episodes of an evaluation `beside`. Returns the calls, which have succeeded but for
+        sims that died, and the routes they took. What is due in the `background` is done while they play."""
         self.settle()
         self.rounds += 1
-        answering = Answering(self, sims := list(sims), stages, self._acting() if asked else [], sampling)
+        acting, robots = self._acting() if asked else [], not self.spec.text
+        answering = Answering(self, sims := list(sims), stages, acting, sampling, beside and robots)
         routes = {sim: answering.route(sim) for sim in sims}
         answering.calls = calls = {sim: begin(sim, route) for sim, route in routes.items()}
         tasks = [task for task in (answering, background, *self.background) if task]
@@ -139,6 +142,11 @@ class RolloutManager:
                 return losses
             for one in due:
                 one.go_on()
+
+    def take_beside(self) -> dict[int, EvaluationShare]:
+        """By sim, the part of an evaluation that the round which begins now plays."""
+        beside, self.beside = self.beside, {}
+        return beside
 
     def settle(self, *handles: Handle) -> None:
         """Wait for calls; workers that die meanwhile are replaced, and their calls have failed then."""

@@ -22,8 +22,11 @@ class Still:
     def begin(self, rows):
         pass
 
-    def act(self, obs, rows, at):
-        return np.zeros((len(at), 2, 2), np.float32), np.full(len(at), 0.5)
+    def ask(self, obs, rows, at):
+        self.num = len(at)
+
+    def answer(self):
+        return np.zeros((self.num, 2, 2), np.float32), np.full(self.num, 0.5)
 
 
 class Notebook(AbstractContextManager):

@@ -22,6 +22,10 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 BESIDE = "eval.interleave=true"
 PATIENT = "faults.timeout_s=600"
 TWO_ENGINES = "placement={sim: 'cpu:0', policy: 'cpu:0-1*2', learner: 'cpu:1'}"
+ROBOTS = [
+    *("cluster.backend=inline", "run.env_steps=null", "run.iterations=3", "run.save_every=1", "run.eval_every=1"),
+    *("env.num_envs=8", "eval.episodes=6", "eval.num_envs=4", "eval.videos=0"),
+]
 
 
 def run_of(folder, *arguments):
@@ -104,6 +108,29 @@ def test_with_every_schedule_it_equals_one_of_its_checkpoint(schedule, alone, tm
     assert found(run / "eval" / "v000001-evaluate") == found(run / "eval" / "v000001")
 
 
+@pytest.mark.parametrize(
+    ("options", "by_themselves"),
+    [
+        (("recipe=pointmass_ppo", "algo.minibatch_size=128"), [3]),
+        (("recipe=pointmass_ppo", "algo.minibatch_size=128", "pipeline.stages=2", TWO_ENGINES), [3]),
+        (("recipe=pointmass_ppo", "algo.minibatch_size=128", "pipeline.schedule=async"), [2, 3]),
+        (("recipe=pointmass_grpo", "algo.groups=2"), [3]),
+    ],
+    ids=["slices", "two stages", "async", "groups"],
+)
+def test_robots_play_it_with_the_same_results_and_train_the_same(options, by_themselves, alone, tmp_path):
+    """Evaluations take the likeliest actions; rollouts, beside which they are played, draw theirs."""
+    for name, beside in (("whole", ()), ("beside", (BESIDE,))):
+        alone.clear()
+        assert train.main([*options, *ROBOTS, *beside, f"run.dir={tmp_path / name}"]) == 0
+    assert alone == [(version, 6) for version in by_themselves]
+    (whole,), (beside,) = (tmp_path / "whole").iterdir(), (tmp_path / "beside").iterdir()
+    for version in ("v000001", "v000002", "v000003"):
+        outcomes = [(run / "eval" / version / "episodes.csv").read_text() for run in (whole, beside)]
+        assert outcomes[0] == outcomes[1] and outcomes[0].count("\n") == 7
+    assert equal(final_weights(beside), final_weights(whole))
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_one_that_was_under_way_when_the_run_died_is_played_again(where, whole, tmp_path, monkeypatch):
     collect = EmbodiedLoop.collect
@@ -141,16 +168,9 @@ def test_where_a_sim_dies_what_it_held_is_played_by_itself(whole, tmp_path):
     assert found(run / "eval" / "v000001")[1] == found(whole / "eval" / "v000001")[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "answer"),
-    [
-        (["recipe=pointmass_grpo", "run.eval_every=1"], "a robot's sims step all their envs together"),
-        (["recipe=sums_grpo", "run.eval_every=null"], "has no effect without run.eval_every"),
-    ],
-)
-def test_it_is_refused_where_it_cannot_be(arguments, answer):
-    with pytest.raises(ConfigError, match=answer):
-        load([*arguments, BESIDE])
+def test_it_is_refused_where_there_is_no_rollout_to_be_beside_of():
+    with pytest.raises(ConfigError, match=r"has no effect without run\.eval_every"):
+        load(["recipe=sums_grpo", "run.eval_every=null", BESIDE])
 
 
 @pytest.mark.parametrize("command", ["evaluate", "sft", "collect"])
