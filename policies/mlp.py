@@ -39,18 +39,16 @@ class ObservationNormalizer(nn.Module):
 
     def forward(self, state: Tensor, first: int = 0) -> Tensor:
         """Moments of the numbers from `first` on."""
-        if self.count < 2:
-            return state
         part = slice(first, first + state.shape[-1])
         std, mean = self._deviation(self.floor)[part], self.mean[part]
-        return ((state - mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
+        normal = ((state - mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
+        return torch.where(self.count < 2, state, normal)  # the device decides: nobody waits for it
 
     def spread(self, first: int, least: float) -> Tensor:
         """The deviation of what `forward` gives, of the numbers from `first` on; of those that vary by less than
         `least`, in units of the state, what that makes."""
-        if self.count < 2:
-            return torch.ones_like(self.mean[first:])
-        return (self._deviation(least) / self._deviation(self.floor))[first:]
+        found = (self._deviation(least) / self._deviation(self.floor))[first:]
+        return torch.where(self.count < 2, torch.ones_like(found), found)
 
     def within(self, states: np.ndarray) -> np.ndarray:
         """Numbers [..., D] to count, cut off where `forward` cuts them off: one cube that flies off the table would

@@ -167,6 +167,13 @@ class RunConfig(Strict):
                 f"{most} limits what a learner has of a batch of whole episodes; with pipeline.schedule=periodic it "
                 "keeps none, and with rollouts of a fixed length all learners have equally much; leave it out"
             )
+        speaks = isinstance(self.policy, LanguageConfig)
+        if self.learner.graphs == "on" and (speaks or schedule == "periodic"):
+            what = "conversations" if speaks else "groups of pipeline.schedule=periodic"
+            raise ValueError(
+                f"learner.graphs=on records passes of a few fixed sizes, but {what} have any size; "
+                "try learner.graphs=auto"
+            )
         if schedule == "periodic" and (reason := algo.why_not_periodic()):
             raise ValueError(f"pipeline.schedule=periodic: {reason}")
 
@@ -262,8 +269,11 @@ class RunConfig(Strict):
             raise ValueError(
                 f"{given}: demonstrations are on disk already, so there is nothing to collect meanwhile; leave it out"
             )
-        if given := self.changed("learner", "sequence_degree"):
-            raise ValueError(f"{given}: demonstrations pass through the network in one learner each; leave it out")
+        if given := self.changed("learner", "sequence_degree", "graphs"):
+            raise ValueError(
+                f"{given}: demonstrations pass through the network in one learner each, and no pass is recorded; "
+                "leave it out"
+            )
 
     def _whole_episodes_fit(self) -> None:
         if not self.algo.whole_episodes:

@@ -87,12 +87,12 @@ class ImitationLearner(LearnerWorker):
                 mine = torch.from_numpy(owned(minibatch, self.blocks[self.rank]))
                 count, passes = self._count(minibatch), self._passes(minibatch)
                 totals, norm = self.optimizer.exchange(self._gradient(mine, count, passes, epoch))
-                losses = dict(zip(self._losses, (totals / count).tolist(), strict=True))
-                rows.append({**losses, "grad_norm": norm})
+                *losses, grad_norm = torch.cat([(totals / count).double(), norm.view(1)]).tolist()
+                rows.append({**dict(zip(self._losses, losses, strict=True)), "grad_norm": grad_norm})
                 check_finite(rows[-1], iteration, 0)
                 self.optimizer.step(norm, factor)
                 rows[-1] |= self.policy.end_step(self.collective.sum)
-            check_weights(self.optimizer, iteration)
+            check_weights(self.collective, iteration, bool(self.optimizer.broken()))
         means = {f"train/{name}": float(np.mean([row[name] for row in rows])) for name in rows[0]}
         return means | {"train/lr": config.lr * factor}
 

@@ -7,9 +7,9 @@ that concern several sections in `config/recipe.py`, shares of workers in `place
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from embodied.core.options import Strict
 
@@ -48,6 +48,11 @@ class LearnerConfig(Strict):
         "full", description="bf16: matrix products in bfloat16 (autocast), in acting too; weights keep policy.dtype."
     )
     compile: bool = Field(False, description="Compile the network (torch.compile); the first iteration takes longer.")
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Record gradient steps as CUDA graphs and repeat them; minibatches are padded to few sizes. auto: "
+        "on GPUs, for policies of up to 10 million weights that take numbers. Weights are equal up to rounding.",
+    )
     checkpoint_activations: bool = Field(
         False, description="Compute activations again in the backward pass instead of keeping them, block by block."
     )
@@ -55,12 +60,33 @@ class LearnerConfig(Strict):
         False,
         description="Split weights, gradients and optimizer state over the learners (FSDP2) instead of repeating them.",
     )
+    reduce_each_pass: bool = Field(
+        False,
+        description="With learner.shard: sum gradients over the learners after each pass, not once a step. No learner "
+        "holds a whole float32 gradient then, and each pass pays for an exchange.",
+    )
     sequence_degree: Literal["auto", 1, 2, 4] = Field(
         1,
         description="Learners that compute a language model's pass together, each a part of its tokens; attention "
         "exchanges them. auto: as many for each pass as lower the busiest learner's load, and more where the pass has "
         "more than learner.pack_tokens.",
     )
+
+    @model_validator(mode="after")
+    def check_combinations(self) -> Self:
+        if self.reduce_each_pass and not self.shard:
+            raise ValueError(
+                "learner.reduce_each_pass=true sums gradients of learners that hold shards; leave it out, or set "
+                "learner.shard=true"
+            )
+        slow = {"shard": self.shard, "checkpoint_activations": self.checkpoint_activations}
+        slow["sequence_degree"] = self.sequence_degree != 1
+        if self.graphs == "on" and (given := [f"learner.{name}" for name, on in slow.items() if on]):
+            raise ValueError(
+                f"learner.graphs=on records steps that one learner computes as a whole, but {given[0]} is set; "
+                "try learner.graphs=auto"
+            )
+        return self
 
     def degrees(self, ranks: int, heads: Sequence[int]) -> list[int]:
         """The numbers of learners, of so many, that may compute a pass together where attention has these numbers of

@@ -3,7 +3,7 @@
 Activations are what a backward pass would keep, counted as the network saves them, so they follow from the code that
 runs and not from a formula. What surprises: weights of half precision cost 20 bytes more each when they are trained (a
 float32 copy, its gradient, Adam's two moments, and the vector in which gradients travel), and a learner that holds
-shards of them still adds up the whole float32 gradient.
+shards of them still adds up the whole float32 gradient, unless learner.reduce_each_pass is set.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Memory:
     reference: int = 0  # a copy of the weights that are trained, to compare with
     trained: int = 0  # of `weights`, those that are trained
     gathered: int = 0  # whole weights that a learner with shards holds at once: the largest block and what is in none
+    gradient: int = 0  # of float32, that a learner with shards adds up whole: all of it, or a block's
     acting: int = 0  # keys and values of one env row
 
     @property
@@ -51,10 +52,10 @@ class Memory:
 
     def sharded(self, ranks: int) -> int:
         """Bytes of each of so many learners that hold shards: weights (the trained ones in float32), two moments and
-        the gradient twice of its rows, and the whole gradient in float32."""
+        the gradient twice of its rows, and what of the gradient is whole."""
         rows = self.weights - self.trained + 5 * EXACT * self.num_trained
         rows += self.weights if self.reference else 0  # of the reference, which shares nothing with the policy then
-        return rows // ranks + EXACT * self.num_trained + self.gathered + self.activations
+        return rows // ranks + self.gradient + self.gathered + self.activations
 
     def __str__(self) -> str:
         parts = [f"weights {self.weights / 1e9:.3g}", f"training {self.training / 1e9:.3g}"]
@@ -100,9 +101,18 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
         training=sum(p.numel() * training_bytes(p) for p in trained),
         trained=num_bytes(trained),
         gathered=weights - sum(blocks) + max(blocks, default=0),
+        gradient=whole_gradient(policy, config),
         acting=acting_bytes(policy, config),
         activations=saved_bytes(policy, config, inputs),
     )
+
+
+def whole_gradient(policy: Policy, config: LearnerConfig) -> int:
+    """Bytes of the gradients that a learner with shards holds whole at a time."""
+    every, *blocks = (
+        EXACT * sum(p.numel() for p in part.parameters() if p.requires_grad) for part in (policy, *policy.blocks())
+    )
+    return every - sum(blocks) + max(blocks, default=0) if config.reduce_each_pass else every
 
 
 def acting_bytes(policy: Policy, config: LearnerConfig) -> int:

@@ -4,13 +4,14 @@ it trains. The gradient is summed over all learner ranks and clipped as a whole.
 
 from __future__ import annotations
 
-import math
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +24,12 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import Observation
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import PassTable
-from embodied.learners.sharding import HALVES, is_sharded, local, part_of
+from embodied.learners.sharding import HALVES, is_sharded, join_rows, local, rows_of, whole_of
 from embodied.policies.base import Policy, Scores
 from embodied.runtime.collective import Alone, Collective
 from embodied.runtime.tensor_bytes import (
     Blob,
     Spec,
-    array_of,
     blob_of,
     read_safetensors,
     spec_of,
@@ -38,7 +38,7 @@ from embodied.runtime.tensor_bytes import (
 )
 
 KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
-FILE = "optimizer.safetensors"
+FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
 MASTER = "master"
 NORM_PART = 2**20  # numbers whose squares are summed in their own precision, to five digits
 
@@ -54,6 +54,7 @@ class Model:
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
         self.collective: Collective = Alone()  # with the ranks that must run it equally often, where it is sharded
         self.table: PassTable | None = None  # where ranks run passes together
+        self.graphed: Any = None  # gradient steps that were recorded (`update.GraphedSteps`), or False: they cannot be
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
         if config.checkpoint_activations:
             recompute(policy)
@@ -65,6 +66,11 @@ class Model:
         """Tokens of conversations that pass through the network at once."""
         return self.config.pack_tokens * (1 if self.table is None else self.table.degrees[0])
 
+    def begin_pass(self) -> None:
+        """A pass that was recorded begins: forward and backward."""
+        self.tick()
+        self.first_backward = self.first_backward or perf_counter()
+
     def score(self, inputs: dict) -> Scores:
         self.tick()
         with self.cast():
@@ -74,14 +80,17 @@ class Model:
 
     def cast(self) -> AbstractContextManager:
         """Within it matrix products are of learner.precision."""
-        return torch.autocast(self.device, torch.bfloat16) if self.config.precision == "bf16" else nullcontext()
+        if self.config.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(self.device, torch.bfloat16, cache_enabled=not self.graphed)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """`last` of its gradient step: where weights are sharded, ranks sum their gradients only then."""
+        """`last` of its gradient step: where weights are sharded, ranks sum their gradients only then, unless
+        learner.reduce_each_pass is set."""
         if self.first_backward is None:
             self.first_backward = perf_counter()
         if self.config.shard:
-            self.policy.set_requires_gradient_sync(last)
+            self.policy.set_requires_gradient_sync(last or self.config.reduce_each_pass)
         loss.backward()
 
     @torch.no_grad()
@@ -188,10 +197,12 @@ class PolicyOptimizer:
         self.max_grad_norm = algo.max_grad_norm
         self.sizes = [master.numel() for master in self.masters]
         self.summed: Tensor | None = None  # room that steps use again: the pages of a new one cost as much as the copy
+        self.fixed = False  # gradients are added up in that room
 
-    def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, float]:
+    def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
         """Sum the gradients and these numbers over all ranks, and clear the gradients; -> the sums of the numbers and
-        the norm of the whole gradient, which is divided by `count` where that was not known before."""
+        the norm of the whole gradient, which is divided by `count` where that was not known before. Both stay on the
+        device."""
         parts = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
         if self.sharded:
             self.flat = torch.cat(parts)
@@ -199,25 +210,42 @@ class PolicyOptimizer:
                 self.flat /= count
             squares = norm_of(self.flat).square().view(1)
             totals = self.collective.sum(torch.cat([stats.double(), squares]))
-            return totals[:-1], math.sqrt(totals[-1])
+            return totals[:-1], totals[-1].sqrt()
         parts.append(stats.to(parts[0].dtype))
         if self.summed is None or len(self.summed) != sum(self.sizes) + len(stats):
             self.summed = parts[0].new_empty(sum(self.sizes) + len(stats))
-        flat = self.collective.sum(torch.cat(parts, out=self.summed))
-        self.flat = flat[: -len(stats)]
+        return self.split(self.collective.sum(torch.cat(parts, out=self.summed)), count)
+
+    def split(self, flat: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
+        """Given the whole gradient and the sums of numbers behind it, these sums and the gradient's norm."""
+        size = sum(self.sizes)
+        self.flat = flat[:size]
         if count is not None:
             self.flat /= count
-        return flat[-len(stats) :], float(norm_of(self.flat))
+        return flat[size:], norm_of(self.flat)
 
-    def step(self, norm: float, lr_factor: float) -> None:
-        """Apply the gradient of the last `exchange`, scaled down where its norm is too large."""
-        scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
-        if scale != 1.0:
-            self.flat *= scale
+    def fix_gradients(self, num_stats: int) -> Tensor:
+        """From now on gradients are added up, from zeros, in memory that stays where it is; returns the room behind
+        them for so many numbers. `forget_gradients` undoes it."""
+        self.forget_gradients()
+        self.fixed, self.summed = True, self.masters[0].new_zeros(sum(self.sizes) + num_stats)
+        for p, master, part in zip(
+            self.params, self.masters, self.summed.split([*self.sizes, num_stats]), strict=False
+        ):
+            self.adam.state_of(master)
+            (master if p.dtype in HALVES else p).grad = part.view_as(p)
+        return self.summed[-num_stats:]
+
+    def step(self, norm: Tensor, lr_factor: float | Tensor, skipped: Tensor | None = None) -> None:
+        """Apply the gradient of the last `exchange`, scaled down where its norm is too large; where `skipped` is 1,
+        nothing changes."""
+        if self.max_grad_norm is not None:
+            self.flat *= (torch.full_like(norm, self.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
         for master, part in zip(self.masters, self.flat.split(self.sizes), strict=True):
             master.grad = part.view_as(master)
-        self.adam.step([lr * lr_factor for lr in self.base_lrs])
-        self.adam.forget_gradients()
+        self.adam.step([lr * lr_factor for lr in self.base_lrs], skipped)
+        if not self.fixed:
+            self.adam.forget_gradients()
         with torch.no_grad():
             for p, master in zip(self.params, self.masters, strict=True):
                 if p.dtype in HALVES:
@@ -239,40 +267,47 @@ class PolicyOptimizer:
 
     def forget_gradients(self) -> None:
         """Frees the gradients: between updates nobody needs them."""
-        self.flat = self.summed = None
+        self.flat, self.summed, self.fixed = None, None, False
         self.adam.forget_gradients()
         for p in self.params:
             p.grad = None
 
-    def finite(self) -> bool:
-        """True if this rank's weights are finite."""
-        return all(bool(torch.isfinite(master).all()) for master in self.masters)
+    def broken(self) -> Tensor:
+        """True if some of this rank's weights are not finite."""
+        return ~torch.stack([torch.isfinite(master).all() for master in self.masters]).all()
 
-    def save(self, folder: Path, write: bool = True) -> None:
-        """All ranks take part where they hold shards; `write` on one of them."""
-        if not write:
-            if self.sharded:
-                for _ in self._whole():
-                    pass
+    def save(self, folder: Path, rank: int = 0) -> None:
+        """Write the state into a folder of a checkpoint's. Ranks that hold shards write a file each, with their rows,
+        where all of them see the checkpoint; else rank 0 writes one file of whole tensors."""
+        shards = 1
+        if self.sharded:
+            seen = np.concatenate(self.collective.gather(np.array([float(folder.parent.is_dir())])))
+            shards = len(seen) if seen.all() else 1
+        whole = self.sharded and shards == 1
+        if rank and shards == 1:
+            deque(self._stored(whole), maxlen=0)  # takes part
             return
-        specs = {f"{name}/{key}": spec for name, p in self._named() for key, spec in self._specs(name, p).items()}
+        specs = {key: spec for name, p in self._named() for key, spec in self._specs(name, p, whole).items()}
         folder.mkdir(parents=True, exist_ok=True)
-        write_safetensors(folder / FILE, specs, self._whole())
+        write_safetensors(
+            folder / (FILE if shards == 1 else SHARD.format(rank + 1, shards)), specs, self._stored(whole)
+        )
 
     def load(self, folder: Path) -> None:
-        where, stored = dict(self._named()), read_safetensors(folder / FILE)
+        """Take the state that any number of ranks wrote."""
+        where, (first, stored) = dict(self._named()), read_shards(folder)
         wanted = [f"{name}/{key}" for name, p in where.items() for key in self._state(name, p)]
         if lacking := [key for key in wanted if key not in stored]:
             raise CheckpointError(
-                f"{folder / FILE} lacks {len(lacking)} of the optimizer's {len(wanted)} tensors, {lacking[0]} among "
+                f"{first} lacks {len(lacking)} of the optimizer's {len(wanted)} tensors, {lacking[0]} among "
                 f"them; it is damaged: remove {folder.parent} to resume from the checkpoint before it"
             )
-        for key, blob in stored.items():
+        for key, shards in stored.items():
             name, _, entry = key.rpartition("/")
             if name not in where:
-                raise CheckpointError(f"{folder / FILE} holds {name}, which this policy does not have")
-            p, value = where[name], tensor_of(blob)
-            value = value if entry == "step" else part_of(value, p)
+                raise CheckpointError(f"{first} holds {name}, which this policy does not have")
+            p = where[name]
+            value = tensor_of(shards[0]) if entry == "step" else join_rows(shards, rows_of(p))
             master = self._master(p)
             if entry == MASTER:
                 master.copy_(value)
@@ -298,24 +333,34 @@ class PolicyOptimizer:
         master = self._master(p)
         return self.adam.state_of(master) | ({MASTER: master} if name in self.halves else {})
 
-    def _specs(self, name: str, p: Tensor) -> dict[str, Spec]:
-        return {
-            key: Spec(spec_of(value).dtype, () if key == "step" else tuple(p.shape))
-            for key, value in self._state(name, p).items()
-        }
+    def _specs(self, name: str, p: Tensor, whole: bool) -> dict[str, Spec]:
+        specs = {f"{name}/{key}": spec_of(value) for key, value in self._state(name, p).items()}
+        return {key: Spec(s.dtype, tuple(p.shape)) if whole and s.shape else s for key, s in specs.items()}
 
-    def _whole(self) -> Iterator[tuple[str, Blob]]:
+    def _stored(self, whole: bool) -> Iterator[tuple[str, Blob]]:
         for name, p in self._named():
             for key, value in self._state(name, p).items():
-                if self.sharded and key != "step":
-                    parts = self.collective.gather(array_of(blob_of(value)))
-                    value = torch.cat([torch.from_numpy(rows) for rows in parts])
-                yield f"{name}/{key}", blob_of(value)
+                yield f"{name}/{key}", blob_of(whole_of(value, p) if whole and key != "step" else value)
+
+
+def read_shards(folder: Path) -> tuple[Path, dict[str, list[Blob]]]:
+    """The first file of an optimizer's state, and the rows of each tensor in all files, in the order of ranks."""
+    found = sorted(folder.glob(SHARD.format("*", "*")), key=lambda path: int(path.stem.split("-")[1]))
+    if not found:
+        return folder / FILE, {name: [blob] for name, blob in read_safetensors(folder / FILE).items()}
+    count = int(found[0].stem.split("-")[-1])
+    if {path.name for path in found} != {SHARD.format(rank + 1, count) for rank in range(count)}:
+        raise CheckpointError(
+            f"{folder} has {len(found)} of the optimizer's {count} files; it is damaged: remove {folder.parent} to "
+            "resume from the checkpoint before it"
+        )
+    files = [read_safetensors(path) for path in found]
+    return found[0], {name: [file[name] for file in files] for name in files[0] if all(name in file for file in files)}
 
 
 class Adam:
-    """Adam as `torch.optim.adam` computes it, with its state by parameter. `torch.optim.Adam` is the same, and imports
-    torch's compiler at its first step: a second of every learner's start."""
+    """Torch's fused Adam, with its state by parameter. The class `torch.optim.Adam` calls the same function, but making
+    one imports torch's compiler: 1.7 s of a core at every learner's start (torch 2.13)."""
 
     def __init__(
         self,
@@ -329,8 +374,9 @@ class Adam:
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for group in groups for p in group}
 
     @torch.no_grad()
-    def step(self, rates: Sequence[float]) -> None:
-        """Take a step with a learning rate per group; parameters without a gradient stay."""
+    def step(self, rates: Sequence[float | Tensor], skipped: Tensor | None = None) -> None:
+        """Take a step with a learning rate per group; parameters without a gradient stay, and where `skipped` is 1
+        everything."""
         for group, lr in zip(self.groups, rates, strict=True):
             params = [p for p in group if p.grad is not None]
             states = [self.state_of(p) for p in params]
@@ -350,6 +396,7 @@ class Adam:
                 weight_decay=self.weight_decay,
                 eps=self.eps,
                 maximize=False,
+                found_inf=skipped,
             )
 
     def forget_gradients(self) -> None:
@@ -380,7 +427,7 @@ def master_of(p: Tensor) -> Tensor:
 
     def collect(p: Tensor) -> None:
         grad = p.grad.float()
-        master.grad = grad if master.grad is None else master.grad + grad
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
         p.grad = None
 
     p.register_post_accumulate_grad_hook(collect)

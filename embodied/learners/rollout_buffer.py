@@ -126,4 +126,8 @@ def copied(array: Array) -> Array:
 
 
 def take(array: Array, items: Tensor) -> Array:
-    return array.index_select(0, items.to(array.device)) if is_tensor(array) else array[items.numpy()]
+    """These items of an array. Only items in the host's memory may be taken of an array that is there; items go to
+    another device without a wait."""
+    if not is_tensor(array):
+        return array[items.numpy()]
+    return array.index_select(0, items.to(array.device, non_blocking=True))

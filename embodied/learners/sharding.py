@@ -2,21 +2,25 @@
 
 A block's whole weights exist only while it computes. Trained weights of half precision are sharded in float32 and
 computed with in half; parts that are of float32 altogether (a value head) stay so. Gradients are added up whole, in
-float32, and summed over ranks once a step. What leaves the learner (checkpoints, published weights) is put together
-tensor by tensor, in the precision it came in.
+float32, and summed over ranks once a step or, with learner.reduce_each_pass, pass by pass. Weights that leave the
+learner (policy folders, published versions) are put together tensor by tensor, in the precision they came in; of the
+optimizer's state each rank writes a file of its own. (`torch.distributed.checkpoint` would send pickled plans between
+ranks, and a rank's socket trusts whoever reaches it.)
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
+from embodied.runtime.tensor_bytes import Blob, tensor_of
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -92,13 +96,37 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The rows of a whole tensor that this rank holds of `like`."""
+def rows_of(tensor: Tensor) -> slice:
+    """The rows that this rank holds of a tensor."""
+    if not is_sharded(tensor):
+        return slice(None)
+    each = -(-len(tensor) // tensor.device_mesh.size())
+    first = min(tensor.device_mesh.get_local_rank() * each, len(tensor))
+    return slice(first, min(first + each, len(tensor)))
+
+
+def join_rows(shards: Sequence[Blob], rows: slice) -> Tensor:
+    """These rows of a tensor that is stored in shards; only shards that have some of them are read.
+
+    Rows 2 to 5 of shards of 3 rows each: row 2 of the first, rows 0 and 1 of the second."""
+    if len(shards) == 1:
+        return tensor_of(shards[0])[rows] if shards[0].spec.shape else tensor_of(shards[0])
+    ends = np.cumsum([shard.spec.shape[0] for shard in shards]).tolist()
+    first, last, _ = rows.indices(ends[-1])
+    found = []
+    for shard, end in zip(shards, ends, strict=True):
+        begin = end - shard.spec.shape[0]
+        if max(first, begin) < min(last, end):
+            found.append(tensor_of(shard)[max(first - begin, 0) : last - begin])
+    return torch.cat(found) if found else tensor_of(shards[0])[:0]
+
+
+def whole_of(rows: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor of which this rank has these rows, sharded like another one; all ranks must take part."""
     if not is_sharded(like):
-        return whole
-    rank, size = like.device_mesh.get_local_rank(), like.device_mesh.size()
-    rows = torch.chunk(whole, size)
-    return rows[rank] if rank < len(rows) else whole[:0]
+        return rows
+    same = {"shape": like.shape, "stride": like.stride(), "run_check": False}
+    return type(like).from_local(rows, like.device_mesh, like.placements, **same).full_tensor()
 
 
 def whole_tensors(
@@ -115,4 +143,4 @@ def load_whole(policy, tensors: dict[str, Tensor]) -> None:
     policy.check_names(tensors)
     with torch.no_grad():
         for name, mine in policy.state_dict(keep_vars=True).items():
-            local(mine).copy_(part_of(tensors[name], mine))
+            local(mine).copy_(tensors[name][rows_of(mine)] if is_sharded(mine) else tensors[name])

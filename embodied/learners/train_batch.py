@@ -12,7 +12,7 @@ asked of the weights that the update starts from, once: engines know no value he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from embodied.algorithms.advantages import Moments, gae, merge_moments, moments, normalize, returns_to_go, token_gae
 from embodied.algorithms.config import AlgoConfig, PPOConfig
 from embodied.algorithms.losses import LossItems, Stats, loss_sum, out_of_bounds
-from embodied.core.arrays import Observation, host, is_tensor, map_obs, on_host, text_lists
+from embodied.core.arrays import Observation, host, is_tensor, leaves, map_obs, on_host, text_lists
 from embodied.core.rng import permutation
 from embodied.core.types import Array, Trajectory, Unit
 from embodied.learners.divided_passes import Pass
@@ -33,6 +33,7 @@ from embodied.learners.rollout_buffer import copied, take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 
+OF_ITEMS = "logprobs mask current of advantages weights values returns reference proximal masked".split()
 REFERENCE = "reference_logprobs"  # in `Trajectory.replay`: [K, C, A], where a role of its own has computed them
 
 
@@ -68,6 +69,19 @@ class RankBatch:
     def __len__(self) -> int:
         return len(self.mask)
 
+    def part(self, items: Tensor) -> RankBatch:
+        """These items, as the loss asks for them: without what passes through the network."""
+        there = items.to(self.mask.device, non_blocking=True)
+        known = {name: getattr(self, name) for name in OF_ITEMS}
+        taken = {name: take(tensor, there) for name, tensor in known.items() if tensor is not None}
+        return replace(self, obs={}, replay={}, **taken)
+
+    def select(self, items: Tensor) -> RankBatch:
+        """These items with all that they have."""
+        replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
+        seen = {"obs": self.observed(items), "actions": take(self.actions, items), "replay": replay}
+        return replace(self.part(items), **seen)
+
     @property
     def own_units(self) -> Tensor:
         """The units that count: none where the rank has a copy of what another one learns from."""
@@ -80,9 +94,14 @@ class RankBatch:
         groups = permutation(seed, iteration, epoch, self.num_units // self.group_size)
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
 
-    def owned(self, minibatch: np.ndarray) -> Tensor:
-        """Local numbers of the units of a minibatch that this rank has."""
-        return torch.from_numpy(owned(minibatch, self.numbers))
+    def owned(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+        """Local numbers of the units of each minibatch that this rank has, on the device where all of the batch is."""
+        found = [owned(minibatch, self.numbers) for minibatch in minibatches]
+        units = torch.from_numpy(np.concatenate(found))
+        there = self.mask.device
+        if self.groups is None and all(is_tensor(each) and each.device == there for each in leaves(self.obs)):
+            units = units.to(self.mask.device, non_blocking=True)
+        return units.split([len(part) for part in found])
 
     def divisor(self, units: int) -> float:
         """The divisor of the loss of a minibatch of so many units. Together minibatches add up to the gradient of the
@@ -145,16 +164,14 @@ class RankBatch:
             return units
         return units[torch.from_numpy(np.bincount(self.of.cpu(), self.mask[:, 0].cpu()) > 0)[units]]
 
-    def loss_sum(self, scores: Scores, part: Tensor, weight: float, config: AlgoConfig) -> tuple[Tensor, Stats]:
-        """The loss of some items (`weight` 0: padding), and its parts."""
-        mask, names = take(self.mask, part), ("advantages", "values", "returns", "reference", "proximal")
-        known = {name: getattr(self, name) for name in names}
+    def loss_sum(self, scores: Scores, weight: float, config: AlgoConfig) -> tuple[Tensor, Stats]:
+        """The loss of all items (`weight` 0: padding), and its parts."""
         items = LossItems(
-            logprobs=take(self.logprobs, part),
-            mask=mask if self.masked is None else mask & ~take(self.masked, part)[:, None],
-            weights=weight * take(self.weights, part),
-            answers=take(self.of, part),
-            **{name: take(tensor, part) for name, tensor in known.items() if tensor is not None},
+            logprobs=self.logprobs,
+            mask=self.mask if self.masked is None else self.mask & ~self.masked[:, None],
+            weights=weight * self.weights,
+            answers=self.of,
+            **{name: getattr(self, name) for name in ("advantages", "values", "returns", "reference", "proximal")},
         )
         return loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
@@ -168,11 +185,11 @@ class RankBatch:
         return replace(self, proximal=proximal if config.decoupled else None, masked=masked)
 
     @property
-    def num_masked(self) -> int:
-        """This rank's items that are left out of the policy's loss."""
+    def num_masked(self) -> Tensor:
+        """The number [1] of this rank's items that are left out of the policy's loss."""
         if self.masked is None or not len(self.own_units):
-            return 0
-        return int((self.masked & self.mask.any(dim=1)).sum())
+            return self.mask.new_zeros(1, dtype=torch.float64)
+        return (self.masked & self.mask.any(dim=1)).sum().double().view(1)
 
 
 def owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -422,8 +439,8 @@ def compared_in_groups(
 
 def explained_variance(batch: RankBatch) -> float:
     """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
-    variance = float(batch.returns.var(unbiased=False))
-    error = float((batch.returns - batch.values).var(unbiased=False))
+    numbers = (batch.returns, batch.returns - batch.values)
+    variance, error = torch.stack([each.var(unbiased=False) for each in numbers]).tolist()
     return 1.0 - error / variance if variance > 0 else 0.0
 
 

@@ -8,6 +8,9 @@ unit: the step is the one that the gathered units would make, whatever the order
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +18,35 @@ from torch import Tensor
 
 from embodied.algorithms.config import AlgoConfig
 from embodied.algorithms.losses import loss_terms
+from embodied.core.arrays import is_tensor, leaves
 from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShape
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
-from embodied.learners.model import Model, PolicyOptimizer, lr_factor
-from embodied.learners.rollout_buffer import take
+from embodied.learners.graphs import FixedPass, moved, padded_size, record, tensors_of
+from embodied.learners.model import KEPT_BYTES, Model, PolicyOptimizer, lr_factor
 from embodied.learners.train_batch import RankBatch, step_items
 from embodied.policies.base import Scores
+from embodied.runtime.collective import Collective
 
+SMALL = 10_000_000  # weights of a policy whose steps are recorded on a GPU
 MISMATCH = ("mismatch_k3", "mismatch_error")  # of log-probs with those at act time, in the first step
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What a gradient step leaves for the log."""
+
+    sums: Tensor  # float64, on the device: statistics, summed over all ranks, and the gradient's norm
+    epoch: int
+    units: int
+    divisor: float
+    more: dict[str, float]
+
+    def numbers(self, names: Sequence[str], sums: list[float]) -> dict[str, float]:
+        """The statistics of these names, given the sums as they were read."""
+        *totals, norm = sums
+        numbers = {name: total / self.divisor for name, total in zip(names, totals, strict=True)}
+        return numbers | {"grad_norm": norm} | self.more
 
 
 class GradientSteps:
@@ -36,7 +59,8 @@ class GradientSteps:
         # Of a decision the gap and k3, and the error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # of losses, statistics and units
-        self.history: list[dict[str, float]] = []  # the statistics of each step
+        self.broken = torch.zeros((), device=model.device)  # 1 from the first step on whose numbers are not finite
+        self.steps: list[StepSums] = []
 
     def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
         """Add the gradient of these units' loss, divided by `divisor`. Before the first step, log-probs are compared
@@ -44,69 +68,235 @@ class GradientSteps:
         model = self.model
         passes = batch.passes(model, batch.teaching(units))
         for number, each in enumerate(passes, 1):
-            scores, part, counts = model.score(each.inputs(batch)), each.items, each.counts
+            scores, last = model.score(each.inputs(batch)), number == len(passes)
             if not each.is_own:  # its owner's gradient comes back
-                model.backward(0.0 * scores.logprobs.sum(), last=number == len(passes))
+                model.backward(0.0 * scores.logprobs.sum(), last)
                 continue
-            check_scores(scores, take(batch.logprobs, part))
-            loss, stats = batch.loss_sum(scores, part, float(counts), self.config)
-            parts = [stats[name] for name in loss_terms(self.config)]
-            if scores.own_loss is not None:
-                own = scores.own_loss.sum() * (float(counts) * batch.weight_sum / (batch.num_units or 1))
-                loss = loss + own
-                parts.append(own.detach())
-            model.backward(loss / divisor, last=number == len(passes))
-            if self.history:
-                self.sums[: -len(MISMATCH)] += torch.stack(parts)
-                continue
-            k3, gap, error = mismatch_of(batch, part, scores.logprobs.detach())
-            weights = float(counts) * take(batch.weights, part)
-            self.sums += torch.stack([*parts, (weights * k3).sum(), (weights * error).sum()])
-            if counts:
-                found = torch.stack([gap.max(), k3.max(), sequence_errors(batch, part, error).max()])
-                self.largest = torch.maximum(self.largest, found)
+            weight = float(each.counts)
+            own_weight = weight * batch.weight_sum / (batch.num_units or 1)
+            self.learn_from(scores, batch.part(each.items), weight, own_weight, divisor, last)
+
+    def learn_from(
+        self,
+        scores: Scores,
+        part: RankBatch,
+        weight: float,
+        own_weight: float | Tensor,
+        divisor: float | Tensor,
+        last: bool = True,
+        counts: Tensor | None = None,
+    ) -> None:
+        """Add the gradient and the statistics of a pass. `weight` 0: padding; `counts` [b]: 0 of items that are."""
+        check_scores(scores, part.logprobs)
+        loss, stats = part.loss_sum(scores, weight, self.config)
+        parts = [stats[name] for name in loss_terms(self.config)]
+        if scores.own_loss is not None:
+            own = (scores.own_loss if counts is None else scores.own_loss * counts).sum() * own_weight
+            loss = loss + own
+            parts.append(own.detach())
+        self.model.backward(loss / divisor, last)
+        if self.steps:
+            self.sums[: -len(MISMATCH)] += torch.stack(parts)
+            return
+        k3, gap, error = mismatch_of(part, scores.logprobs.detach())
+        weights = weight * part.weights
+        self.sums += torch.stack([*parts, (weights * k3).sum(), (weights * error).sum()])
+        if weight:
+            found = torch.stack([gap.max(), k3.max(), sequence_errors(part, error).max()])
+            torch.maximum(self.largest, found, out=self.largest)
 
     def add_all(self, batch: RankBatch) -> None:
         """Add a batch that is one of many; what the sums are to be divided by adds up too."""
         self.add(batch, batch.own_units)
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
 
-    def step(self, end: BatchEnd, epoch: int, divisor: float, count: float | None = None) -> dict[str, float]:
-        """Take a step with all ranks; returns its statistics, divided by `divisor`. The gradient is divided by `count`,
-        where that was not known before."""
-        totals, norm = self.optimizer.exchange(self.sums, count)
-        self.sums = torch.zeros_like(self.sums)
-        numbers = {name: total / divisor for name, total in zip(self.names, totals.tolist(), strict=True)}
-        self.history.append(numbers | {"grad_norm": norm})
-        check_finite(self.history[-1], end.iteration, epoch)
-        self.optimizer.step(norm, self.lr_factor(end))
-        self.history[-1] |= self.model.policy.end_step(self.optimizer.collective.sum)
-        return numbers
+    def step(self, end: BatchEnd, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
+        """Take a step with all ranks for a minibatch of so many units. Statistics are divided by `divisor`, the
+        gradient by `count`, where that was not known before."""
+        sums = self.exchange(self.lr_factor(end), count)
+        more = self.model.policy.end_step(self.optimizer.collective.sum)
+        self.steps.append(StepSums(sums, epoch, units, divisor, more))
+
+    def exchange(self, lr_factor: float, count: float | None) -> Tensor:
+        """Sum over all ranks and take a step; returns `StepSums.sums`."""
+        return self.take_step(*self.optimizer.exchange(self.sums, count), lr_factor)
+
+    def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
+        """Take a step by the summed gradients; returns `StepSums.sums`. The device decides whether these are finite: a
+        step that is not leaves the weights as they are, and so do all that follow."""
+        sums = torch.cat([totals.double(), norm.view(1)])
+        torch.maximum(self.broken, (~sums.isfinite().all()).float(), out=self.broken)
+        self.optimizer.step(norm, lr_factor, self.broken)
+        self.sums.zero_()
+        return sums
+
+    def epoch_kl(self, epoch: int) -> float:
+        """The sum of `approx_kl` over the epoch's units. Waits for the device."""
+        steps = [step for step in self.steps if step.epoch == epoch]
+        return sum(step.units * row["approx_kl"] for step, row in zip(steps, self.read(steps)[0], strict=True))
 
     def step_once(self, end: BatchEnd) -> dict[str, float]:
         """Take the only step, after the last batch. Returns numbers for the log; {} where no rank had a unit."""
         count, counted, units = self.optimizer.collective.sum(self.counts).tolist()
         if not units:
             return {}
-        self.step(end, 0, counted or 1.0, count or 1.0)
+        self.step(end, 0, int(units), counted or 1.0, count or 1.0)
         ages = {"train/staleness": 0.0, "train/staleness_max": 0.0, "train/staleness_0": 1.0}  # `check_version`
         return self.metrics(end, 1) | ages
 
     def metrics(self, end: BatchEnd, epochs: int, batch: RankBatch | None = None) -> dict[str, float]:
         """Means over the steps for the log, and what there is to say of a batch that was learned from."""
-        num_masked = batch.num_masked if batch else 0
-        rows = check_weights(self.optimizer, end.iteration, *self.largest.tolist(), num_masked)
-        metrics = mismatch_numbers(*(self.history[0][name] for name in MISMATCH), rows[:, :3])
+        num_masked = self.sums.new_zeros(1) if batch is None else batch.num_masked
+        history, own = self.read(self.steps, self.optimizer.broken().view(1), self.largest, num_masked)
+        for numbers, step in zip(history, self.steps, strict=True):
+            check_finite(numbers, end.iteration, step.epoch)
+        rows = check_weights(self.optimizer.collective, end.iteration, *own)
+        metrics = mismatch_numbers(*(history[0][name] for name in MISMATCH), rows[:, :3])
         metrics |= {"train/epochs": float(epochs), "train/lr": self.config.lr * self.lr_factor(end)}
         if batch is not None:
             metrics |= batch.metrics
             if batch.masked is not None:
                 metrics["train/masked_fraction"] = float(rows[:, 3].sum()) / batch.num_items
-        names = [name for name in self.history[0] if name not in MISMATCH]
-        return {f"train/{name}": float(np.mean([row[name] for row in self.history])) for name in names} | metrics
+        names = [name for name in history[0] if name not in MISMATCH]
+        return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
+
+    def read(self, steps: list[StepSums], *more: Tensor) -> tuple[list[dict[str, float]], list[float]]:
+        """The statistics of these steps, and more numbers of the device: all in one wait for it."""
+        width = len(self.names) + 1
+        read = torch.cat([*(step.sums for step in steps), *(each.double() for each in more)]).tolist()
+        rows = [read[i * width : (i + 1) * width] for i in range(len(steps))]
+        return [s.numbers(self.names, row) for s, row in zip(steps, rows, strict=True)], read[width * len(rows) :]
 
     def lr_factor(self, end: BatchEnd) -> float:
         return lr_factor(self.config.lr_schedule, end.iteration / end.total)
+
+
+class GraphedSteps(GradientSteps):
+    """Gradient steps that are recorded once, for all updates: a pass for each size that minibatches are padded to, and
+    the step. Ranks sum their gradients in between."""
+
+    def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
+        super().__init__(model, optimizer, config)
+        self.sums = optimizer.fix_gradients(len(self.names))
+        self.room = optimizer.summed
+        self.on_gpu = model.device == "cuda"
+        self.lr_factor_there = torch.ones(
+            (), dtype=torch.float32 if self.on_gpu else torch.float64, device=model.device
+        )
+        self.row = torch.zeros(len(self.names) + 1, dtype=torch.float64, device=model.device)
+        self.pool = torch.cuda.graph_pool_handle() if self.on_gpu else None
+        self.passes: dict[tuple, FixedPass] = {}
+        self.step_graph: Any = None
+        self.addresses = self._addresses()
+
+    @property
+    def is_valid(self) -> bool:
+        """True if all tensors that were recorded are where they were."""
+        return self.optimizer.summed is self.room and self._addresses() == self.addresses
+
+    def begin(self, batch: RankBatch) -> None:
+        """Begin an update; what is recorded first is recorded now."""
+        self.steps = []
+        self.room.zero_()
+        self.largest.fill_(-math.inf)
+        self.broken.zero_()
+        self._pass_for(batch, self._most(batch))
+        self.step_graph = self.step_graph or self._recorded(self._take_step)
+
+    def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
+        for items in units.split(self._most(batch)) if len(units) else ():
+            fixed = self._pass_for(batch, padded_size(len(items), self._most(batch)))
+            fixed.fill(batch, items, divisor)
+            self.model.begin_pass()
+            fixed.graph.replay()
+
+    def exchange(self, lr_factor: float, count: float | None) -> Tensor:
+        assert count is None
+        self.optimizer.collective.sum(self.room)  # in place
+        self.lr_factor_there.fill_(lr_factor)
+        self.step_graph.replay()
+        return self.row.clone()
+
+    def _take_step(self) -> None:
+        self.row.copy_(self.take_step(*self.optimizer.split(self.room), self.lr_factor_there))
+        self.room.zero_()
+
+    def _most(self, batch: RankBatch) -> int:
+        return self.model.config.micro_batch_size or step_items(self.config, batch.num_units)
+
+    def _pass_for(self, batch: RankBatch, size: int) -> FixedPass:
+        shapes = [(name, each.dtype, each.shape[1:]) for name, each in tensors_of(batch).items()]
+        key = (size, bool(self.steps), *shapes)
+        if key not in self.passes:
+            fixed = FixedPass(batch, size, self.model.dtype)
+            fixed.graph = self._recorded(lambda: self._learn_from(fixed))
+            self.passes[key] = fixed
+        return self.passes[key]
+
+    def _learn_from(self, fixed: FixedPass) -> None:
+        scores = self.model.score(fixed.inputs)
+        self.learn_from(scores, fixed.batch, 1.0, fixed.own_weight, fixed.divisor, counts=fixed.counts)
+
+    def _recorded(self, work: Callable[[], None]) -> Any:
+        """The graph of this work, which leaves no trace: steps of a broken update change no weights."""
+        changed = (self.room, self.largest, self.broken)
+        before = [tensor.clone() for tensor in changed]
+        self.broken.fill_(1.0)
+        try:
+            return record(work, self.model.device, self.pool)
+        finally:
+            for tensor, kept in zip(changed, before, strict=True):
+                tensor.copy_(kept)
+
+    def _addresses(self) -> list[int]:
+        tensors = (*self.model.policy.parameters(), *self.model.policy.buffers(), *self.optimizer.tensors())
+        return [tensor.data_ptr() for tensor in tensors]
+
+
+def steps_of(
+    model: Model, optimizer: PolicyOptimizer, config: AlgoConfig, batch: RankBatch
+) -> tuple[GradientSteps, RankBatch]:
+    """Gradient steps for this batch, recorded ones where learner.graphs says so, and the batch as they take it."""
+    reason = why_not_graphs(model, config, batch)
+    if reason and model.config.graphs == "on":
+        raise ConfigError(f"learner.graphs=on: {reason}; try learner.graphs=auto")
+    if reason:
+        return GradientSteps(model, optimizer, config), batch
+    batch = moved(batch, model.device)
+    try:
+        if model.graphed is None or not model.graphed.is_valid:
+            model.graphed = GraphedSteps(model, optimizer, config)
+        model.graphed.begin(batch)
+    except RuntimeError as err:
+        optimizer.forget_gradients()
+        model.graphed = False
+        if model.config.graphs == "on":
+            raise ConfigError(
+                f"learner.graphs=on: a step of {type(model.policy).__name__} cannot be recorded ({err}); "
+                "try learner.graphs=off"
+            ) from err
+        print(f"learner.graphs=auto: steps are not recorded: {err}", flush=True)
+        return GradientSteps(model, optimizer, config), batch
+    return model.graphed, batch
+
+
+def why_not_graphs(model: Model, config: AlgoConfig, batch: RankBatch) -> str:
+    """Why gradient steps for this batch are not recorded; "" where they are."""
+    options, policy = model.config, model.policy
+    if options.graphs == "off" or model.graphed is False:
+        return "they are off"
+    if options.graphs == "auto":
+        weights = sum(p.numel() for p in policy.parameters())
+        if model.device != "cuda" or weights > SMALL or options.shard or options.checkpoint_activations:
+            return "they are for small policies on GPUs"
+    if policy.speaks or not all(map(is_tensor, leaves(batch.obs))):
+        return f"{type(policy).__name__} takes texts, which no graph reads"
+    if config.logprob_level == "episode":
+        return "algo.logprob_level=episode counts answers, whose number no graph knows"
+    if options.compile and model.device == "cpu":
+        return "learner.compile=true hides its operations on a CPU"
+    size = sum(tensor.nbytes for tensor in tensors_of(batch).values())
+    return f"the batch takes {size / 1e9:.3g} GB of the GPU" if size > KEPT_BYTES else ""
 
 
 def update_policy(
@@ -115,14 +305,14 @@ def update_policy(
     """All epochs of one iteration. Returns means over the gradient steps for the log."""
     if config.decoupled or config.episode_mask != "none":  # scored before any step
         batch = batch.corrected(model, config)
-    steps = GradientSteps(model, optimizer, config)
+    steps, batch = steps_of(model, optimizer, config, batch)
     for epoch in range(config.epochs):
-        kl_sum = 0.0
-        for minibatch in minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units)):
-            units = len(minibatch)
-            steps.add(batch, batch.owned(minibatch), batch.divisor(units))
-            kl_sum += steps.step(end, epoch, batch.stats_divisor(units))["approx_kl"] * units
-        if skip_remaining_epochs(kl_sum / batch.num_units, config.target_kl):
+        parts = minibatches(batch.order(seed, end.iteration, epoch), step_items(config, batch.num_units))
+        for part, owned in zip(parts, batch.owned(parts), strict=True):
+            steps.add(batch, owned, batch.divisor(len(part)))
+            steps.step(end, epoch, len(part), batch.stats_divisor(len(part)))
+        kl = steps.epoch_kl(epoch) / batch.num_units if config.target_kl is not None else 0.0
+        if skip_remaining_epochs(kl, config.target_kl):
             break
     return steps.metrics(end, epoch + 1, batch)
 
@@ -150,28 +340,28 @@ def check_version(played: Trajectory, version: int) -> None:
         )
 
 
-def mismatch_of(batch: RankBatch, part: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The distance of the log-probs [b, C, A] of some items from those at act time.
+def mismatch_of(part: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The distance of the log-probs [b, C, A] of these items from those at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
     is the largest difference of a number, -inf for decisions of other weights than those that the update starts from.
     The error [b] is the mean over the numbers of max(r, 1 / r), 0 for decisions without any.
     A decision of two numbers with ratios 2 and 1/2: k3 2 - 1 - 0.693 + 1/2 - 1 + 0.693 = 0.5, gap 0.693, error 2.
     """
-    played = take(batch.mask, part)[:, :, None]
-    apart = torch.where(played, logprobs - take(batch.logprobs, part), 0.0)
-    gaps = torch.where(take(batch.current, part), apart.abs().amax((1, 2)), -math.inf)
+    played = part.mask[:, :, None]
+    apart = torch.where(played, logprobs - part.logprobs, 0.0)
+    gaps = torch.where(part.current, apart.abs().amax((1, 2)), -math.inf)
     errors = torch.where(played, apart.abs().exp(), 0.0).sum((1, 2))
     numbers = (played.sum((1, 2)) * apart.shape[2]).clamp(min=1)
     return (apart.expm1() - apart).sum((1, 2)), gaps, errors / numbers
 
 
-def sequence_errors(batch: RankBatch, part: Tensor, errors: Tensor) -> Tensor:
+def sequence_errors(part: RankBatch, errors: Tensor) -> Tensor:
     """The mean error of each conversation's tokens that count, 0 of those without any; of robots -inf, whose episodes
     no pass holds whole."""
-    if batch.groups is None:
+    if part.groups is None:
         return errors.new_full((1,), -math.inf)
-    of, counts = take(batch.of, part), (take(batch.weights, part) > 0).to(errors.dtype)
+    of, counts = part.of, (part.weights > 0).to(errors.dtype)
     none = errors.new_zeros(int(of.max()) + 1)
     return none.index_add(0, of, errors * counts) / none.index_add(0, of, counts).clamp(min=1)
 
@@ -204,11 +394,10 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
         )
 
 
-def check_weights(optimizer: PolicyOptimizer, iteration: int, *numbers: float) -> np.ndarray:
-    """A step may be finite and still too large: what is published or saved must be usable. Returns these numbers of
-    all ranks, a row each."""
-    rows = np.array([[0.0 if optimizer.finite() else 1.0, *numbers]])
-    rows = np.concatenate(optimizer.collective.gather(rows))
+def check_weights(collective: Collective, iteration: int, broken: float, *numbers: float) -> np.ndarray:
+    """A step may be finite and still too large: what is published or saved must be usable. `broken`: 1 where some of
+    this rank's weights are not finite. Returns the numbers of all ranks, a row each."""
+    rows = np.concatenate(collective.gather(np.array([[float(broken), *numbers]])))
     if rows[:, 0].any():
         raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")
     return rows[:, 1:]

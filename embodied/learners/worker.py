@@ -250,6 +250,7 @@ class LearnerWorker(Worker):
     def offload(self) -> None:
         if not self.belongings.away:
             self.optimizer.forget_gradients()
+            self.model.graphed = None
             weights = {} if self.shares else {"weights": self._weights()}
             more = {"reference": self._reference(), "optimizer": self.optimizer.tensors()}
             self.belongings.offload(weights | more)
@@ -288,7 +289,8 @@ class LearnerWorker(Worker):
         self.store.send_aside(channels, whole, version)
 
     def save(self, folder: Path) -> None:
-        """The policy folder and the optimizer, into a checkpoint that is being written; rank 0 writes."""
+        """The policy folder and the optimizer, into a checkpoint that is being written. Rank 0 writes, and of sharded
+        optimizers all ranks."""
         assert not self.belongings.away, "the weights are not on their device: nothing may be saved outside of its turn"
         try:
             with self.alive(MOVING_S):
@@ -302,7 +304,7 @@ class LearnerWorker(Worker):
         whole = self._whole(self.dtypes.keys())
         if self.rank == 0:
             self.policy.save_pretrained(folder / "policy", whole, self.store.specs)
-        self.optimizer.save(folder / "learner", write=self.rank == 0)
+        self.optimizer.save(folder / "learner", self.rank)
 
     def _whole(self, names: Set[str]) -> Iterable[tuple[str, Tensor]]:
         """The weights and buffers of these names, one whole tensor at a time. Where they are sharded all ranks must

@@ -39,7 +39,7 @@ from embodied.core.types import (
 from embodied.envs import env_class
 from embodied.envs.sim_worker import SimWorker
 from embodied.envs.whole_episodes import arrays_of
-from embodied.learners.memory_estimate import Memory
+from embodied.learners.memory_estimate import Memory, whole_gradient
 from embodied.learners.worker import LearnerWorker
 from embodied.policies import make_policy
 from embodied.policies.worker import PolicyWorker
@@ -321,6 +321,7 @@ def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
         reference=num_bytes(learner._reference()),
         trained=num_bytes(trained),
         gathered=num_bytes(parameters) - sum(blocks) + max(blocks, default=0),
+        gradient=whole_gradient(learner.policy, learner.config),
     )
     split = 2 * (memory.sharded(1) - memory.sharded(2))
     return replace(moves, bytes=memory.sharded(1), split_bytes=split)

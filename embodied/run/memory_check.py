@@ -185,7 +185,7 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
             yield Load("weights of both", found.weights, host.node, device)
         if learn and "learner" in host.roles:
             own = found.sharded(len(learners)) if sharded else found.total - found.weights + apart
-            gradients = EXACT * found.num_trained * (1 if sharded else 2)
+            gradients = found.gradient if sharded else 2 * EXACT * found.num_trained
             yield Load("learner", own, host.node, device, UPDATE, discarded=found.activations + gradients)
         cache = 0 if engine else acting
         if "policy" in host.roles and (own := apart + cache):

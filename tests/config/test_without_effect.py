@@ -27,6 +27,27 @@ def test_robots_learners_pack_no_conversations(key):
     assert f"{key.replace('false', 'False')} has no effect with policy.name=mlp: only conversations" in line
 
 
+GRAPHS = {
+    "conversations have any size; try learner.graphs=auto": ["recipe=sums_grpo"],
+    "groups of pipeline.schedule=periodic have any size": [
+        *("recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.minibatch_size=null", "algo.epochs=1"),
+    ],
+    "records steps that one learner computes as a whole, but learner.shard is set": [
+        *("recipe=pointmass_ppo", "learner.shard=true"),
+    ],
+}
+
+
+@pytest.mark.parametrize("told", GRAPHS)
+def test_steps_of_unknown_sizes_are_not_recorded(told):
+    assert told in refused(*GRAPHS[told], "learner.graphs=on")
+
+
+def test_gradients_of_whole_learners_are_summed_once_a_step():
+    line = refused("recipe=pointmass_ppo", "learner.reduce_each_pass=true")
+    assert "leave it out, or set learner.shard=true" in line
+
+
 @pytest.mark.parametrize("options", [["recipe=pointmass_ppo"], ["recipe=pointmass_grpo", "pipeline.schedule=periodic"]])
 def test_only_batches_of_whole_episodes_are_dealt_within_a_limit(options):
     options += ["algo.minibatch_size=null", "algo.epochs=1"] if len(options) > 1 else []

@@ -16,6 +16,7 @@ from embodied.core.errors import CheckpointError, ConfigError
 from embodied.core.types import BatchEnd
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.sharding import join_rows
 from embodied.learners.update import update_policy
 from embodied.learners.worker import LearnerWorker
 from embodied.policies.baselines import RandomPolicy
@@ -23,7 +24,7 @@ from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Timers
 from embodied.runtime.collective import Alone
 from embodied.runtime.device_memory import Offloader, num_bytes
-from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
+from embodied.runtime.tensor_bytes import blob_of
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("toy", HERE / "toy.py")
@@ -265,7 +266,6 @@ def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtyp
         share = toy.batch_of(data, algo, policy)
         update_policy(Model(policy, LearnerConfig()), optimizer, algo, share, 0, BatchEnd(iteration, 3))
         whole[iteration + 1] = {name: tensor.numpy().copy() for name, tensor in policy.state_dict().items()}
-    optimizer.save(tmp_path / "alone")
     for process in started:
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0 and "done" in output, output
@@ -274,9 +274,11 @@ def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtyp
         assert ours.keys() == whole[iterations].keys()
         assert max(np.abs(ours[key] - whole[iterations][key]).max() for key in ours) < tolerance
 
-    ours, theirs = (load_file(tmp_path / folder / "optimizer.safetensors") for folder in ("three/learner", "alone"))
+    resumed = PolicyOptimizer(policy, algo, Alone())
+    resumed.load(tmp_path / "three" / "learner")
+    ours, theirs = dict(resumed.state_tensors()), dict(optimizer.state_tensors())
     assert ours.keys() == theirs.keys()
-    assert max(np.abs(ours[key] - theirs[key]).max() for key in ours) < tolerance
+    assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) < tolerance
     assert not list(tmp_path.glob("meet*"))
 
 
@@ -301,7 +303,7 @@ from embodied.policies.policy_folder import read_weights
 actor = toy.make()
 actor.save_pretrained(out / f"start-{rank}")
 algo = PPOConfig(rollout_decisions=toy.T, epochs=1, minibatch_size=toy.T * toy.N, lr=1e-2)
-config = LearnerConfig(shard=True, micro_batch_size=1)
+config = LearnerConfig(shard=True, micro_batch_size=1, reduce_each_pass=bool(sys.argv[4]))
 worker = LearnerWorker(toy.make(dtype="bfloat16").config, algo, config, 0, RendezvousFile(str(out / "meet"), 60.0))
 worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, 2, Timers()
 worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
@@ -320,22 +322,46 @@ os._exit(0)
 """
 
 
-def test_shards_of_half_precision_add_up_gradients_exactly(tmp_path):
-    """Twelve micro-batches a rank, each computed in bfloat16: their sum is that of a learner that holds everything."""
+@pytest.mark.parametrize("each_pass", ["", "each pass"])
+def test_shards_of_half_precision_add_up_gradients_exactly(tmp_path, each_pass):
+    """Twelve micro-batches a rank, each computed in bfloat16: their sum is that of a learner that holds everything.
+    Such a learner goes on from their checkpoint."""
     algo = PPO.model_copy(update={"epochs": 1, "minibatch_size": toy.T * toy.N})
     _, optimizer, numbers = trained("bfloat16", 1, algo, micro_batch_size=1)
-    arguments = [[sys.executable, "-c", HALVED, str(HERE), str(tmp_path), str(rank)] for rank in range(2)]
+    arguments = [[sys.executable, "-c", HALVED, str(HERE), str(tmp_path), str(rank), each_pass] for rank in range(2)]
     started = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for a in arguments]
     for process in started:
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
         told = json.loads(output.splitlines()[-1])
         assert told["held"] == ["torch.float32"]
-        assert 1 <= told["sums"] <= told["parts"], "once a step, not with every micro-batch"
+        passes = 12 if each_pass else 1
+        assert passes <= told["sums"] <= passes * told["parts"], "once a step, or with every micro-batch"
         assert told["norm"] == pytest.approx(numbers["train/grad_norm"], rel=1e-6)
-    masters = dict(zip(optimizer.names, optimizer.masters, strict=True))
-    kept = read_safetensors(tmp_path / "after" / "learner" / "optimizer.safetensors")
-    for name, master in masters.items():
-        assert torch.allclose(tensor_of(kept[f"{name}/master"]), master, rtol=1e-5, atol=1e-6)
+    resumed = PolicyOptimizer(toy.make(dtype="bfloat16"), algo, Alone())
+    resumed.load(tmp_path / "after" / "learner")
+    kept = dict(resumed.state_tensors())
+    for key, tensor in optimizer.state_tensors():
+        assert torch.allclose(kept[key], tensor, rtol=1e-5, atol=1e-6), key
     stored = read_blobs(tmp_path / "after" / "policy")
-    assert {stored[name].spec.dtype for name in masters} == {"bfloat16"}
+    assert {stored[name].spec.dtype for name in optimizer.names} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_find_their_rows_in_the_files_of_any_number_of_ranks(ranks):
+    whole = torch.arange(14.0).view(7, 2)
+    for writers in (1, 2, 3, 5):
+        parts = whole.chunk(writers)
+        shards = [blob_of(part) for part in (*parts, *[whole[:0]] * (writers - len(parts)))]
+        each = -(-7 // ranks)
+        for rank in range(ranks):
+            rows = slice(min(rank * each, 7), min((rank + 1) * each, 7))
+            assert torch.equal(join_rows(shards, rows), whole[rows])
+
+
+def test_shards_of_an_optimizer_that_are_not_all_there_are_refused(tmp_path):
+    _, optimizer, _ = trained()
+    optimizer.save(tmp_path)
+    (tmp_path / "optimizer.safetensors").rename(tmp_path / "optimizer-1-of-2.safetensors")
+    with pytest.raises(CheckpointError, match="has 1 of the optimizer's 2 files; it is damaged"):
+        optimizer.load(tmp_path)

@@ -10,7 +10,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.config.recipe import load
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
-from embodied.learners.memory_estimate import Memory, count, estimate, made_up
+from embodied.learners.memory_estimate import Memory, count, estimate, made_up, whole_gradient
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
@@ -39,7 +39,7 @@ def held(policy, config):
     (scores.logprobs.sum() + scores.values.sum()).backward()
     grads = sum(p.numel() * (4 if p.grad is None else p.grad.element_size()) for p in optimizer.params)
     optimizer.exchange(torch.zeros(1))
-    optimizer.step(1.0, 1.0)
+    optimizer.step(torch.ones(()), 1.0)
     state = sum(t.numel() * t.element_size() for s in optimizer.adam.state.values() for t in s.values() if t.ndim)
     copies = sum(m.numel() * 4 for m, p in zip(optimizer.masters, optimizer.params) if p.dtype == torch.bfloat16)
     return state + copies + grads + optimizer.flat.numel() * 4, sum(size for _, size in kept.values())
@@ -81,9 +81,12 @@ def test_a_reference_is_counted_as_a_copy_of_what_is_trained():
 def test_learners_with_shards_hold_a_part_each_and_the_gradient_whole():
     """10 weights of 2 bytes, 4 of them trained: two learners hold half of (20 - 8) + 5 * 4 * 4 bytes, the gradient of
     4 * 4, and 3 + 5 beside; half of the reference's 20 too."""
-    memory = Memory(10, 4, weights=20, training=0, activations=5, trained=8, gathered=3)
+    memory = Memory(10, 4, weights=20, training=0, activations=5, trained=8, gathered=3, gradient=16)
     assert memory.sharded(2) == (12 + 80) // 2 + 16 + 3 + 5
     assert replace(memory, reference=20).sharded(2) == memory.sharded(2) + 10
+    policy = build(OpenVLAConfig, name="openvla")
+    step, each_pass = (whole_gradient(policy, LearnerConfig(shard=True, reduce_each_pass=on)) for on in (False, True))
+    assert step == 4 * sum(p.numel() for p in policy.parameters() if p.requires_grad) > each_pass > 0
 
 
 @pytest.mark.slow

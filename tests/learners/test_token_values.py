@@ -182,7 +182,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(options):
         torch.testing.assert_close(mine.grad, other.grad, atol=1e-12, rtol=1e-9, msg=name)
     whole = torch.arange(len(share))
     scores_now = Model(theirs, LearnerConfig()).score(share.inputs(whole))
-    found, _ = share.loss_sum(scores_now, whole, 1.0, config)
+    found, _ = share.loss_sum(scores_now, 1.0, config)
     assert found.item() / share.divisor(EPISODES) == pytest.approx(loss.item(), rel=1e-12)
     assert len(ours.seen) > 3 and min(float(p.grad.abs().max()) for p in ours.parameters()) > 1e-4
 

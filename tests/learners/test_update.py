@@ -87,8 +87,8 @@ def test_parts_of_episodes_weigh_alike_in_the_loss_of_a_rollout():
     torch.testing.assert_close(share.weights, torch.tensor(each, dtype=torch.float64))
     assert (share.divisor(24), share.divisor(6), share.stats_divisor(24)) == (13, 13 / 4, 13)
     half = {"weights": share.weights / 2, "advantages": share.advantages * 2}  # of gains; values' errors count half
-    scores, every = Model(policy, LearnerConfig()).score(share.inputs(torch.arange(24))), torch.arange(24)
-    (_, whole), (_, part) = (b.loss_sum(scores, every, 1.0, config) for b in (share, replace(share, **half)))
+    scores = Model(policy, LearnerConfig()).score(share.inputs(torch.arange(24)))
+    (_, whole), (_, part) = (b.loss_sum(scores, 1.0, config) for b in (share, replace(share, **half)))
     assert part["policy_loss"] == pytest.approx(float(whole["policy_loss"]), rel=1e-12)
     assert part["value_loss"] == pytest.approx(float(whole["value_loss"]) / 2, rel=1e-12)
 
@@ -192,7 +192,7 @@ def test_scores_that_would_broadcast_are_refused():
 def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):
     policy, config = make(), PPOConfig(rollout_decisions=T, minibatch_size=T * N, epochs=1)
     optimizer = PolicyOptimizer(policy, config, Alone())
-    monkeypatch.setattr(PolicyOptimizer, "exchange", lambda self, stats, count: (stats, float("inf")))
+    monkeypatch.setattr("embodied.learners.model.norm_of", lambda flat: flat.double().norm() / 0.0)
     with pytest.raises(Diverged, match=r"grad_norm is inf in iteration 3, epoch 1; try a lower algo\.lr"):
         ours(policy, optimizer, rollout(policy, 1), config, 2)
 
