@@ -1,12 +1,15 @@
 """One of several learner ranks that learn the same batch in several ways, passes divided among them: python
 divided_learners.py FOLDER RANK RANKS. Prints how far each ends from a single rank that learns all of it alone."""
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tiny_language import SPEC, build
@@ -81,7 +84,7 @@ def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
     algo, options, policy = WAYS[name]
     if ranks == 1:
         options = {"sequence_degree": 1}
-    meet = None if ranks == 1 else RendezvousFile(f"{folder}/{name}", 60.0)
+    meet = None if ranks == 1 else RendezvousFile(f"{folder}/{name}", 500.0)
     config = LanguageConfig(name="language", preset="tiny_gpt2", dtype="float64", **policy)
     kind = PPOConfig if algo["name"] == "ppo" else GRPOConfig
     worker = LearnerWorker(config, kind(**algo), LearnerConfig(pack_tokens=PACK, **options), 0, meet)
@@ -107,9 +110,20 @@ def watched(table: PassTable, *inputs) -> list:
 
 plain, PassTable.passes = PassTable.passes, watched
 for name in WAYS:
-    wanted, alone = learned(name, 0, 1)
+    wanted_file = Path(folder, f"alone {name}.safetensors")  # meetings remove what begins with their name
+    if rank == 0:
+        wanted, alone = learned(name, 0, 1)
+        save_file(
+            {key: tensor.clone() for key, tensor in wanted.items()},
+            wanted_file,
+            {"numbers": json.dumps({key: float(number) for key, number in alone.items()})},
+        )
     del USED[1:]
     weights, numbers = learned(name, rank, ranks)
+    if rank > 0:  # the first rank has written it before it joined the others
+        with safe_open(wanted_file, "pt") as file:
+            wanted = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            alone = json.loads(file.metadata()["numbers"])
     first = build(preset="tiny_gpt2", dtype="float64").state_dict()
     moved = max(float((wanted[key] - first[key]).abs().max()) for key in first)
     apart = max((float((weights[key] - wanted[key]).abs().max()) for key in weights), default=0.0)
