@@ -134,13 +134,6 @@ def test_mistakes_in_a_users_class_are_explained(user_folder, where, text, messa
         env_class(config(name=where))
 
 
-def test_the_options_import_neither_torch_nor_a_simulator():
-    heavy = "{'torch', 'mani_skill', 'sapien', 'gymnasium', 'numpy'}"
-    code = f"import sys, embodied.envs, embodied.envs.config; print(sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_bridge_task_says_by_its_name_who_plays_it_and_what_files_it_lacks(tmp_path):
     carrot = "PutOnPlateInScene25Single-v1"
     assert env_that_knows(carrot) == env_that_knows([carrot, "PutCarrotOnPlateInScene-v1"]) == "maniskill"
