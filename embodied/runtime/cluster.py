@@ -51,7 +51,7 @@ class Cluster:
         on_start: Callable[[str, int], None] = lambda host, pid: None,
     ) -> None:
         """`address` is that of a running Ray cluster; `modules` are those of the user's that its nodes may lack. A
-        private cluster has `start_s` to start. `on_start` gets the process id of every life of a host."""
+        cluster of the run's own has `start_s` to start. `on_start` gets the process id of every life of a host."""
         names = [plan.name for plan in hosts]
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")

@@ -24,10 +24,10 @@ class ClusterConfig(Strict):
         None,
         description="host:port of a running Ray cluster to join, of which this machine is a node, or auto: the one "
         "that runs here; unset: that of RAY_ADDRESS, as `ray job submit` sets it. Without one backend=ray starts a "
-        "private cluster on this machine",
+        "cluster of the run's own on this machine",
     )
     start_s: float = Field(
-        120.0, gt=0, description="Seconds in which Ray has to start on this machine, where it is not joined by address."
+        300.0, gt=0, description="Seconds in which Ray has to start on this machine, where it is not joined by address."
     )
     machines: str | None = Field(
         None,

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 WRITE_STACKS = signal.SIGUSR1  # asks a host to write into its log what its threads are at
 WRITING_S = 0.2  # in which a process writes down what its threads are at
-START_S = 120.0  # how long a private Ray cluster may take to start
+START_S = 300.0  # how long a Ray cluster of the run's own may take to start
 LOG_BYTES = 64 << 20  # of a host's log; of a longer one the last quarter is kept
 LOG_S = 1.0  # between two looks at its length
 NOTICE_S = 10.0  # how long the end of a process may take to be noticed

@@ -86,14 +86,14 @@ def nothing_left_behind():
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """One private Ray cluster that all clusters of this process join: starting one takes seconds."""
+    """One Ray cluster that all clusters of this process join: starting one takes seconds."""
     import ray
 
-    from embodied.runtime.ray.nodes import connect_to_private
-    from embodied.runtime.ray.private_cluster import PrivateCluster
+    from embodied.runtime.ray.nodes import connect_to_own
+    from embodied.runtime.ray.own_cluster import OwnCluster
 
-    with PrivateCluster(object_store_bytes=200_000_000) as cluster:
-        connect_to_private(cluster)
+    with OwnCluster(object_store_bytes=200_000_000) as cluster:
+        connect_to_own(cluster)
         yield cluster
         ray.shutdown()
 

@@ -1,4 +1,4 @@
-"""Hosts as actors of a Ray cluster: a private one on this machine, or a running one that the driver joins by address.
+"""Hosts as actors of a Ray cluster: the run's own on this machine, or a running one that the driver joins by address.
 
 Ray starts the processes, reports that they live, and moves large parts between machines. What it does not do is done
 by the parent of each host's process (`guard.py`): cores before any import, the end with the driver, the exit code.
@@ -108,7 +108,7 @@ class RayBackend(Processes):
         self._stopping = False
         self._connection = Connection(address, modules, start_s)
         self._reservation: Reservation | None = None
-        # A private cluster has no other programs, and devices that several runs share are reserved for all of them.
+        # The run's own cluster has no other programs, and devices that several runs share are reserved for all of them.
         if address is not None and SOCKET not in os.environ:
             try:
                 self._reservation = Reservation(plans, self._connection.node)

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.runtime.host import HostPlan
 from embodied.runtime.processes import START_S
-from embodied.runtime.ray.private_cluster import ENVIRONMENT, TOKEN, PrivateCluster
+from embodied.runtime.ray.own_cluster import ENVIRONMENT, TOKEN, OwnCluster
 
 OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
 _LIMIT_BYTES = 100_000_000  # of modules that are sent to nodes
@@ -55,17 +55,17 @@ class RayNode:
 
 
 class Connection:
-    """Joins the cluster at an address, or a private one that is started for it. A connection that the program has
+    """Joins the cluster at an address, or one that is started for this run. A connection that the program has
     made before (`ray.init`) is used and left as it is."""
 
     def __init__(self, address: str | None, modules: Sequence[str] = (), start_s: float = START_S) -> None:
-        self._private: PrivateCluster | None = None
+        self._own_cluster: OwnCluster | None = None
         self._ours = not ray.is_initialized()
         self._nodes: dict[str, RayNode] = {}
         try:
             if self._ours and address is None:
-                self._private = PrivateCluster(start_s=start_s)
-                connect_to_private(self._private)
+                self._own_cluster = OwnCluster(start_s=start_s)
+                connect_to_own(self._own_cluster)
             elif self._ours:
                 join(address, modules)
             if address is None:
@@ -102,8 +102,8 @@ class Connection:
     def close(self) -> None:
         if self._ours:
             ray.shutdown()
-        if self._private is not None:
-            self._private.stop()
+        if self._own_cluster is not None:
+            self._own_cluster.stop()
 
     def _look_around(self) -> None:
         own = ray.get_runtime_context().get_node_id()
@@ -196,7 +196,7 @@ def address_here() -> str:
     return found
 
 
-def connect_to_private(cluster: PrivateCluster) -> None:
+def connect_to_own(cluster: OwnCluster) -> None:
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN=TOKEN, RAY_TMPDIR=str(cluster.folder))
     try:
