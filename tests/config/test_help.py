@@ -49,11 +49,15 @@ def test_help_answers_at_once_without_torch_ray_or_a_simulator(command):
 
 
 def test_help_and_a_mistakes_answer_cost_little_more_than_the_libraries_they_need():
-    """CPU time next to that of the imports nobody can do without, the least of some: the machine may be busy."""
-    without_us = min(probe(WITHOUT_US)["cpu_s"] for _ in range(3))
-    for argv in (["--help"], ["--cfg", "recipe=pointmass_ppo"], ["recipe=pointmass_ppo", "env.num_env=3"]):
-        work = f"from embodied.train import main; code = main({argv})"
-        assert min(probe(work)["cpu_s"] for _ in range(3)) < 6 * without_us, argv
+    """CPU time next to that of imports nobody can do without, the least of some in turns: the machine may be busy."""
+    answers = (["--help"], ["--cfg", "recipe=pointmass_ppo"], ["recipe=pointmass_ppo", "env.num_env=3"])
+    works = [WITHOUT_US, *(f"from embodied.train import main; code = main({argv})" for argv in answers)]
+    least = [float("inf")] * len(works)
+    for _ in range(10):
+        least = [min(before, probe(work)["cpu_s"]) for before, work in zip(least, works, strict=True)]
+        if max(least[1:]) < 6 * least[0]:
+            return
+    raise AssertionError(f"CPU seconds of {answers} and of the imports alone: {least}")
 
 
 @pytest.mark.parametrize("command", ["train", "serve"])  # what answers stands in embodied/__init__.py, for all
