@@ -34,8 +34,9 @@ from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, P
 from embodied.policies import device_noise, make_policy
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
+from embodied.runtime.published_weights import Publication
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
-from embodied.runtime.weights import Publication, WeightReader
+from embodied.runtime.weights import WeightReader
 
 ONE_BY_ONE = Merging()
 ALL_ACTIONS = SamplingRule()

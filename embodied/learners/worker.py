@@ -35,11 +35,12 @@ from embodied.policies.base import Policy
 from embodied.policies.policy_folder import read_blobs, read_weights
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
 from embodied.runtime.collective import Alone, Collective, connect_gpus, join
-from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
+from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, gpu_id, num_bytes
+from embodied.runtime.published_weights import Publication
 from embodied.runtime.rank_groups import RankGroup, form_groups
 from embodied.runtime.rendezvous import RendezvousAddress, listen
 from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
-from embodied.runtime.weights import Publication, WeightStore
+from embodied.runtime.weights import WeightStore
 
 MOVING_S = 3600.0  # at most, from or to a slow disk
 ENCODED = 32  # items that frozen parts encode together: enough for their speed, few enough to begin early
@@ -111,7 +112,8 @@ class LearnerWorker(Worker):
         live = weights if in_turns and not self.config.shard else None
         snapshot = self.rank == 0 and (snapshot or live is None)
         changing = () if in_turns else self.moving
-        self.store = WeightStore(specs, snapshot, live, store, changing)
+        gpu = gpu_id() if live is not None and self.rank == 0 else ""
+        self.store = WeightStore(specs, snapshot, live, store, changing, gpu)
 
     def _groups(self, gpus: Any) -> dict[int, RankGroup]:
         """This rank's groups of ranks that run passes together, by their number of ranks."""
@@ -249,6 +251,8 @@ class LearnerWorker(Worker):
 
     def offload(self) -> None:
         if not self.belongings.away:
+            if not self.shares:
+                self.store.keep()
             self.optimizer.forget_gradients()
             self.model.graphed = None
             weights = {} if self.shares else {"weights": self._weights()}
@@ -269,7 +273,7 @@ class LearnerWorker(Worker):
         self._check_live()
         names = self.dtypes.keys() if self.store.version < 0 or self.loaded else self.moving
         tensors = self._whole(names)
-        publication = self.store.publish(version, ((name, blob_of(tensor)) for name, tensor in tensors))
+        publication = self.store.publish(version, ((name, blob_of(tensor)) for name, tensor in tensors), names)
         self.loaded = False
         return None if self.rank else publication
 
@@ -284,9 +288,10 @@ class LearnerWorker(Worker):
                 )
 
     @served_while_busy
-    def send_weights(self, channels: tuple[Channel, ...], whole: bool, version: int) -> None:
-        """Begin to put a published version into these channels, beside an update in progress."""
-        self.store.send_aside(channels, whole, version)
+    def send_weights(self, channels: tuple[Channel, ...], whole: bool, version: int, handles: bool = False) -> None:
+        """Begin to put a published version into these channels, beside an update in progress; `handles` for readers
+        that hold this learner's GPU."""
+        self.store.send_aside(channels, whole, version, handles)
 
     def save(self, folder: Path) -> None:
         """The policy folder and the optimizer, into a checkpoint that is being written. Rank 0 writes, and of sharded

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from embodied.runtime.payload import own_device, own_gpu
 from embodied.runtime.timers import Timers
 
@@ -179,6 +181,25 @@ def allocated_bytes() -> tuple[int, int]:
         return 0, 0
     cuda = sys.modules["torch"].cuda
     return cuda.memory_allocated(), cuda.max_memory_allocated()
+
+
+def gpu_id() -> str:
+    """The id of the GPU that this process computes on, alike in all processes; "" where it computes on none."""
+    return str(sys.modules["torch"].cuda.get_device_properties(0).uuid) if on_gpu() else ""
+
+
+def synchronize() -> None:
+    """Waits until the GPU has done what it was asked for."""
+    if on_gpu():
+        sys.modules["torch"].cuda.synchronize()
+
+
+def host_memory(size: int) -> Any:
+    """Zeros in the host's memory as numpy has them, pinned where a GPU is to copy them."""
+    if not on_gpu():
+        return np.zeros(size, np.uint8)
+    torch = sys.modules["torch"]
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def give_back_unused() -> None:

@@ -11,11 +11,12 @@ from embodied.runtime.channel import Channel
 from embodied.runtime.cluster import Cluster
 from embodied.runtime.device_sharing import DeviceSharing
 from embodied.runtime.group import Handle, WorkerGroup
+from embodied.runtime.published_weights import Publication
 from embodied.runtime.tensor_bytes import Blob
-from embodied.runtime.weights import NONE, Publication, WeightStore
+from embodied.runtime.weights import NONE, WeightStore
 
 Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
-Send = Callable[[tuple[Channel, ...], bool, int], object]  # puts a version's buckets there: all, or what changed
+Send = Callable[[tuple[Channel, ...], bool, int, bool], object]  # puts a version's buckets there: all, or what changed
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,11 @@ class WeightSync:
         return list(new.values())
 
     def _send(self, ranks: Iterable[int], publication: Publication, send: Send, whole: bool) -> None:
-        """Begin to send to those of these workers that get weights in buckets."""
-        far = tuple(channel for _, route, channel in self._places(ranks, publication) if route == "buckets")
-        if far:
-            send(far, whole, publication.version)
+        """Begin to send to those of these workers that get weights through a channel."""
+        places = self._places(ranks, publication)
+        for way in ("buckets", "handles"):
+            if channels := tuple(channel for _, route, channel in places if route == way):
+                send(channels, whole, publication.version, way == "handles")
 
     def _places(self, ranks: Iterable[int], publication: Publication) -> list[tuple[int, str, Channel]]:
         return [(rank, self.routes[rank], self.channels[rank][publication.area]) for rank in ranks]

@@ -4,6 +4,7 @@ and never half-changed. The driver brings each version to all readers (`weight_s
 Where a reader is decides how it gets at a version:
 
     same process      "shared": the live tensors themselves, if training and acting take turns and nothing is sharded
+    same GPU          "handles": the live tensors, copied by their CUDA handles, if the same holds (not measured)
     same machine      "snapshot": one copy in shared memory, mapped and used in place by all readers
     another machine   "buckets": pieces through a channel into memory of its own
 
@@ -25,62 +26,34 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from embodied.core.errors import EmbodiedError, StaleWeights
+from embodied.core.errors import DeadlineExceeded, EmbodiedError, StaleWeights
 from embodied.runtime.channel import Channel, put_all
+from embodied.runtime.device_memory import gpu_id, host_memory, synchronize
+from embodied.runtime.payload import own_device
+from embodied.runtime.published_weights import (
+    Bucket,
+    Publication,
+    TensorBucket,
+    TensorsFromBuckets,
+    areas_of,
+    buckets_from,
+    buckets_of,
+    check,
+    is_away,
+    tensor_buckets,
+)
 from embodied.runtime.shared_memory import map_private, map_shared
-from embodied.runtime.tensor_bytes import Blob, Spec, checksum, place
+from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, checksum, tensor_of
 
-IN_FLIGHT_BYTES = 64 << 20  # of buckets: one that was put and one being put
-BUCKET_BYTES = IN_FLIGHT_BYTES // 2
-HEAD_BYTES = 64  # of a snapshot: 16 bytes that name its store, then the version in each of its areas (int64)
+SENDING_S = 600.0  # at most, until a reader has taken a version of the live tensors
 NONE = -1  # no version: nothing was published, or it is just being written
 
 stores_here: weakref.WeakValueDictionary[str, WeightStore] = weakref.WeakValueDictionary()
-
-
-@dataclass(frozen=True)
-class Publication:
-    """One published version: what it consists of and where to find it. Short; the bytes are elsewhere."""
-
-    version: int
-    follows: int  # the version before; readers of that one need only what has changed
-    store: str  # names it
-    pid: int
-    fd: int  # of the snapshot there; -1: none
-    specs: dict[str, Spec]
-    checksums: dict[str, int]  # of the snapshot
-    changed: tuple[str, ...]
-    changing: frozenset[str] = frozenset()  # names that have two areas in the snapshot
-    area: int = 0  # that holds this version's
-
-    @property
-    def places(self) -> tuple[dict[str, int], int]:
-        """The offset of every tensor of this version in a snapshot, and the snapshot's size."""
-        areas, size = areas_of(self.specs, self.changing)
-        return areas[self.area], size
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(self.specs[name].size_bytes for name in self.changed)
-
-
-def areas_of(specs: Mapping[str, Spec], changing: frozenset[str]) -> tuple[list[dict[str, int]], int]:
-    """The offsets of all tensors, by area, and the size of the memory: two areas where there are `changing` names.
-
-    With tensors `frozen` and `trained` of 64 bytes each, and trained changing: [{frozen: 64, trained: 128},
-    {frozen: 64, trained: 192}], 256.
-    """
-    first, size = place(specs, HEAD_BYTES)
-    if not changing:
-        return [first], size
-    second, size = place({name: spec for name, spec in specs.items() if name in changing}, size)
-    return [first, {**first, **second}], size
 
 
 def new_name() -> str:
@@ -100,10 +73,12 @@ class WeightStore:
         live: Mapping[str, Any] | None = None,
         name: str | None = None,
         changing: Iterable[str] = (),
+        gpu: str = "",
     ) -> None:
-        """`live` tensors are shared with readers in this process; without a snapshot all readers must be where a store
-        of this name is. With the names of `changing` tensors, those of every publication after the first, the version
-        before stays readable while the next one is written."""
+        """`live` tensors are shared with readers in this process, and copied by readers that hold the same `gpu`.
+        Without a snapshot of every version, others take them in buckets, and one is written where the live tensors
+        leave their device (`keep`). With the names of `changing` tensors, those of every publication after the first,
+        the version before stays readable while the next one is written."""
         self.name = name or new_name()
         self.specs = dict(specs)
         self.live = live
@@ -111,13 +86,15 @@ class WeightStore:
         self.visible = NONE  # what the live tensors are
         self._updating = False
         self._acting = 0  # readers that use the live tensors right now
-        self._turn = threading.Lock()
+        self._sending = 0  # threads that send the live tensors right now
+        self._turn = threading.Condition()
         self._writing = threading.Lock()  # nobody sends what is being overwritten
         self.changing = frozenset(changing)
         self._area = 0  # that holds the current version
         self._publications: dict[int, Publication] = {}  # by area
         self._checksums: list[dict[str, int]] = [{}, {}]  # by area
         self._memory: np.ndarray | None = None
+        self.gpu, self._writes_all = gpu, snapshot  # a snapshot of every version
         if snapshot:
             self._make_snapshot()
         stores_here.setdefault(self.name, self)
@@ -128,6 +105,10 @@ class WeightStore:
         with self._turn:
             if self._updating:
                 raise EmbodiedError("an update of these weights is open already")
+            if not self._turn.wait_for(lambda: not self._sending, SENDING_S):
+                raise DeadlineExceeded(
+                    f"a reader did not take version {self.visible} of the weights in {SENDING_S:g} s"
+                )
             if self._acting:
                 raise EmbodiedError(
                     f"{self._acting} workers act with the live weights while an update begins; "
@@ -139,16 +120,18 @@ class WeightStore:
         finally:
             self._updating = False
 
-    def publish(self, version: int, blobs: Iterable[tuple[str, Blob]]) -> Publication:
+    def publish(
+        self, version: int, blobs: Iterable[tuple[str, Blob]], names: Iterable[str] | None = None
+    ) -> Publication:
         """Make this version the current one. `blobs` are the tensors that changed since the last; the first time all.
-        They are read one by one, and only if there is a snapshot to write them to."""
+        They are read one by one, and only if there is a snapshot to write them to; else `names` says which changed."""
         if self._updating:
             raise EmbodiedError(f"version {version} cannot be published while an update is open")
         if version <= self.version:
             raise EmbodiedError(f"version {version} cannot follow version {self.version}: versions only grow")
         if self.changing and self.version != NONE:
             self._area = 1 - self._area
-        changed = tuple(self.specs) if self._memory is None else self._write(version, blobs)
+        changed = self._write(version, blobs) if self._writes_all else tuple((self.gpu and names) or self.specs)
         publication = Publication(
             version,
             self.version,
@@ -160,10 +143,23 @@ class WeightStore:
             changed,
             self.changing,
             self._area,
+            self.gpu,
         )
         self._publications[self._area] = publication
-        self.version = self.visible = version
+        with self._turn:
+            self.version = self.visible = version
+            self._turn.notify_all()
         return publication
+
+    def keep(self) -> None:
+        """Write a snapshot of the live tensors, which are about to leave their device, where there is none of the
+        current version."""
+        if self._writes_all or self.live is None or is_away(self.live) or self.visible == NONE:
+            return
+        if self._memory is None:
+            self._make_snapshot()
+        if int(self._head[0]) != self.visible:
+            self._write(self.visible, ((name, blob_of(tensor)) for name, tensor in self.live.items()))
 
     def current(self) -> Publication:
         """The last published version, for a reader that has none (it takes all of it, not only what changed)."""
@@ -171,26 +167,59 @@ class WeightStore:
             raise StaleWeights("no weights have been published yet")
         return self._publications[self._area]
 
-    def send(self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None) -> None:
+    def send(
+        self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None, handles: bool = False
+    ) -> None:
         """Put this version, or the current one where it has been overwritten, into these channels in buckets: the
-        tensors that changed, or all of them."""
+        tensors that changed, or all of them. `handles`: the live tensors, if they are on their device."""
+        if not self._writes_all:
+            with self._live_tensors() as live:
+                names = self.specs if whole else self.current().changed
+                if not handles or is_away(live):
+                    self.keep()
+                    self._send_bytes(channels, self.current(), names)
+                    return
+                for bucket in tensor_buckets(self.version, {name: live[name] for name in names}):
+                    for channel in channels:  # each gets handles of its own
+                        channel.put(bucket)
+            return
         with self._writing:
             readable = (publication for publication in self._publications.values() if publication.version == version)
             publication = next(readable, self.current())
-            for bucket in self._buckets(publication, self.specs if whole else publication.changed):
-                put_all(channels, bucket)
+            self._send_bytes(channels, publication, self.specs if whole else publication.changed)
 
-    def send_aside(self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None) -> None:
+    def send_aside(
+        self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None, handles: bool = False
+    ) -> None:
         """Sends in a thread of its own; errors close the channels with their cause."""
 
         def work() -> None:
             try:
-                self.send(channels, whole, version)
+                self.send(channels, whole, version, handles)
             except Exception as error:
                 for channel in channels:
                     channel.close(f"sending weights failed: {type(error).__name__}: {error}")
 
         threading.Thread(target=work, name="weights", daemon=True).start()
+
+    @contextmanager
+    def _live_tensors(self) -> Iterator[Mapping[str, Any]]:
+        """Waits for a version; the next update waits for the end."""
+        with self._turn:
+            if not self._turn.wait_for(lambda: self.visible != NONE, SENDING_S):
+                raise DeadlineExceeded(f"no version of the weights was published in {SENDING_S:g} s")
+            self._sending += 1
+        try:
+            assert self.live is not None
+            yield self.live
+        finally:
+            with self._turn:
+                self._sending -= 1
+                self._turn.notify_all()
+
+    def _send_bytes(self, channels: tuple[Channel, ...], publication: Publication, names: Iterable[str]) -> None:
+        for bucket in self._buckets(publication, names):
+            put_all(channels, bucket)
 
     def __del__(self) -> None:
         self.close()
@@ -257,55 +286,6 @@ class WeightStore:
         return buckets_of(publication.version, ((name, self._part(name, publication.area)) for name in names))
 
 
-@dataclass(frozen=True)
-class Bucket:
-    version: int
-    number: int
-    parts: tuple[tuple[str, int, np.ndarray], ...]  # (tensor, offset in it, bytes)
-    checksums: tuple[int, ...]
-    last: bool
-
-
-def buckets_of(version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[Bucket]:
-    """A version's tensors, given as bytes, in pieces of BUCKET_BYTES."""
-    parts: list[tuple[str, int, np.ndarray]] = []
-    size = number = 0
-    for name, whole in tensors:
-        start = 0
-        while start < len(whole):
-            part = whole[start : start + BUCKET_BYTES - size]
-            parts.append((name, start, part))
-            start, size = start + len(part), size + len(part)
-            if size == BUCKET_BYTES:
-                yield Bucket(version, number, tuple(parts), sums_of(parts), last=False)
-                parts, size, number = [], 0, number + 1
-    yield Bucket(version, number, tuple(parts), sums_of(parts), last=True)
-
-
-class TensorsFromBuckets:
-    """A version's tensors, put together from buckets that come in order."""
-
-    def __init__(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
-        """`tensors` are the bytes to be filled."""
-        self.version, self.tensors = version, tensors
-        self.missing = {name: len(data) for name, data in tensors.items()}
-
-    def add(self, bucket: Bucket) -> None:
-        """Raises EmbodiedError where a part is damaged, or with the last bucket where a part has not come."""
-        for (name, start, data), expected in zip(bucket.parts, bucket.checksums, strict=True):
-            check(name, data, expected, self.version)
-            if (whole := self.tensors.get(name)) is None or start + len(data) > len(whole):
-                raise EmbodiedError(f"version {self.version} came with a part of {name} that is no part of it")
-            whole[start : start + len(data)] = data
-            self.missing[name] -= len(data)
-        if bucket.last and (short := [name for name, left in self.missing.items() if left]):
-            raise EmbodiedError(f"version {self.version} arrived without parts of {', '.join(short[:4])}")
-
-
-def sums_of(parts: Iterable[tuple[str, int, np.ndarray]]) -> tuple[int, ...]:
-    return tuple(checksum(data) for _, _, data in parts)
-
-
 class WeightReader:
     """Reader side: loads published versions. It has none, and so must not act, until it has loaded one whole."""
 
@@ -316,12 +296,15 @@ class WeightReader:
         self._memory = np.empty(0, np.uint8)
         self._area = 0
         self._fetch: Fetch | None = None
+        self._tensors: dict[str, Any] = {}  # copies of live tensors on this reader's GPU
 
     def route(self, publication: Publication) -> str:
-        """Returns how this process gets at a store's weights: "shared", "snapshot" or "buckets"."""
+        """Returns how this process gets at a store's weights: "shared", "handles", "snapshot" or "buckets"."""
         store = stores_here.get(publication.store)
         if store is not None and store.live is not None:
             return "shared"
+        if publication.gpu and publication.gpu == gpu_id():
+            return "handles"
         with suppress(OSError):
             fd = open_snapshot(publication)
             os.close(fd)
@@ -345,7 +328,12 @@ class WeightReader:
             self.version = publication.version
             return {name: self._store.live[name] for name in names}
         if first:
-            self._memory = memory_for(publication, route)
+            self._memory, self._tensors = memory_for(publication, route), {}
+        if route == "handles":
+            assert channel is not None
+            came = self._receive_tensors(publication, channel, names)
+            self.version = publication.version if came else None
+            return {name: self._tensors[name] for name in names} if came else {}
         blobs = self._blobs(publication, names)
         if (fetch := self._fetched(publication)) and not whole:
             came = fetch.result()
@@ -426,18 +414,39 @@ class WeightReader:
         """Returns whether this version came, whole; False where a newer one came instead."""
         tensors = {name: blob.data for name, blob in self._blobs(publication, names).items()}
         arriving = TensorsFromBuckets(publication.version, tensors)
-        number, last = 0, False
-        while not last:
-            bucket: Bucket = channel.get()
-            if bucket.version > publication.version:
+        for bucket in buckets_from(channel, publication.version):
+            if bucket is None:
                 return False
-            if bucket.version < publication.version or (bucket.number and bucket.number != number):
-                continue  # of an earlier version, which nobody waits for any more
             if bucket.number == 0:
                 arriving = TensorsFromBuckets(publication.version, tensors)
             arriving.add(bucket)
-            number, last = bucket.number + 1, bucket.last
         return True
+
+    def _receive_tensors(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
+        """The same into tensors on this reader's GPU. Bytes come where the live tensors have left theirs."""
+        bytes_of = {name: np.empty(publication.specs[name].size_bytes, np.uint8) for name in names}
+        arriving = TensorsFromBuckets(publication.version, bytes_of)
+        for bucket in buckets_from(channel, publication.version):
+            if bucket is None:
+                return False
+            if isinstance(bucket, TensorBucket):
+                for name, tensor in bucket.tensors.items():
+                    self._copy(name, tensor)
+                synchronize()  # the sender may change them from now on
+                continue
+            if bucket.number == 0:
+                arriving = TensorsFromBuckets(publication.version, bytes_of)
+            arriving.add(bucket)
+            if bucket.last:
+                for name, data in bytes_of.items():
+                    self._copy(name, tensor_of(Blob(publication.specs[name], data)))
+        return True
+
+    def _copy(self, name: str, tensor: Any) -> None:
+        if name in self._tensors:
+            self._tensors[name].copy_(tensor)
+        else:
+            self._tensors[name] = tensor.to(own_device(), copy=True)
 
 
 class Fetch:
@@ -465,15 +474,12 @@ class Fetch:
             self._came = error
 
 
-def check(name: str, data: np.ndarray, expected: int, version: int) -> None:
-    if checksum(data) != expected:
-        raise EmbodiedError(f"weight {name} of version {version} was damaged on its way: its checksum differs")
-
-
 def memory_for(publication: Publication, route: str) -> np.ndarray:
     _, size = publication.places
+    if route == "handles":
+        return np.empty(0, np.uint8)
     if route == "buckets":
-        return np.zeros(size, np.uint8)
+        return host_memory(size)
     fd = open_snapshot(publication)
     try:
         return np.frombuffer(map_private(fd, size), np.uint8)

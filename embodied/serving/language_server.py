@@ -27,8 +27,8 @@ from embodied.policies.language.engine import Answer, Sampling
 from embodied.policies.language.http_messages import NOT_FINITE, UNSEEN, read_bucket, settings_of
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.runtime.device_memory import num_bytes
+from embodied.runtime.published_weights import BUCKET_BYTES
 from embodied.runtime.tensor_bytes import Blob
-from embodied.runtime.weights import BUCKET_BYTES
 from embodied.serving import openai_protocol as openai
 from embodied.serving.chat_messages import with_tools
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown

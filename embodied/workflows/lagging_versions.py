@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from embodied.runtime import Handle
-from embodied.runtime.weights import Publication
+from embodied.runtime.published_weights import Publication
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch
 
 if TYPE_CHECKING:

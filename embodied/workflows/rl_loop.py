@@ -34,7 +34,7 @@ from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
-from embodied.runtime.weights import Publication
+from embodied.runtime.published_weights import Publication
 from embodied.workflows.collector import HorizonCollector
 from embodied.workflows.contract import ROLLOUT, UPDATE, Batch, BatchSource, Role
 from embodied.workflows.evaluator import Evaluator

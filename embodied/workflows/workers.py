@@ -102,8 +102,16 @@ class Workers:
         if len(learning) > 1 and {place for place, _ in learning} != {machine()}:  # else they meet in a file of the run
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
             self.learners.set_rendezvous(address).wait()
-        others = {*self.policies.process().wait()} - {*learning}
-        return self.learners.build(self.spec, new_name(), bool(others), start_folder, not self._acts_during_update)
+        snapshot = self._need_snapshot(learning, self.policies.process().wait())
+        return self.learners.build(self.spec, new_name(), snapshot, start_folder, not self._acts_during_update)
+
+    def _need_snapshot(self, learning: list[tuple[str, int]], acting: list[tuple[str, int]]) -> bool:
+        """True if policies are in other processes than the learners, unless these hold the GPU of learner-0."""
+        gpus = {host.name: {each for each in host.devices if "gpu:" in each} for host in self.cluster.hosts}
+        own = gpus[self.learners.hosts[0]]
+        shared = [own and own == gpus[host] for host in self.policies.hosts]
+        found = zip(acting, shared, strict=True)
+        return any(each not in learning and not (alike and each[0] == learning[0][0]) for each, alike in found)
 
     @property
     def _acts_during_update(self) -> bool:

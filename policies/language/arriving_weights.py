@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from embodied.runtime.published_weights import Bucket, TensorsFromBuckets
 from embodied.runtime.tensor_bytes import Blob, Spec
-from embodied.runtime.weights import Bucket, TensorsFromBuckets
 
 SILENT_S = 30.0  # after which another program may send its weights
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from embodied.core.conversations import SamplingRule
 from embodied.policies.language.engine import Request, seed_of
+from embodied.runtime.published_weights import Bucket
 from embodied.runtime.tensor_bytes import ITEM_BYTES, Blob, Spec, checksum
-from embodied.runtime.weights import Bucket
 
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy

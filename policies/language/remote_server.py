@@ -22,8 +22,8 @@ from embodied.core.files import as_path
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.http_messages import NOT_FINITE, OWNER, UNSEEN, bucket_bytes, read_error
 from embodied.policies.policy_folder import WEIGHTS
+from embodied.runtime.published_weights import buckets_of
 from embodied.runtime.tensor_bytes import read_safetensors
-from embodied.runtime.weights import buckets_of
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers after which it is worth trying again
 EXTENSION = "embodied.policies.language.vllm_worker.FromFolder"

@@ -31,7 +31,7 @@ from embodied.policies.language.engine import Answer, Request, Sampling, make_en
 from embodied.policies.worker import PolicyWorker
 from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import DeviceTensors
-from embodied.runtime.weights import Publication
+from embodied.runtime.published_weights import Publication
 
 SIGN_OF_LIFE_S = 30.0  # after which a sim that waits for long answers hears from us
 

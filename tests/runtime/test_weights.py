@@ -1,15 +1,20 @@
 """Published weights: who sees them when, on each way from the learner to the policies."""
 
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from embodied.core.errors import EmbodiedError, StaleWeights, WorkerFailed
-from embodied.runtime import Cluster, HostPlan, Worker
+from embodied.runtime import Cluster, HostPlan, Worker, published_weights
 from embodied.runtime import weights as module
+from embodied.runtime.device_memory import Offloader
+from embodied.runtime.published_weights import Bucket
 from embodied.runtime.tensor_bytes import Blob, Spec
-from embodied.runtime.weights import Bucket, WeightReader, WeightStore
+from embodied.runtime.weights import WeightReader, WeightStore
 
 SPECS = {"frozen": Spec("float32", (1000,)), "trained": Spec("float32", (300,)), "count": Spec("float64", ())}
 
@@ -159,7 +164,7 @@ def test_what_is_overwritten_while_it_is_checked_is_not_called_damaged(store, mo
 
 @pytest.mark.parametrize("sent", ["before", "after"])
 def test_buckets_of_a_newer_version_end_the_wait_for_an_older_one(store, channel, monkeypatch, sent):
-    monkeypatch.setattr(module, "BUCKET_BYTES", 512)
+    monkeypatch.setattr(published_weights, "BUCKET_BYTES", 512)
     first, reader = store.publish(0, blobs(1.0)), WeightReader()
     if sent == "before":  # they wait there already, and a part of them was lost with the process before
         store.send((channel,), whole=True)
@@ -170,6 +175,92 @@ def test_buckets_of_a_newer_version_end_the_wait_for_an_older_one(store, channel
     store.send((channel,), whole=True)
     found = reader.load(second, "buckets", channel, whole=True)
     assert values(found) == {"frozen": 1, "trained": 2, "count": 1}
+
+
+def until(true):
+    for _ in range(6000):
+        if true():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within a minute")
+
+
+@pytest.fixture
+def live_store():
+    """Of tensors on a GPU, in another process. Here they are on the CPU."""
+    live = {name: torch.ones(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in SPECS.items()}
+    store = WeightStore(SPECS, snapshot=False, live=live, gpu="GPU-a")
+    module.stores_here.pop(store.name)
+    yield store
+    store.close()
+
+
+def numbers(tensors):
+    assert all(len(set(tensor.reshape(-1).tolist())) == 1 for tensor in tensors.values())
+    return {name: tensor.reshape(-1)[0].item() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(("snapshot", "gpu", "route"), [
+    (False, "GPU-a", "handles"), (True, "GPU-a", "handles"), (False, "GPU-b", "buckets"), (True, "GPU-b", "snapshot"),
+    (False, "", "buckets"),
+])  # fmt: skip
+def test_who_holds_the_same_gpu_copies_live_tensors_there(live_store, monkeypatch, snapshot, gpu, route):
+    store = WeightStore(SPECS, snapshot, live_store.live, gpu="GPU-a")
+    publication = store.publish(0, blobs(1.0))
+    assert WeightReader().route(publication) == "shared"
+    module.stores_here.pop(store.name)
+    monkeypatch.setattr(module, "gpu_id", lambda: gpu)
+    assert WeightReader().route(publication) == route
+    store.close()
+
+
+def test_live_tensors_are_copied_and_later_versions_into_the_same_memory(live_store, channel, monkeypatch):
+    monkeypatch.setattr(published_weights, "BUCKET_BYTES", 512)
+    reader, live = WeightReader(), live_store.live
+    publication = live_store.publish(0, iter(()))
+    live_store.send((channel,), handles=True)
+    assert channel.qsize() == 3 + 2
+    found = reader.load(publication, "handles", channel)
+    assert numbers(found) == {"frozen": 1, "trained": 1, "count": 1}
+    with live_store.updating():
+        live["trained"].fill_(2.0)
+    publication = live_store.publish(1, iter(()), ["trained"])
+    live_store.send((channel,), handles=True)
+    assert numbers(reader.load(publication, "handles", channel)) == {"trained": 2}
+    assert numbers(found) == {"frozen": 1, "trained": 2, "count": 1}
+    with reader.acting(1):
+        pass
+
+
+@pytest.mark.parametrize("way", ["handles", "buckets"])
+def test_where_live_tensors_have_left_their_gpu_readers_get_the_bytes_that_were_kept(live_store, channel, way):
+    publication = live_store.publish(0, iter(()))
+    live_store.keep()
+    Offloader().offload(live_store.live.values())
+    live_store.send((channel,), whole=True, handles=way == "handles")
+    found = WeightReader().load(publication, way, channel)
+    assert (numbers if way == "handles" else values)(found) == {"frozen": 1, "trained": 1, "count": 1}
+
+
+def test_an_update_waits_until_the_live_tensors_were_taken(live_store, monkeypatch):
+    monkeypatch.setattr(published_weights, "BUCKET_BYTES", 512)
+    with Cluster("inline", [HostPlan("only", ("a",))], timeout_s=60) as cluster:
+        channel = cluster.channel("weights", capacity=1)
+        publication = live_store.publish(0, iter(()))
+
+        def update():
+            with live_store.updating():
+                for tensor in live_store.live.values():
+                    tensor.fill_(9.0)
+
+        live_store.send_aside((channel,), True, 0, True)
+        until(lambda: channel.qsize() == 1)  # the first of three
+        updating = threading.Thread(target=update)
+        updating.start()
+        found = WeightReader().load(publication, "handles", channel)
+        updating.join(60)
+        assert numbers(found) == {"frozen": 1, "trained": 1, "count": 1}
+        assert numbers(live_store.live) == {"frozen": 9, "trained": 9, "count": 9}
 
 
 def test_the_first_version_must_be_whole_and_tensors_as_announced(store):
@@ -183,7 +274,7 @@ def test_the_first_version_must_be_whole_and_tensors_as_announced(store):
 
 
 def test_buckets_bring_what_changed_in_small_pieces(store, channel, monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", 512)
+    monkeypatch.setattr(published_weights, "BUCKET_BYTES", 512)
     reader = WeightReader()
     publication = store.publish(0, blobs(1.0))
     store.send((channel,))
@@ -200,7 +291,7 @@ def test_buckets_bring_what_changed_in_small_pieces(store, channel, monkeypatch)
 
 
 def test_a_new_reader_takes_whole_buckets_and_skips_those_of_an_aborted_sending(store, channel, monkeypatch):
-    monkeypatch.setattr(module, "BUCKET_BYTES", 512)
+    monkeypatch.setattr(published_weights, "BUCKET_BYTES", 512)
     store.publish(0, blobs(1.0))
     store.publish(1, blobs(2.0, ["count"]))
     store.send((channel,), whole=True)

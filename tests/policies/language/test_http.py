@@ -17,7 +17,7 @@ from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm_worker import FromFolder
 from embodied.policies.policy_folder import read_description
-from embodied.runtime import weights
+from embodied.runtime import published_weights
 from embodied.serving.config import TOKEN
 
 ASKED = [Request(n, [5 + n % 7, 6, 7 + n], 4 + 2 * n, episode=n) for n in range(20)]
@@ -346,7 +346,7 @@ class VLLMsWorker(FromFolder):
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_vllms_server_takes_weights_from_a_folder_or_in_buckets(sees, policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 100_000)
+    monkeypatch.setattr(published_weights, "BUCKET_BYTES", 100_000)
     monkeypatch.setattr(VLLMsWorker, "sees_folder", lambda self, folder: sees)
     worker, said, version = VLLMsWorker(policy.model), [], ["none"]
 

@@ -20,7 +20,7 @@ from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.server_pool import WritingSpeed, rooms
 from embodied.policies.language.trust import GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
-from embodied.runtime import weights
+from embodied.runtime import published_weights
 from embodied.serving import language_server
 from embodied.serving.config import TOKEN
 
@@ -148,12 +148,12 @@ def test_what_a_server_that_has_stopped_keeps_is_answered_by_others(policy, tmp_
 
 def test_a_server_that_does_not_see_the_folder_is_sent_the_weights(policy, tmp_path, monkeypatch):
     monkeypatch.setattr(language_server.os.path, "isdir", lambda path: False)
-    monkeypatch.setattr(weights, "BUCKET_BYTES", 100_000)
+    monkeypatch.setattr(published_weights, "BUCKET_BYTES", 100_000)
     with served(of_other_weights(), tmp_path) as server, engine_of(policy, [server], tmp_path) as engine:
         engine.load(policy.state_dict(), 1)
         check_same(answers(engine, ASKED), policy)
         assert server.generation.fingerprint == engine.name and server.arriving is None
-        monkeypatch.setattr(weights, "sums_of", lambda parts: tuple(1 for _ in parts))
+        monkeypatch.setattr(published_weights, "sums_of", lambda parts: tuple(1 for _ in parts))
         falsify(server)
         with pytest.raises(EmbodiedError, match=r"has not answered for 1 s.*was damaged on its way"):
             with engine_of(of_other_weights(8), [server], tmp_path, away_s=1.0) as other:
