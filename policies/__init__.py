@@ -75,9 +75,10 @@ def policy_class(name: str) -> type[Policy]:
     return kind
 
 
-def slow_imports(name: str) -> tuple[str, ...]:
-    """The modules behind `policy.name` that take seconds to import; a user's own are not imported before their time."""
-    return ("torch", FAMILIES[name].partition(":")[0]) if name in FAMILIES else ("torch",)
+def slow_imports(config: Any) -> tuple[str, ...]:
+    """The modules behind a policy that take seconds to import; a user's own are not imported before their time."""
+    family = FAMILIES.get(config.name, "").partition(":")[0]
+    return tuple(filter(None, ("torch", family, "peft" if getattr(config, "lora_rank", None) else "")))
 
 
 def check_methods(kind: type[Policy], *needed: str) -> None:

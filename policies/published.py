@@ -5,16 +5,18 @@ A policy that LoRA trains is saved as what is trained, with the name of the fold
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError
 from embodied.policies.base import Policy
-from embodied.policies.vla.lora import is_adapter, merged, save_adapters
+from embodied.policies.policy_folder import own_layer
+from embodied.policies.vla.lora import is_adapter, merged, save_adapters, scaling_of, set_magnitudes
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 
 
@@ -24,7 +26,13 @@ class PublishedPolicy(Policy):
     own_scales: tuple[str, ...] = ()  # how the names of buffers begin that are set while the policy is built
     origin: Path | None = None  # the published folder
 
-    # Weights
+    # Weights, by the names that they have without adapters
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {own_layer(name): tensor for name, tensor in super().state_dict(*args, **kwargs).items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((own_layer(name), parameter) for name, parameter in super().named_parameters(*args, **kwargs))
 
     def read_stored(self) -> dict[str, Blob]:
         """The published folder's weights; empty without one."""
@@ -61,6 +69,7 @@ class PublishedPolicy(Policy):
                 self.use_weights({name: tensor_of(stored[where[name]]).clone()})
             elif not name.startswith(self.own_scales):
                 parameter.copy_(self.start(name, parameter.shape, draw))
+        set_magnitudes(own, fresh)
 
     def stored_weights(self) -> dict[str, Blob]:
         """Weights of the published folder, for acting only: what it lacks is zero."""
@@ -95,9 +104,9 @@ class PublishedPolicy(Policy):
 
     def published_weights(self) -> dict[str, Tensor]:
         """All weights, adapters merged."""
-        return dict(merged(self.state_dict().items(), self.config.lora_scale))
+        return dict(merged(self.state_dict().items(), scaling_of(self.config)))
 
     def save_adapters(self, folder: Path | str) -> None:
         """Write the adapters as peft reads them."""
-        config = self.config
-        save_adapters(Path(folder), self.state_dict().items(), config.lora_rank, config.lora_scale, str(self.origin))
+        trained = ((name, parameter.detach()) for name, parameter in self.named_parameters() if parameter.requires_grad)
+        save_adapters(Path(folder), trained, self.config, str(self.origin))

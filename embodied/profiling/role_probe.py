@@ -289,7 +289,7 @@ class ProbeWorker(Worker):
         config, precision = self.config, self.config.learner.precision
         policy = real(self.policy_worker, config.policy, config.seed, precision, self.device)
         policy.build(sim.spec())
-        policy.policy.load_state_dict(make_policy(config.policy, sim.spec(), config.seed).state_dict())
+        policy.policy.use_weights(make_policy(config.policy, sim.spec(), config.seed).state_dict())
         policy.weights.version = 0
         return policy
 

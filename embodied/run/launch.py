@@ -420,7 +420,7 @@ def cluster(
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.joined)
     own = modules_of(config, program)
     with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy", "learner"]
-    hosts = host_plans(plan, with_policy, slow_imports(config.policy.name))
+    hosts = host_plans(plan, with_policy, slow_imports(config.policy))
     return Cluster(options.backend, hosts, *about, own, options.start_s, on_start)
 
 

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, read_object
 from embodied.core.options import LocalPath
-from embodied.policies.common_config import PolicyOptions
-from embodied.policies.vla.config import LoraTargets
+from embodied.policies.vla.config import LoraOptions
 
 SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # kinds of models that read pictures, by config.json's model_type
 OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
@@ -19,7 +18,7 @@ ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running
 """Keys that say how a language model's answers are made, not what they are."""
 
 
-class LanguageConfig(PolicyOptions):
+class LanguageConfig(LoraOptions):
     published = True
     speaks = True
     compile: ClassVar[bool] = False
@@ -104,9 +103,6 @@ class LanguageConfig(PolicyOptions):
     train_layers: int | None = Field(
         None, gt=0, description="Train only so many of the last layers and the final norm; null: all weights."
     )
-    lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
-    lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
-    lora_targets: LoraTargets = Field("linear", description="As for openvla.")
     expert_bias_rate: float | None = Field(
         None,
         gt=0,

@@ -48,7 +48,15 @@ from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.experts import is_router, num_experts
 from embodied.policies.language.sight import PREPROCESSOR, SIGHTS, decoder_of
 from embodied.policies.language.tokenizer import ConversationTokenizer
-from embodied.policies.policy_folder import CONFIG, OURS, TOKENIZER_FILES, copy_files, read_blobs, read_json
+from embodied.policies.policy_folder import (
+    CONFIG,
+    OURS,
+    TOKENIZER_FILES,
+    copy_files,
+    own_layer,
+    read_blobs,
+    read_json,
+)
 from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, tensor_of
 
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
@@ -318,7 +326,7 @@ class MadeBlob(Blob):
 
 def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
     """Where a folder with these names has the weights of the model's modules; other names stand for themselves."""
-    rules, own = get_model_conversion_mapping(model), model.state_dict()
+    rules, own = get_model_conversion_mapping(model), module_weights(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -340,7 +348,7 @@ def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
 
 def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
     """A folder's weights by the names of the model's modules, and in their shapes."""
-    own, found = model.state_dict(), {}
+    own, found = module_weights(model), {}
     for name, origin in origins(model, stored).items():
         first = stored[origin.names[0]]
         if origin.rule is None:
@@ -349,6 +357,11 @@ def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
             spec = Spec(first.spec.dtype, tuple(own[name].shape))
             found[name] = MadeBlob(spec, partial(convert, model, name, origin, stored, spec))
     return found
+
+
+def module_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of a model by the names that its modules have without adapters."""
+    return {own_layer(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def convert(model: Any, name: str, origin: WeightSource, stored: dict[str, Blob], spec: Spec) -> np.ndarray:

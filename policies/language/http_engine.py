@@ -35,7 +35,7 @@ from embodied.policies.language.remote_server import RemoteServer, token_of
 from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, ServerPool
 from embodied.policies.language.trust import find_lie
 from embodied.policies.language.weight_folder import WeightFolder
-from embodied.policies.vla.lora import merged
+from embodied.policies.vla.lora import merged, scaling_of
 from embodied.runtime.tensor_bytes import blob_of
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class HTTPEngine(Engine):
         """The weights as the servers know them: with adapters beside them, or merged where they have none."""
         if not self.config.lora_rank or self.pool.lora_rank == self.config.lora_rank:
             return dict(weights)
-        return dict(merged(weights.items(), self.config.lora_scale))
+        return dict(merged(weights.items(), scaling_of(self.config)))
 
     def answer(self, request: Request, found: Read) -> Answer:
         tokens, logprobs = np.array(found.tokens, np.int32), np.array(found.logprobs, self.exact)

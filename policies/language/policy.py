@@ -39,7 +39,7 @@ from embodied.policies.language.shapes import HEADS, PROCESSED, READERS, check_k
 from embodied.policies.language.sight import SIGHTS, Sight, decoder_of, place_cost, tower_blocks_of
 from embodied.policies.policy_folder import CONFIG, published_family, write_shards, write_values
 from embodied.policies.published import PublishedPolicy
-from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter
+from embodied.policies.vla.lora import add_lora, chosen_layers, initial_adapter, is_adapter, saved_layers
 from embodied.runtime.tensor_bytes import Blob
 
 COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
@@ -117,16 +117,20 @@ class LanguagePolicy(PublishedPolicy):
                 f"policy.lora_rank={config.lora_rank}: the layers of a {model.config.model_type} are not linear "
                 "layers, which alone take adapters; leave it out, or try policy.train_layers"
             )
-        with torch.device("meta"):
-            add_lora({"model": model}, config.lora_rank, config.lora_scale, targets=config.lora_targets)
-        for layer in (layer for layer in model.modules() if hasattr(layer, "lora_A")):
-            layer.lora_A.to(self.dtype)
-            layer.lora_B.to(self.dtype)
-        if self.tied and hasattr(model.get_output_embeddings(), "lora_A"):
+        layers, head = dict(model.named_modules()), model.get_output_embeddings()
+        adapted = [layers[name] for name in chosen_layers(layers, config.lora_targets)]
+        if self.tied and any(
+            part in (head, model.get_input_embeddings()) for part in (*adapted, *saved_layers(model, config))
+        ):
             raise ConfigError(
-                "this model's head is tied to its embeddings and can have no adapter of its own; "
-                "try policy.lora_targets=linear"
+                "this model's head is tied to its embeddings and can neither have an adapter of its own nor be trained "
+                "alone; try policy.lora_targets=linear, and policy.lora_config without it"
             )
+        with torch.device("meta"):
+            add_lora({"": model}, config)
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.data = parameter.data.to(self.dtype)
 
     def adopt(self, model: Any) -> None:
         """Make the model's parts this policy's, but for a head that is only another name of the embeddings."""
@@ -296,7 +300,7 @@ class LanguagePolicy(PublishedPolicy):
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         """Normal numbers of the deviation that config.json asks for, less where many add up; norms begin as 1."""
         if is_adapter(name):
-            return initial_adapter(name, shape, draw)
+            return initial_adapter(name, shape, draw, self.config.lora_init)
         if name.startswith(self.value_names):
             return torch.zeros(shape)
         if len(shape) == 1:
@@ -447,6 +451,7 @@ class FirstLayers(LanguagePolicy):
             "dtype": "float32",
             "temperature": 1.0,
             "lora_rank": None,
+            "lora_config": {},
             "train_layers": None,
             "value_head": False,
             "expert_bias_rate": None,

@@ -36,7 +36,7 @@ from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm_worker import replace_weights
-from embodied.policies.vla.lora import merged
+from embodied.policies.vla.lora import merged, scaling_of
 from embodied.runtime.device_memory import Offloader, num_bytes
 
 if TYPE_CHECKING:
@@ -152,8 +152,7 @@ class VLLMEngine(Engine):
             self._wake(WEIGHTS)
         assert WEIGHTS not in self.asleep, "new weights come while vLLM has no memory for them"
         self.version, self.is_new = None, False
-        scale = self.config.lora_scale if self.config.lora_rank else None
-        whole = weights.items() if scale is None else merged(weights.items(), scale)
+        whole = merged(weights.items(), scaling_of(self.config)) if self.config.lora_rank else weights.items()
         pairs = [*as_published(self.policy.model, whole).items()]
         with torch.inference_mode(False), torch.no_grad():
             self.engine.collective_rpc(replace_weights, args=(pairs,))

@@ -24,7 +24,7 @@ from embodied.policies.openvla.tokens import STOP, ActionTokens, LlamaTokenizer,
 from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.policy_folder import copy_files, read_blobs
 from embodied.policies.vla.image_processor import processor_of
-from embodied.policies.vla.layers import smooth_filters, with_adapter
+from embodied.policies.vla.layers import is_scaled, smooth_filters, with_adapter
 from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
 from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting
 from embodied.policies.vla.statistics import (
@@ -138,7 +138,7 @@ class PrismaticPolicy(VLAPolicy):
         self.add_keyframe_head(len(self.cameras) * self.settings.patches, self.settings.llama.dim)
         if config.lora_rank:
             parts = {name: getattr(self, name) for name in ("vision_backbone", "projector", "language_model")}
-            add_lora(parts, config.lora_rank, config.lora_scale, whole, config.lora_targets)
+            add_lora(parts, config, whole)
 
     def vision_encoder(self) -> nn.Module:
         return self.projector
@@ -167,7 +167,8 @@ class PrismaticPolicy(VLAPolicy):
         if self.adapters is None:
             return stored
         own = {name for name in self.state_dict() if is_adapter(name)}
-        return {n: blob for n, blob in stored.items() if not is_adapter(n)} | read_adapters(self.adapters, own, stored)
+        below = {name: blob for name, blob in stored.items() if not is_adapter(name)}
+        return below | read_adapters(self.adapters, own, stored, self.config)
 
     def is_extra(self, name: str) -> bool:
         return name.startswith(self.extras) or is_adapter(name)
@@ -229,7 +230,10 @@ class PrismaticPolicy(VLAPolicy):
         """Logits of the action tokens, divided by `policy.temperature`."""
         first, words = self.settings.first_action_id, self.language_model.lm_head
         rows = slice(first, first + self.settings.bins)
-        logits = with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
+        if is_scaled(words):
+            logits = words(hidden)[..., rows]
+        else:
+            logits = with_adapter(nn.functional.linear(hidden, words.weight[rows]), words, hidden, rows)
         return logits.to(self.exact) / self.config.temperature
 
     def _word_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:

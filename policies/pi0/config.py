@@ -6,11 +6,10 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
-from embodied.policies.common_config import PolicyOptions
-from embodied.policies.vla.config import MERGED_ROWS, TOKENIZERS
+from embodied.policies.vla.config import MERGED_ROWS, TOKENIZERS, LoraOptions
 
 
-class Pi0Config(PolicyOptions):
+class Pi0Config(LoraOptions):
     needs = TOKENIZERS
     merged_rows = MERGED_ROWS
     published = True
@@ -67,8 +66,6 @@ class Pi0Config(PolicyOptions):
         description="Imitation sees images cropped, turned and coloured at random, as in openpi's training.",
     )
     keyframes: tuple[NonNegativeInt, ...] = Field((), description="As for openvla.")
-    lora_rank: int | None = Field(None, gt=0, description="As for openvla.")
-    lora_scale: float = Field(1.0, gt=0, description="As for openvla.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
     compile: bool = Field(False, description="As for openvla.")
 

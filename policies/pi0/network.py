@@ -172,10 +172,10 @@ def in_half(network: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def start(name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+def start(name: str, shape: torch.Size, draw: torch.Generator, adapters: str = "kaiming") -> Tensor:
     """The initial numbers of a weight or adapter of this network."""
     if is_adapter(name):
-        return initial_adapter(name, shape, draw)
+        return initial_adapter(name, shape, draw, adapters)
     if name.endswith("patch_embedding.weight"):
         return smooth_filters(shape, draw)
     if name.endswith("position_embedding.weight"):

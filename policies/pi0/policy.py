@@ -80,8 +80,7 @@ class Pi0Policy(VLAPolicy):
                 self.model.paligemma_with_expert.paligemma.requires_grad_(False)
             self.add_keyframe_head(len(self.views) * self.settings.vision.patches, self.settings.language.dim)
             if config.lora_rank:
-                parts = {"paligemma_with_expert": self.model.paligemma_with_expert}
-                add_lora(parts, config.lora_rank, config.lora_scale)
+                add_lora({"model.paligemma_with_expert": self.model.paligemma_with_expert}, config)
                 self.model.to(self.exact)
         if config.dtype == "bfloat16":
             in_half(self.model, torch.bfloat16)
@@ -128,7 +127,7 @@ class Pi0Policy(VLAPolicy):
         return not name.startswith(MODEL) or is_adapter(name)
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        return start(name, shape, draw)
+        return start(name, shape, draw, self.config.lora_init)
 
     def check_env(self) -> None:
         super().check_env()

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from typing_extensions import TypedDict
 
 from embodied.core.options import Requirement
 from embodied.policies.common_config import PolicyOptions
@@ -23,7 +34,62 @@ def a_set_or_names(value: Any) -> Any:
 LoraTargets = Annotated[Literal[SETS] | tuple[str, ...], BeforeValidator(a_set_or_names)]
 
 
-class VLAConfig(PolicyOptions):
+class LoraFields(TypedDict, total=False):
+    """peft's fields of a LoraConfig that `policy.lora_config` may set, with peft's meanings."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    use_dora: bool
+    use_rslora: bool
+    rank_pattern: dict[str, PositiveInt]
+    alpha_pattern: dict[str, PositiveFloat]
+    modules_to_save: tuple[str, ...]
+
+
+LORA_FIELDS = tuple(LoraFields.__annotations__)
+
+
+def with_patterns(fields: LoraFields) -> LoraFields:
+    for name in (*fields.get("rank_pattern", ()), *fields.get("alpha_pattern", ())):
+        try:
+            re.compile(name)
+        except re.error as err:
+            raise ValueError(f"{name!r} is no regular expression for names of layers: {err}") from None
+    return fields
+
+
+class LoraOptions(PolicyOptions):
+    """Options of families that LoRA trains."""
+
+    lora_rank: int | None = Field(
+        None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
+    )
+    lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
+    lora_targets: LoraTargets = Field(
+        "linear",
+        description="Which layers get one. linear: linear layers that are used, without lm_head; reference: all that "
+        "the published recipes adapt (peft 0.11's all-linear), lm_head, patches and SigLIP's pooling too; or their "
+        "names, or how these end.",
+    )
+    lora_init: Literal["kaiming", "gaussian"] = Field(
+        "kaiming",
+        description="How an adapter's first matrix begins: as peft's default, or with deviation 1 / rank, as OpenVLA's "
+        "recipe asks for.",
+    )
+    lora_config: Annotated[LoraFields, AfterValidator(with_patterns)] = Field(
+        default_factory=LoraFields,
+        description="More fields of peft's LoraConfig: use_dora, use_rslora, rank_pattern, alpha_pattern, "
+        "modules_to_save.",
+    )
+
+    @model_validator(mode="after")
+    def _adapters_exist(self) -> LoraOptions:
+        if self.lora_config and not self.lora_rank and not getattr(self, "lora_path", None):
+            raise ValueError("policy.lora_config describes adapters, and there are none: set policy.lora_rank")
+        return self
+
+
+class VLAConfig(LoraOptions):
     needs = TOKENIZERS
     merged_rows = MERGED_ROWS
     published = True
@@ -46,21 +112,6 @@ class VLAConfig(PolicyOptions):
         description="Imitation also teaches the image tokens, by a linear head on them, these numbers of the "
         "state (by place, from 0): as they will be at the next keyframe, where the gripper opens or "
         "closes, and at the end.",
-    )
-    lora_rank: int | None = Field(
-        None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
-    )
-    lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
-    lora_targets: LoraTargets = Field(
-        "linear",
-        description="Which layers get one. linear: linear layers that are used, without lm_head; reference: all that "
-        "the published recipes adapt (peft 0.11's all-linear), lm_head, patches and SigLIP's pooling too; or their "
-        "names, or how these end.",
-    )
-    lora_init: Literal["kaiming", "gaussian"] = Field(
-        "kaiming",
-        description="How an adapter's first matrix begins: as peft's default, or with deviation 1 / rank, as OpenVLA's "
-        "recipe asks for.",
     )
     lora_path: str | None = Field(
         None, description="Folder of adapters that peft saved, to begin with; rank, scale and targets are theirs."

@@ -77,6 +77,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
     """[N, 3, H, W] -> [N, patches, dim]: the convolution as one matrix product, since patches do not overlap."""
+    if is_scaled(convolution):
+        return convolution(pixels).flatten(2).transpose(1, 2)
     (rows, colours, height, width), size = pixels.shape, convolution.weight.shape[-1]
     patches = pixels.view(rows, colours, height // size, size, width // size, size).permute(0, 2, 4, 1, 3, 5)
     patches = patches.reshape(rows, -1, colours * size**2)
@@ -86,11 +88,16 @@ def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
 
 def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(None)) -> Tensor:
     """The output of a layer for `x` [..., numbers in the order of its weights], given that without its adapter, if it
-    has one; `rows` says which of its outputs y are."""
+    has one of plain LoRA; `rows` says which of its outputs y are."""
     if not hasattr(layer, "lora_A"):
         return y
     down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))
-    return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.adapter_scale
+    return y + F.linear(F.linear(x.to(down.dtype), down), up[rows]) * layer.scaling[ADAPTER]
+
+
+def is_scaled(layer: nn.Module) -> bool:
+    """True if an adapter does more than add to the layer's output (DoRA): then the whole layer has to be called."""
+    return bool(getattr(layer, "lora_variant", None))
 
 
 def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:

@@ -1,95 +1,84 @@
-"""LoRA: beside a layer a trainable product of two thin matrices, while the layer itself stays as it is.
+"""LoRA by peft: beside a layer a trainable product of two thin matrices, while the layer itself stays as it is.
 
-Adapters are named as peft names them (`x.lora_A.default.weight`), the layers keep their own names. Layers that we
-compute ourselves (a convolution of patches, some rows of the words' weights) call `layers.with_adapter`. What is not
-trained is shared by all copies of a policy, such as the reference of a KL term.
+peft injects the adapters in place and computes them (DoRA and ranks by layer, too). The rest is here for a reason each:
+published recipes name layers as peft 0.11 did ("reference"); initial weights come from the run's own generator; weights
+are merged tensor by tensor, because engines and shards never hold a whole model. peft renames an adapted layer's own
+weight to `x.base_layer.weight`; our policies still call it `x.weight`. Weights that are not trained are shared by all
+copies of a policy, such as the reference of a KL term. peft is imported where adapters are made: it takes 4 s of a
+CPU and 150 MiB, most of both for transformers.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import reading
 from embodied.policies.policy_folder import own_layer, read_json, write_tensors
-from embodied.policies.vla.layers import ADAPTER, with_adapter
+from embodied.policies.vla.config import LORA_FIELDS, LoraOptions
+from embodied.policies.vla.layers import ADAPTER
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # of DoRA: a length for each row of a layer's weight
 LAYER = ".base_layer.weight"  # peft's name for the weight of a layer that has an adapter
 WORDS = "lm_head"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."  # how peft's names begin
-# They change what is adapted, or how.
-UNKNOWN = (
-    "use_dora",
+UNKNOWN = (  # beside peft's variants of LoRA: they change what is adapted, or how
     "use_qalora",
-    "use_bdlora",
     "lora_bias",
     "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
     "layer_replication",
     "target_parameters",
     "trainable_token_indices",
     "megatron_config",
 )
+Scaling = Callable[[str, int], float]  # the factor of an adapter's effect, by its layer's name and its rank
 
 
-class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter; `adapt` makes one of a plain layer, in its place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return with_adapter(super().forward(x), self, x)
-
-
-def adapt(layer: nn.Linear | nn.Conv2d, rank: int, scale: float) -> None:
-    """Give a layer an adapter, without weights yet."""
-    if isinstance(layer, nn.Linear):
-        down = nn.Linear(layer.in_features, rank, bias=False)
-        up = nn.Linear(rank, layer.out_features, bias=False)
-        layer.__class__ = AdaptedLinear  # in place, so that all references see the adapter
-    else:
-        down = nn.Conv2d(layer.in_channels, rank, layer.kernel_size, bias=False)
-        up = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
-    layer.lora_A, layer.lora_B = (nn.ModuleDict({ADAPTER: part}) for part in (down, up))
-    layer.adapter_scale = scale
-
-
-def add_lora(
-    parts: Mapping[str, nn.Module],
-    rank: int,
-    scale: float,
-    whole: Iterable[nn.Module] = (),
-    targets: str | Collection[str] = "linear",
-) -> None:
-    """Freeze these networks, by name, and give the layers that `targets` chooses an adapter each, whose effect is
-    multiplied by `scale`. The layers `whole` are trained themselves. What was frozen altogether gets no adapters."""
-    untouched = {id(layer) for layer in whole}
+def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterable[nn.Module] = ()) -> None:
+    """Freeze these networks, by name, and give the layers that `policy.lora_targets` names an adapter each. The layers
+    `whole`, and those of modules_to_save, are trained themselves. A network that was frozen before gets no adapters."""
+    try:
+        from peft import inject_adapter_in_model
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "policy.lora_rank needs the package peft, which is missing: python -m pip install 'embodied-loop[vla]'"
+        ) from None
+    whole = [*whole]
     kept = {id(p) for layer in whole for p in layer.parameters() if p.requires_grad}
-    found = 0
+    saved = [layer for prefix, part in parts.items() for layer in saved_layers(part, config, prefix)]
+    untouched = {id(layer) for layer in [*whole, *(part for layer in saved for part in layer.modules())]}
+    adapted = 0
     for prefix, part in parts.items():
         layers = {name: layer for name, layer in part.named_modules() if id(layer) not in untouched}
         frozen = not any(p.requires_grad and id(p) not in kept for p in part.parameters())
-        chosen = [] if frozen else chosen_layers(layers, targets, prefix)
+        chosen = [] if frozen else chosen_layers(layers, config.lora_targets, prefix)
         part.requires_grad_(False)
-        for name in chosen:
-            adapt(layers[name], rank, scale)
+        if chosen:
+            inject_adapter_in_model(peft_config(config, chosen, prefix), part, adapter_name=ADAPTER)
         for parameter in (p for p in part.parameters() if id(p) in kept):
             parameter.requires_grad_(True)
-        found += len(chosen)
-    if not found:
-        raise ConfigError(f"policy.lora_targets={targets} names no layer of what is trained; try reference or linear")
+        adapted += len(chosen)
+    for layer in saved:
+        layer.requires_grad_(True)
+    if not adapted:
+        names = f"policy.lora_targets={config.lora_targets}"
+        raise ConfigError(f"{names} names no layer of what is trained; try reference or linear")
 
 
-def chosen_layers(layers: Mapping[str, nn.Module], targets: str | Collection[str], prefix: str) -> list[str]:
+def chosen_layers(layers: Mapping[str, nn.Module], targets: str | Collection[str], prefix: str = "") -> list[str]:
     """Names of the layers that get adapters. "linear": linear layers that are trained, but for the words' weights.
     "reference": what peft's all-linear meant when the published recipes were written: whatever is called as a linear
     layer is, used or not."""
@@ -107,10 +96,53 @@ def last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def saved_layers(part: nn.Module, config: LoraOptions, prefix: str = "") -> list[nn.Module]:
+    """The modules that are trained and saved whole, as modules_to_save names them."""
+    ends, named = whole_names(config), ((f".{prefix}.{name}", layer) for name, layer in part.named_modules())
+    return [layer for name, layer in named if any(name.endswith(f".{end}") for end in ends)]
+
+
+def peft_config(config: LoraOptions, layers: Collection[str], prefix: str = "") -> LoraConfig:
+    """peft's own description of the adapters of these layers, which lie in the network `prefix`."""
+    from peft import LoraConfig
+
+    extra = config.lora_config
+    patterns = {
+        key: {name: value for name in layers if (value := of_layer(extra.get(key), f"{prefix}.{name}", None))}
+        for key in ("rank_pattern", "alpha_pattern")
+    }
+    described = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_scale * config.lora_rank,
+        init_lora_weights=False,
+        use_dora=extra.get("use_dora", False),
+        use_rslora=extra.get("use_rslora", False),
+        **patterns,
+    )
+    described.target_modules = sorted(layers)
+    return described
+
+
+def of_layer(patterns: Mapping[str, Any] | None, layer: str, usual: Any) -> Any:
+    """What the first pattern that fits a layer's name says of it, as peft matches rank_pattern and alpha_pattern."""
+    return next((each for end, each in (patterns or {}).items() if re.match(rf"(.*\.)?({end})$", layer)), usual)
+
+
+def scaling_of(config: LoraOptions) -> Scaling:
+    """peft's factor of an adapter's effect: alpha / rank, or with use_rslora alpha / sqrt(rank)."""
+    extra, alpha = config.lora_config, config.lora_scale * (config.lora_rank or 0)
+
+    def scaling(layer: str, rank: int) -> float:
+        return of_layer(extra.get("alpha_pattern"), layer, alpha) / (rank**0.5 if extra.get("use_rslora") else rank)
+
+    return scaling
+
+
 def initial_adapter(name: str, shape: torch.Size, draw: torch.Generator, way: str = "kaiming") -> Tensor:
     """An adapter's initial matrix, without effect: the second one is zero. The first is uniform as peft's default
-    (kaiming_uniform with a = sqrt(5)), or normal as the published recipes ask it for ("gaussian")."""
-    if name.endswith(UP):
+    (kaiming_uniform with a = sqrt(5)), or normal as the published recipes ask it for ("gaussian"). DoRA's lengths are
+    set by `set_magnitudes` once the layers have their weights."""
+    if name.endswith((UP, MAGNITUDE)):
         return torch.zeros(shape)
     if way == "gaussian":
         return torch.empty(shape).normal_(0.0, 1 / shape[0], generator=draw)
@@ -118,11 +150,19 @@ def initial_adapter(name: str, shape: torch.Size, draw: torch.Generator, way: st
     return torch.empty(shape).uniform_(-bound, bound, generator=draw)
 
 
+def set_magnitudes(weights: Mapping[str, Tensor], fresh: Collection[str]) -> None:
+    """Give these of DoRA's lengths their initial numbers, with which adapters have no effect."""
+    for name in fresh:
+        if name.endswith(MAGNITUDE):
+            rows = weights[name.removesuffix(MAGNITUDE) + ".weight"].flatten(1)
+            weights[name].copy_(rows.norm(dim=1).view_as(weights[name]))
+
+
 def is_adapter(name: str) -> bool:
-    return name.endswith((DOWN, UP))
+    return name.endswith((DOWN, UP, MAGNITUDE))
 
 
-def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
+def merged(weights: Iterable[tuple[str, Tensor]], scaling: Scaling) -> Iterator[tuple[str, Tensor]]:
     """Weights under their layers' own names, each adapter added to its layer; a tensor without adapter is passed on as
     it is."""
     named = dict(weights)
@@ -132,7 +172,12 @@ def merged(weights: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tupl
         layer = own_layer(name).removesuffix(".weight")
         if (down := named.get(layer + DOWN)) is not None:
             up, exact = named[layer + UP], torch.promote_types(tensor.dtype, torch.float32)
-            tensor = (tensor.to(exact) + scale * product(up.to(exact), down.to(exact), tensor, name)).to(tensor.dtype)
+            added = scaling(layer, len(down)) * product(up.to(exact), down.to(exact), tensor, name)
+            whole = tensor.to(exact) + added
+            if (lengths := named.get(layer + MAGNITUDE)) is not None:
+                rows = whole.flatten(1)
+                whole = (rows * (lengths.to(exact).view(-1) / rows.norm(dim=1))[:, None]).view_as(whole)
+            tensor = whole.to(tensor.dtype)
         yield own_layer(name), tensor
 
 
@@ -146,28 +191,30 @@ def product(up: Tensor, down: Tensor, weight: Tensor, name: str) -> Tensor:
     return (up.flatten(1) @ down.flatten(1)).view_as(weight)
 
 
-def save_adapters(folder: Path, weights: Iterable[tuple[str, Tensor]], rank: int, scale: float, base: str) -> None:
-    """Write adapters as peft does: adapter_config.json and adapter_model.safetensors."""
+def save_adapters(folder: Path, weights: Iterable[tuple[str, Tensor]], config: LoraOptions, base: str) -> None:
+    """Write adapters, and what modules_to_save names, as peft does: adapter_config.json and adapter_model.safetensors.
+    `weights` are those that are trained."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {name: tensor for name, tensor in weights if is_adapter(name)}
-    layers = sorted({name.removesuffix(DOWN) for name in found if name.endswith(DOWN)})
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": scale * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": layers,
-        "base_model_name_or_path": base,
-        "inference_mode": True,
-    }
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {f"{WRAPPED}{name.replace(f'.{ADAPTER}.', '.')}": tensor for name, tensor in found.items()}
-    write_tensors(folder / ADAPTER_WEIGHTS, tensors)
+    ends = whole_names(config)
+    kept = {name: tensor for name, tensor in weights if is_adapter(name) or is_saved(name, ends)}
+    described = peft_config(config, {name.removesuffix(DOWN) for name in kept if name.endswith(DOWN)})
+    described.base_model_name_or_path, described.inference_mode = base, True
+    described.modules_to_save = list(ends) or None
+    described.save_pretrained(str(folder))
+    write_tensors(folder / ADAPTER_WEIGHTS, {f"{WRAPPED}{pefts_name(name)}": tensor for name, tensor in kept.items()})
 
 
-# Adapters of others, as peft saves them. Rank, scale and targets are the folder's; what peft can do and we do not is
-# refused by name.
+def whole_names(config: LoraOptions) -> tuple[str, ...]:
+    return tuple(config.lora_config.get("modules_to_save", ()))
+
+
+def is_saved(name: str, ends: Collection[str]) -> bool:
+    """True if a weight is of a module that modules_to_save names."""
+    return any(f".{end}." in f".{name}" for end in ends)
+
+
+# Adapters of others, as peft saves them. Rank, scale and targets are the folder's; what is not supported
+# is refused by name.
 
 
 def as_adapted(config: Any, folder: Path) -> Any:
@@ -186,23 +233,26 @@ def as_adapted(config: Any, folder: Path) -> Any:
         raise CheckpointError(
             f"{damaged} target_modules is {targets!r}, not the names of layers; save it with peft again"
         )
-    scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
-    for key, asked, usual, there in (
-        ("lora_rank", config.lora_rank, None, rank),
-        ("lora_scale", config.lora_scale, 1.0, scale),
-    ):
-        if asked not in (usual, there):
-            raise ConfigError(f"policy.{key}={asked:g}, but the adapters in {folder} have {there:g}; leave it out")
     names = tuple(sorted(targets)) if config.lora_targets == "linear" else config.lora_targets
-    more = {"lora_path": None, "lora_rank": rank, "lora_scale": scale, "lora_targets": names}
-    return config.model_copy(update=more)
+    extra = {key: found[key] for key in LORA_FIELDS if found.get(key)}
+    more = {"lora_rank": rank, "lora_scale": alpha / rank, "lora_config": extra}
+    with reading(folder / ADAPTER_CONFIG, CheckpointError):
+        adapted = type(config).model_validate(config.model_dump() | more | {"lora_path": None, "lora_targets": names})
+    for key in more:
+        asked, there = getattr(config, key), getattr(adapted, key)
+        if asked not in (type(config).model_fields[key].get_default(call_default_factory=True), there):
+            raise ConfigError(f"policy.{key}={asked}, but the adapters in {folder} have {there}; leave it out")
+    return adapted
 
 
 def read_config(folder: Path) -> dict[str, Any]:
+    from peft import LoraConfig
+
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ConfigError(f"policy.lora_path={folder} holds no adapters: {ADAPTER_CONFIG} is missing")
     found = read_json(folder / ADAPTER_CONFIG)
-    odd = [key for key in UNKNOWN if found.get(key)]
+    variants = {field.name for field in fields(LoraConfig) if field.metadata.get("is_lora_variant")} - {*LORA_FIELDS}
+    odd = [key for key in (*sorted(variants), *UNKNOWN) if found.get(key)]
     odd += [key for key, usual in {"peft_type": "LORA", "bias": "none"}.items() if found.get(key, usual) != usual]
     if odd:
         raise CheckpointError(
@@ -212,17 +262,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     return found
 
 
-def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob]) -> dict[str, Blob]:
-    """Adapters by our names, which must be `wanted`; `stored` are the weights of the model that they are for."""
-    named = {own_name(name): blob for name, blob in weights_in(folder).items()}
+def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob], config: LoraOptions) -> dict[str, Blob]:
+    """Adapters by our names, which must be `wanted`, and the modules that were saved beside them; `stored` are the
+    weights of the model that they are for."""
+    named, ends = {own_name(name): blob for name, blob in weights_in(folder).items()}, whole_names(config)
     found = {name: named.pop(name) for name in [*named] if is_adapter(name)}
     if odd := sorted(found.keys() ^ wanted):
         where = "the policy has no such adapter" if odd[0] in found else "the folder lacks it"
         raise CheckpointError(f"{folder} does not fit this policy: {odd[0].replace(f'.{ADAPTER}.', '.')}: {where}")
-    for name, blob in named.items():  # peft saves words' weights beside their adapters, as they were
-        there, tensor = stored.get(own_layer(name)), tensor_of(blob)
-        if there is None or not torch.equal(tensor, tensor_of(there).to(tensor.dtype)):
-            raise CheckpointError(f"{folder} changes {own_layer(name)}, which is not an adapter; merge it with peft")
+    for name, blob in named.items():
+        own = own_layer(name)
+        if own in stored and is_saved(own, ends):
+            found[own] = blob
+        elif own not in stored or not torch.equal(tensor := tensor_of(blob), tensor_of(stored[own]).to(tensor.dtype)):
+            # words' weights, say, which peft saves beside their adapters as they were
+            raise CheckpointError(f"{folder} changes {own}, which is not an adapter; merge it with peft")
     return found
 
 
@@ -234,6 +288,15 @@ def weights_in(folder: Path) -> dict[str, Blob]:
     return read_safetensors(folder / ADAPTER_WEIGHTS)
 
 
+# In its files peft leaves out which adapter a weight is of.
+
+
 def own_name(saved: str) -> str:
-    """Our name of a weight, of that in peft's files, which leave out which adapter it is of."""
-    return re.sub(r"\.(lora_[AB])\.weight$", rf".\1.{ADAPTER}.weight", saved.removeprefix(WRAPPED))
+    """Our name of a weight in peft's files."""
+    found = re.sub(r"\.(lora_[AB]|lora_magnitude_vector)(\.weight)?$", rf".\1.{ADAPTER}.weight", saved)
+    return found.removeprefix(WRAPPED)
+
+
+def pefts_name(name: str) -> str:
+    name = name.replace(MAGNITUDE, ".lora_magnitude_vector")
+    return name.replace(f".{ADAPTER}.", ".")

@@ -42,8 +42,9 @@ def adapted(base):
     return made
 
 
-def test_adapters_begin_without_effect_and_are_all_that_trains(base):
-    plain, made = build(pretrained=str(base)), build(pretrained=str(base), lora_rank=4)
+@pytest.mark.parametrize("extra", [{}, {"use_dora": True, "rank_pattern": {"q_proj": 2}}], ids=["lora", "dora"])
+def test_adapters_begin_without_effect_and_are_all_that_trains(base, extra):
+    plain, made = build(pretrained=str(base)), build(pretrained=str(base), lora_rank=4, lora_config=extra)
     torch.testing.assert_close(logprobs(plain), logprobs(made), atol=1e-6, rtol=0)
     trained = {name for name, p in made.named_parameters() if p.requires_grad}
     assert all("lora_" in name or name.startswith("value_head.") for name in trained)

@@ -160,7 +160,7 @@ def test_a_checkpoint_of_such_a_policy_is_loaded_as_it_was(official, base, tmp_p
 @pytest.mark.parametrize(
     ("change", "options", "reason"),
     [
-        ({"use_dora": True}, {}, "use_dora=True, which is not supported"),
+        ({"use_qalora": True}, {}, "use_qalora=True, which is not supported"),
         ({"r": 0}, {}, "its rank r is 0"),
         ({"target_modules": 3}, {}, "target_modules is 3"),
         ({"target_modules": ["q_proj"]}, {}, "the policy has no such adapter"),
@@ -185,16 +185,32 @@ def test_adapters_that_cannot_be_taken_are_refused(official, base, tmp_path, cha
         ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1, 2]}, 4),
         ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]}, 4),
         ({"target_modules": ["q_proj"], "use_rslora": True}, 4),
+        ({"target_modules": ["q_proj", "patch_embed.proj", "lm_head"], "use_dora": True}, 7),
+        ({"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"1.+q_proj": 3}}, 8),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["projector.fc1", "v_proj"]}, 4),
     ],
 )
-def test_layers_that_peft_chose_by_a_pattern_are_those_of_the_file(base, tmp_path, asked, count):
+def test_whatever_peft_adapts_acts_merges_and_goes_back_as_there(base, tmp_path, asked, count):
     policy = build(pretrained=str(base))
     model = peft.get_peft_model(Whole(policy), peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **asked))
-    model.save_pretrained(tmp_path)
+    draw = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "magnitude" in name or "modules_to_save" in name:
+                p.mul_(torch.empty_like(p).uniform_(0.5, 1.5, generator=draw))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
     model.merge_and_unload()
     made = build(pretrained=str(base), lora_path=str(tmp_path))
-    assert counts(made)[0] == count
+    assert len([name for name, _ in made.named_parameters() if "lora_A" in name]) == count
     torch.testing.assert_close(logprobs(made), logprobs(policy), atol=1e-4, rtol=0)
+    theirs = policy.state_dict()
+    for name, tensor in made.published_weights().items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-5, rtol=1e-5)
+    made.save_adapters(tmp_path / "back")
+    before, after = (load_file(path / "adapter_model.safetensors") for path in (tmp_path, tmp_path / "back"))
+    assert all(torch.equal(before[name], after.pop(name)) for name in before if name in after) and not after
+    again = build(pretrained=str(base), lora_path=str(tmp_path / "back"))
+    assert torch.equal(logprobs(again), logprobs(made))
 
 
 def test_a_folder_of_adapters_alone_says_what_it_is(official, tmp_path):

@@ -21,6 +21,7 @@ from language_models import (
 from embodied.core import rng
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError
+from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.drawing import choose
 from embodied.policies.language.engine import Request, Sampling
 from embodied.policies.vla.lora import add_lora
@@ -109,7 +110,7 @@ def test_each_conversation_has_its_own_manner_whoever_is_written_beside_it(name)
 def test_adapters_take_part():
     model = qwen3()
     before = written(answers(engine_of(model), questions(3)))
-    add_lora({"model": model}, 4, 2.0, targets="linear")
+    add_lora({"": model}, LanguageConfig(name="language", lora_rank=4, lora_scale=2.0))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
