@@ -14,21 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied.core.errors import ConfigError, in_a_line
+from embodied.policies.config import FAMILIES as OPTIONS
 
 if TYPE_CHECKING:
     from embodied.core.types import EnvSpec
     from embodied.policies.base import Policy
 
-FAMILIES = {
-    "mlp": "embodied.policies.mlp:MLPPolicy",
-    "cnn": "embodied.policies.cnn:CNNPolicy",
-    "openvla": "embodied.policies.openvla.policy:OpenVLAPolicy",
-    "openvla_oft": "embodied.policies.openvla.oft:OpenVLAOFTPolicy",
-    "pi0": "embodied.policies.pi0.policy:Pi0Policy",
-    "pi05": "embodied.policies.pi0.policy:Pi0Policy",
-    "language": "embodied.policies.language.policy:LanguagePolicy",
-}
-WORKERS = {"language": "embodied.policies.language.worker:LanguageWorker"}  # of families that have one of their own
+FAMILIES = {name: options.policy for name, options in OPTIONS.items()}
 
 PUBLIC = {  # what a policy of one's own needs, by the module that defines it; imported when asked for
     "EnvSpec": "embodied.core.types",

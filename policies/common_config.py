@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from embodied.core.errors import ConfigError
 from embodied.core.options import Requirement, Strict
+
+
+@dataclass(frozen=True)
+class PublishedFolder:
+    """What a family recognises its published models by."""
+
+    config: dict[str, Any]  # config.json
+    files: frozenset[str]  # names of the files beside it
+    weights: Callable[[], Iterable[str]]  # the names of the weights, which take a moment to read
 
 
 class PolicyOptions(Strict):
     """Attributes that the toolkit asks of every family."""
 
     name: str
+
+    policy: ClassVar[str] = ""
+    """Its class, as my_pkg.my_module:MyPolicy."""
+
+    worker: ClassVar[str] = "embodied.policies.worker:PolicyWorker"
+    """What acts with it."""
+
+    alike: ClassVar[tuple[str, ...]] = ()
+    """Values of policy.name whose published folders may look the same."""
+
+    @classmethod
+    def recognise(cls, folder: PublishedFolder) -> str | None:
+        """The policy.name of a model that others published, if it is of this family."""
+        return None
 
     needs: ClassVar[Requirement] = Requirement()
     """What has to be installed for it."""

@@ -1,21 +1,25 @@
-"""The options of a policy: one model per family, chosen by `name`; those of a folder stand in its `config.py`. Free of
-torch, so that `--help` stays fast.
+"""The options of a policy: one model per family, chosen by `name`; those of a folder stand in its `config.py`.
+Installed packages add families of their own. Free of torch, so that `--help` stays fast.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
 
 from embodied.core.errors import ConfigError
-from embodied.core.options import variants
 from embodied.policies.common_config import PolicyOptions
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 from embodied.policies.pi0.config import Pi0Config
+from embodied.policies.smolvla.config import SmolVLAConfig
 
 
 class ActorCriticConfig(PolicyOptions):
@@ -53,8 +57,11 @@ class ActorCriticConfig(PolicyOptions):
 
 
 class MLPConfig(ActorCriticConfig):
+    policy = "embodied.policies.mlp:MLPPolicy"
+
     name: Literal["mlp"] = Field(
-        "mlp", description="Policy family: mlp, cnn, openvla, openvla_oft, pi0, pi05, or my_pkg.my_module:MyPolicy."
+        "mlp",
+        description="Policy family: mlp, cnn, openvla, openvla_oft, pi0, pi05, smolvla, or my_pkg.my_module:MyPolicy.",
     )
 
     @property
@@ -63,6 +70,7 @@ class MLPConfig(ActorCriticConfig):
 
 
 class CNNConfig(ActorCriticConfig):
+    policy = "embodied.policies.cnn:CNNPolicy"
     sees = True
 
     name: Literal["cnn"] = Field(description="Images of any number of cameras, and the state where there is one.")
@@ -132,20 +140,67 @@ class ExternalPolicyConfig(PolicyOptions):
         return 0  # nothing is known here
 
 
+FAMILIES: dict[str, type[PolicyOptions]] = {
+    "mlp": MLPConfig,
+    "cnn": CNNConfig,
+    "openvla": OpenVLAConfig,
+    "openvla_oft": OpenVLAOFTConfig,
+    "pi0": Pi0Config,
+    "pi05": Pi0Config,
+    "smolvla": SmolVLAConfig,
+    "language": LanguageConfig,
+}
+"""The options of each family by policy.name. They say which class is the policy, and recognise its published models."""
+
+
+GROUP = "embodied.families"
+
+
+def adds_families(folder: str) -> bool:
+    """True if a package that is installed in this folder has entry points in our group."""
+    if not os.path.isdir(folder):
+        return False
+    found = (
+        os.path.join(each.path, "entry_points.txt") for each in os.scandir(folder) if each.name[-10:] == ".dist-info"
+    )
+    return any(os.path.isfile(path) and f"[{GROUP}]" in Path(path).read_text("utf-8") for path in found)
+
+
+def outside_families() -> dict[str, type[PolicyOptions]]:
+    """Families of installed packages, by the entry points in the group embodied.families: policy.name -> options."""
+    if not any(map(adds_families, sys.path)):
+        return {}
+    from importlib.metadata import entry_points  # 40 ms and 69 modules, which --help would pay for
+
+    found = {}
+    for entry in entry_points(group=GROUP):
+        try:
+            options = entry.load()
+        except Exception as err:
+            warnings.warn(f"policy.name={entry.name} is missing: importing {entry.value} failed: {err}", stacklevel=2)
+            continue
+        if entry.name in FAMILIES or not (isinstance(options, type) and issubclass(options, PolicyOptions)):
+            warnings.warn(
+                f"policy.name={entry.name} of {entry.value} is left out: it should be a new name, and a subclass of "
+                "PolicyOptions",
+                stacklevel=2,
+            )
+            continue
+        found[entry.name] = options
+    return found
+
+
 def _family(value: Any) -> str:
     name = str(value.get("name", "mlp") if isinstance(value, dict) else getattr(value, "name", "mlp"))
     return "external" if ":" in name else name
 
 
-PolicyConfig = Annotated[
-    Annotated[MLPConfig, Tag("mlp")]
-    | Annotated[CNNConfig, Tag("cnn")]
-    | Annotated[OpenVLAConfig, Tag("openvla")]
-    | Annotated[OpenVLAOFTConfig, Tag("openvla_oft")]
-    | Annotated[Pi0Config, Tag("pi0")]
-    | Annotated[Pi0Config, Tag("pi05")]
-    | Annotated[LanguageConfig, Tag("language")]
-    | Annotated[ExternalPolicyConfig, Tag("external")],
-    Discriminator(_family),
-]
-POLICY_CONFIGS: dict[str, type[PolicyOptions]] = variants(PolicyConfig)
+FAMILIES |= outside_families()
+POLICY_CONFIGS: dict[str, type[PolicyOptions]] = FAMILIES | {"external": ExternalPolicyConfig}
+if TYPE_CHECKING:
+    PolicyConfig = Any
+else:
+    PolicyConfig = Annotated[
+        Union[tuple(Annotated[options, Tag(name)] for name, options in POLICY_CONFIGS.items())],  # noqa: UP007
+        Discriminator(_family),
+    ]

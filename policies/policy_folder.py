@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ import numpy as np
 from embodied.core.errors import CheckpointError
 from embodied.core.files import read_object, reading
 from embodied.core.types import EnvSpec
-from embodied.policies.config import PolicyConfig
+from embodied.policies.common_config import PublishedFolder
+from embodied.policies.config import FAMILIES, PolicyConfig
 from embodied.policies.language.config import SEEING
 from embodied.runtime.tensor_bytes import Blob, array_of, blob_of, read_safetensors, spec_of, write_safetensors
 
@@ -30,7 +32,6 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 VALUES = "values"
 LANGUAGE_FOLDERS = "embodied.policies.language.folder"  # imported when needed: it imports transformers
-PRISMATIC = ("openvla", "openvla_oft")
 OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
@@ -60,7 +61,7 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
             raise CheckpointError(
                 f"{folder} holds a {kind}, and models of this kind are not supported: language models are those whose "
                 f"config.json names a ...ForCausalLM, or with images {', '.join(SEEING)}, and robot policies OpenVLA, "
-                "OpenVLA-OFT, Pi0 and Pi0.5"
+                "OpenVLA-OFT, Pi0, Pi0.5 and SmolVLA"
             )
         if missing := [name for name in ("policy", "env_spec") if name not in content]:
             raise CheckpointError(f"{path} is not a policy of ours: it has no {' and no '.join(missing)}")
@@ -76,27 +77,20 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
 def published_family(folder: Path) -> str | None:
     """policy.name of a model as others publish it; None for a policy of ours, and for what is none."""
     content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if "policy" in content:
+    if not content or "policy" in content:
         return None
-    if "action_expert_variant" in content:  # lerobot says which of the two it is, openpi's weights show it
-        adaptive = any(name.endswith("time_mlp_in.weight") and "action_" not in name for name in read_blobs(folder))
-        return content.get("type") or ("pi05" if adaptive else "pi0")
-    if any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in content.get("architectures") or ()):
-        return "language"
-    if content.get("model_type") in SEEING:
-        return "language"
-    if content.get("model_type") != "openvla":
-        return None
-    return "openvla_oft" if any(folder.glob("*--*_checkpoint.*")) else "openvla"
+    found = PublishedFolder(content, frozenset(path.name for path in folder.iterdir()), partial(read_blobs, folder))
+    kinds = dict.fromkeys(FAMILIES.values())
+    return next((name for options in kinds if (name := options.recognise(found))), None)
 
 
 def families_of(folder: Path) -> tuple[str, ...]:
     """The values of policy.name that can begin with the model in a folder, the likeliest first; empty where its
     config.json does not say."""
-    if (family := published_family(folder)) in PRISMATIC:  # of which a folder without component files may be either
-        return (family, *(other for other in PRISMATIC if other != family))
+    if family := published_family(folder):
+        return (family, *(FAMILIES[family].alike if family in FAMILIES else ()))
     ours = read_json(folder / CONFIG).get("policy")
-    name = family or (ours.get("name") if isinstance(ours, dict) else None)
+    name = ours.get("name") if isinstance(ours, dict) else None
     return (str(name),) if name else ()
 
 

@@ -19,9 +19,7 @@ from embodied.evaluate import main as evaluate
 from embodied.learners.memory_estimate import Memory
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
-from embodied.policies.pi0.folder import TIED
-from embodied.policies.pi0.network import WORDS
-from embodied.policies.pi0.settings import TINY
+from embodied.policies.pi0.settings import TIED, TINY, WORDS
 from embodied.run import memory_check
 from embodied.sft import main as sft
 from embodied.train import main as train

@@ -172,7 +172,7 @@ class PipelineSection(Strict):
         None,
         gt=0,
         description="Env rows that a policy worker answers at once, at most, where the requests of several sims wait "
-        "for it; 1: one request after the other. null: 64 with openvla, openvla_oft, pi0 and pi05, else 1.",
+        "for it; 1: one request after the other. null: 64 with openvla, openvla_oft, pi0, pi05 and smolvla, else 1.",
     )
     merge_wait_s: float = Field(
         0.005, ge=0, le=10, description="Seconds that a request may wait there for those of other sims."

@@ -13,7 +13,8 @@ from embodied.reporting.success_stats import independent_difference, wilson
 
 # Options that change no outcome, belong to training, or follow from a model's folder
 OF_TRAINING = ("train", "detach_value", "keyframes", "augment", "exploration", "noise_level", "noise_range", "sft_loss")
-OF_FOLDER = ("pretrained", "statistics", "preset", "head", "proprio", "film", "horizon", "lora_rank", "lora_scale")
+OF_FOLDER = ("pretrained", "statistics", "preset", "head", "proprio", "film", "horizon")
+LORA = ("lora_rank", "lora_scale", "lora_targets", "lora_init", "lora_path", "lora_config")
 AS_PLAYED = (
     "name",
     "task",
@@ -26,7 +27,7 @@ AS_PLAYED = (
     "initial_states",
 )
 ONE_SEED = 500
-APART = (*OF_TRAINING, *OF_FOLDER, *AS_PLAYED, "lora_targets", "lora_init", "lora_path", "initial_log_scale", "reward")
+APART = (*OF_TRAINING, *OF_FOLDER, *LORA, *AS_PLAYED, "initial_log_scale", "reward")
 
 
 def compare_with_published(results: dict[str, Any], played: Any, policy: Any) -> dict[str, Any]:

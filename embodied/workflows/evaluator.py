@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from embodied.core.conversations import EvaluationShare, SamplingRule
 from embodied.core.errors import ChannelClosed, EvaluationStopped
 from embodied.core.types import EnvSpec, EpisodeList, EpisodeResult, EpisodeSpec, Note, Recording, Route, deal_by_task
-from embodied.datasets.episode_buffer import EpisodeRecorder
 from embodied.envs import env_class, speaks
 from embodied.envs.evaluation_protocols import EvaluationProtocol, choose_protocol
 from embodied.reporting.partial_evaluation import BUFFERS
@@ -158,6 +157,8 @@ class Evaluator:
 
     def first_recording(self, out: Path) -> Recording:
         """Transcripts; or videos of the first episodes, and the buffers from which the dataset is written."""
+        from embodied.datasets.episode_buffer import EpisodeRecorder
+
         options = self.config.eval
         conversations = speaks(env_class(self.config.env))
         return Recording(

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
-from embodied.datasets import read_dataset
-from embodied.datasets.lerobot_layout import ACTION, CAMERA, STATE
 from embodied.envs import env_class
 from embodied.envs.text.text_env import TextEnv
 from embodied.learners.examples import no_solution, read_examples
@@ -88,6 +86,8 @@ def imitation_of(config: RunConfig) -> type[ImitationLoop]:
     if issubclass(kind, TextEnv):
         check_examples(config, kind)
         return TextImitationLoop
+    from embodied.datasets import read_dataset
+
     if config.sft.data is not None:  # or this is a dry run of what comes after collecting
         read_dataset(config.sft.data, images=False, names=config.sft.names).check_whole(config.sft.episodes)
     return ImitationLoop
@@ -111,6 +111,9 @@ def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
 
 def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:
     """Refuse demonstrations of another robot or with other observations, and too few of them."""
+    from embodied.datasets import read_dataset
+    from embodied.datasets.lerobot_layout import ACTION, CAMERA, STATE
+
     if spec.privileged_dim:
         raise ConfigError("demonstrations hold no privileged numbers; set env.privileged=false")
     dataset = read_dataset(config.data, images=False, names=config.names)

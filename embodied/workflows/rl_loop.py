@@ -30,7 +30,6 @@ from embodied.core.types import (
     Merging,
 )
 from embodied.envs import env_class
-from embodied.policies import WORKERS
 from embodied.reporting.timeline import Timeline
 from embodied.run.checkpoints import write_checkpoint
 from embodied.runtime import Cluster, Handle, WorkerGroup
@@ -54,7 +53,7 @@ def sim_worker(config: RunConfig) -> str:
 
 
 def policy_worker(config: RunConfig) -> str:
-    return WORKERS.get(config.policy.name, "embodied.policies.worker:PolicyWorker")
+    return config.policy.worker
 
 
 def sim_arguments(workers: Workers) -> tuple:

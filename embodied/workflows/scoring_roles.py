@@ -191,7 +191,13 @@ class JudgeWorker(LanguageWorker):
     def __init__(self, policy: LanguageConfig, roles: RolesSection, seed: int, device: str) -> None:
         options: dict[str, Any] = {"value_head": False, "max_tokens": roles.judge_tokens or policy.max_tokens}
         if roles.judge != "start":
-            options |= {"pretrained": roles.judge, "lora_rank": None, "train_layers": None, "max_length": None}
+            options |= {
+                "pretrained": roles.judge,
+                "lora_rank": None,
+                "lora_config": {},
+                "train_layers": None,
+                "max_length": None,
+            }
         super().__init__(policy.model_copy(update=options), seed, device=device)
         self.judge = roles.judge
         self.weights = SimpleNamespace(acting=acting, version=0, close=lambda: None)

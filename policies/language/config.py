@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, read_object
 from embodied.core.options import LocalPath
+from embodied.policies.common_config import PublishedFolder
 from embodied.policies.vla.config import LoraOptions
 
 SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # kinds of models that read pictures, by config.json's model_type
@@ -19,6 +20,8 @@ ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running
 
 
 class LanguageConfig(LoraOptions):
+    policy = "embodied.policies.language.policy:LanguagePolicy"
+    worker = "embodied.policies.language.worker:LanguageWorker"
     published = True
     speaks = True
     compile: ClassVar[bool] = False
@@ -115,6 +118,12 @@ class LanguageConfig(LoraOptions):
         "network makes of the text so far: needed by algo.name=ppo.",
     )
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
+
+    @classmethod
+    def recognise(cls, folder: PublishedFolder) -> str | None:
+        kinds = folder.config.get("architectures") or ()
+        speaks = any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in kinds)
+        return "language" if speaks or folder.config.get("model_type") in SEEING else None
 
     @property
     def reads_pictures(self) -> bool:  # type: ignore[override]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from embodied.policies.common_config import PublishedFolder
 from embodied.policies.vla.config import VLAConfig
 
 
@@ -36,6 +38,8 @@ class PrismaticConfig(VLAConfig):
 
 
 class OpenVLAConfig(PrismaticConfig):
+    policy = "embodied.policies.openvla.policy:OpenVLAPolicy"
+    alike = ("openvla_oft",)
     chunk: ClassVar[int] = 1
 
     name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")
@@ -45,8 +49,17 @@ class OpenVLAConfig(PrismaticConfig):
     def cameras(self) -> tuple[str | None, ...]:
         return (self.camera,)
 
+    @classmethod
+    def recognise(cls, folder: PublishedFolder) -> str | None:
+        if folder.config.get("model_type") != "openvla":
+            return None
+        return "openvla_oft" if any(fnmatch(name, "*--*_checkpoint.*") for name in folder.files) else "openvla"
+
 
 class OpenVLAOFTConfig(PrismaticConfig):
+    policy = "embodied.policies.openvla.oft:OpenVLAOFTPolicy"
+    alike = ("openvla",)
+
     name: Literal["openvla_oft"] = Field(description="Images and an instruction in, a chunk of actions out at once.")
     cameras: tuple[str, ...] = Field(
         (), description="Cameras it looks through, in this order; unset: all the env has, by name."

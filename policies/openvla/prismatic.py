@@ -25,7 +25,7 @@ from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.policy_folder import copy_files, read_blobs
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.layers import is_scaled, smooth_filters, with_adapter
-from embodied.policies.vla.lora import add_lora, as_adapted, initial_adapter, is_adapter, read_adapters
+from embodied.policies.vla.lora import adapted, add_lora, initial_adapter, is_adapter
 from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting
 from embodied.policies.vla.statistics import (
     GRIPPERS,
@@ -38,7 +38,7 @@ from embodied.policies.vla.statistics import (
     stated_ranges,
     statistics_of,
 )
-from embodied.policies.vla.vla_tokenizer import align
+from embodied.policies.vla.vla_tokenizer import padded
 from embodied.runtime.tensor_bytes import Blob
 
 VALUE = "value_head."
@@ -53,9 +53,8 @@ class PrismaticPolicy(VLAPolicy):
     extras: tuple[str, ...] = (VALUE, RANGES, KEYFRAMES)  # beginnings of names that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
-        self.adapters = config.lora_path and Path(config.lora_path)
-        config = config if self.adapters is None else as_adapted(config, self.adapters)
         super().__init__(config, spec)
+        config = self.config
         self.published = read_published(config.pretrained) if config.pretrained else None
         self.origin = self.published and self.published.path
         published = self.published
@@ -103,8 +102,7 @@ class PrismaticPolicy(VLAPolicy):
 
     @classmethod
     def for_memory_estimate(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
-        config = as_adapted(config, Path(config.lora_path)) if config.lora_path else config
-        without = config.model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})
+        without = adapted(config).model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})
         return type(cls.__name__, (cls,), {"hashes_words": True})(without, spec)
 
     def check_env(self) -> None:
@@ -159,16 +157,8 @@ class PrismaticPolicy(VLAPolicy):
             return torch.ones(shape)
         return torch.empty(shape).normal_(generator=draw) * spread(name, shape)
 
-    def read_stored(self) -> dict[str, Blob]:
-        """The folder's weights, and the adapters that were made elsewhere."""
-        if not self.published:
-            return {}
-        stored = read_stored(self.published, self.components())
-        if self.adapters is None:
-            return stored
-        own = {name for name in self.state_dict() if is_adapter(name)}
-        below = {name: blob for name, blob in stored.items() if not is_adapter(name)}
-        return below | read_adapters(self.adapters, own, stored, self.config)
+    def read_folder(self) -> dict[str, Blob]:
+        return read_stored(self.published, self.components()) if self.published else {}
 
     def is_extra(self, name: str) -> bool:
         return name.startswith(self.extras) or is_adapter(name)
@@ -210,7 +200,7 @@ class PrismaticPolicy(VLAPolicy):
     def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the prompts [N, L], and which of them are there."""
         texts = [prompt(text, self.template) for text in self.instructions(obs, count)]
-        return align([self.tokenizer.encode(text) for text in texts], self.settings.pad_id)
+        return padded([self.tokenizer.encode(text) for text in texts], self.settings.pad_id, in_front=True)
 
     def _pixels(self, obs: Observation) -> list[Tensor]:
         """Processed pixels of each camera [N, 3 * towers, size, size]."""

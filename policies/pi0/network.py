@@ -14,26 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings, VisionSettings
+from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings
 from embodied.policies.vla.layers import (
-    MLP,
     GatedMLP,
     GroupedAttention,
+    NamedParts,
     RotaryTables,
     normed,
-    patch_tokens,
     rotate,
-    smooth_filters,
+    sines,
     turns,
+    value_head,
 )
-from embodied.policies.vla.lora import initial_adapter, is_adapter
+from embodied.policies.vla.siglip import VisionModel
 
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 EPS, THETA = 1e-6, 10_000.0
-PERIODS = (4e-3, 4.0)  # shortest and longest of the time's sines
 EXACT = ("embeddings.", "input_layernorm.", "post_attention_layernorm.", "model.norm.")  # float32 in half precision
 KeysValues = tuple[Tensor, Tensor]  # [N, kv_heads, tokens, head_dim] each
-WORDS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,6 @@ class Prefix:
     @classmethod
     def unstacked(cls, seen: Tensor, present: Tensor, hidden: Tensor | None = None) -> Prefix:
         return cls([(layer[:, 0], layer[:, 1]) for layer in seen.unbind(1)], present, hidden)
-
-
-class NamedParts(nn.Module):
-    """A module whose children have these names, to reproduce upstream's nested parameter names."""
-
-    def __init__(self, **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
 
 
 class Pi0Network(nn.Module):
@@ -157,14 +146,6 @@ class Pi0Network(nn.Module):
             part.requires_grad_(False)
 
 
-def sines(time: Tensor, dim: int) -> Tensor:
-    """Sines and cosines [N, dim] of a time from 0 to 1, in float64."""
-    part = torch.linspace(0, 1, dim // 2, dtype=torch.float64, device=time.device)
-    shortest, longest = PERIODS
-    angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** part)
-    return torch.cat([angle.sin(), angle.cos()], dim=1)
-
-
 def in_half(network: nn.Module, dtype: torch.dtype) -> None:
     """Weights in half precision, as upstream keeps them: embeddings of images, norms and small projections exact."""
     for name, parameter in network.named_parameters():
@@ -172,29 +153,9 @@ def in_half(network: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def start(name: str, shape: torch.Size, draw: torch.Generator, adapters: str = "kaiming") -> Tensor:
-    """The initial numbers of a weight or adapter of this network."""
-    if is_adapter(name):
-        return initial_adapter(name, shape, draw, adapters)
-    if name.endswith("patch_embedding.weight"):
-        return smooth_filters(shape, draw)
-    if name.endswith("position_embedding.weight"):
-        return torch.empty(shape).normal_(generator=draw)
-    if name.endswith("bias") or ".dense." in name or (name.endswith("norm.weight") and "vision" not in name):
-        return torch.zeros(shape)  # where Gemma adds 1 or a gate opens
-    if len(shape) == 1:
-        return torch.ones(shape)
-    return torch.empty(shape).normal_(0.0, shape[1:].numel() ** -0.5, generator=draw)
-
-
 def critic(settings: Pi0Settings) -> nn.Sequential:
     """The value head, in the width of what it reads."""
-    width = settings.language.dim if settings.adaptive else settings.expert.dim
-    layers: list[nn.Module] = []
-    for size in CRITICS[settings.kind]:
-        layers += [nn.Linear(width, size), nn.ReLU()]
-        width = size
-    return nn.Sequential(*layers, nn.Linear(width, 1))
+    return value_head(settings.language.dim if settings.adaptive else settings.expert.dim, CRITICS[settings.kind])
 
 
 # Gemma with transformers' key names: two stacks of unlike width that share keys and values layer by layer. The prefix
@@ -279,63 +240,3 @@ class GemmaStack(nn.Module):
             x, added = layer(x, turn, mask, past and past[number], condition)
             seen.append(added)
         return self.norm(x, condition)[0], seen
-
-
-# PaliGemma's vision tower, SigLIP with transformers' key names: all blocks and the last norm are used, and the
-# activation is the approximate GELU, unlike in OpenVLA's tower.
-
-
-class VisionAttention(nn.Module):
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.k_proj = nn.Linear(dim, dim)
-        self.v_proj = nn.Linear(dim, dim)
-        self.q_proj = nn.Linear(dim, dim)
-        self.out_proj = nn.Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class SiglipBlock(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.layer_norm1 = nn.LayerNorm(settings.dim, eps=EPS)
-        self.self_attn = VisionAttention(settings.dim, settings.heads)
-        self.layer_norm2 = nn.LayerNorm(settings.dim, eps=EPS)
-        self.mlp = MLP(settings.dim, settings.mlp, "tanh")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x))
-        return x + self.mlp(self.layer_norm2(x))
-
-
-class VisionEmbeddings(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.patch_embedding = nn.Conv2d(3, settings.dim, settings.patch, stride=settings.patch)
-        self.position_embedding = nn.Embedding(settings.patches, settings.dim)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        patches = patch_tokens(pixels.to(self.patch_embedding.weight.dtype), self.patch_embedding)
-        return patches + self.position_embedding.weight
-
-
-class VisionModel(nn.Module):
-    def __init__(self, settings: VisionSettings) -> None:
-        super().__init__()
-        self.embeddings = VisionEmbeddings(settings)
-        self.encoder = NamedParts(layers=nn.ModuleList(SiglipBlock(settings) for _ in range(settings.depth)))
-        self.post_layernorm = nn.LayerNorm(settings.dim, eps=EPS)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """[N, 3, S, S] -> [N, patches, dim]."""
-        x = self.embeddings(pixels).to(self.post_layernorm.weight.dtype)
-        for block in self.encoder.layers:
-            x = block(x)
-        return self.post_layernorm(x)

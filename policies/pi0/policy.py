@@ -1,207 +1,69 @@
-"""Pi0 and Pi0.5 as a policy: images, state and an instruction in, a chunk of actions out of noise.
+"""Pi0 and Pi0.5 as a policy: images, state and an instruction in, a chunk of actions out of noise (`vla.flow`).
 
-What surprises: the noise that an action begins with is part of acting, also where the best actions are asked for; what
-`temperature` scales is the noise that RL adds on the way. And only actions that are played have log-probs. The value
-is read where neither noise nor time reaches: at the state's token (Pi0), or over the prefix (Pi0.5).
+What surprises: the value is read where neither noise nor time reaches, at the state's token (Pi0), or over the prefix
+(Pi0.5).
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from embodied.core.arrays import tensor_of
-from embodied.core.errors import ConfigError
-from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
-from embodied.policies.base import Scores
+from embodied.core.types import Observation
 from embodied.policies.pi0.config import Pi0Config
-from embodied.policies.pi0.folder import MODEL, SCALED, layout_of, read_published, save_beside, write_back
-from embodied.policies.pi0.inputs import (
-    DRAWS,
-    GemmaTokenizer,
-    GemmaWords,
-    Scale,
-    augmented,
-    figures_of,
-    padded,
-    pixels_of,
-    prompt,
-    resize_with_pad,
-    width_of,
-)
-from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half, start
-from embodied.policies.pi0.settings import PRESETS, check_sizes, settings_of
-from embodied.policies.policy_folder import write_shards
-from embodied.policies.vla.lora import add_lora, is_adapter
-from embodied.policies.vla.policy import VLAPolicy, for_acting
-from embodied.policies.vla.statistics import GRIPPERS, STORED_GRIPPERS, choose_key
-from embodied.runtime.tensor_bytes import Blob
-
-HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-
+from embodied.policies.pi0.inputs import DRAWS, GemmaTokenizer, GemmaWords, augmented, prompt
+from embodied.policies.pi0.network import Pi0Network, Prefix, critic, in_half
+from embodied.policies.pi0.settings import PRESETS, own_name, settings_of
+from embodied.policies.vla.flow import FlowPolicy
+from embodied.policies.vla.image_processor import with_bars
+from embodied.policies.vla.policy import for_acting
+from embodied.policies.vla.vla_tokenizer import padded
 
 SEEN, PRESENT, HIDDEN = "prefix", "prefix_present", "prefix_hidden"
-SCALES = ("action_scale.", "state_scale.")
+Seen = tuple[Prefix, Tensor]  # images and words, and the state in the model's units and width
 
 
-class Pi0Policy(VLAPolicy):
-    own_scales = SCALES
+class Pi0Policy(FlowPolicy):
     tokenizers = (GemmaTokenizer, GemmaWords)
+    presets = PRESETS
+    settings_of = staticmethod(settings_of)
+    own_name = staticmethod(own_name)
+    model: Pi0Network
 
-    def __init__(self, config: Pi0Config, spec: EnvSpec) -> None:
-        super().__init__(config, spec)
-        self.source = read_published(config.pretrained, config.name) if config.pretrained else None
-        self.origin = self.source and self.source.path
-        fresh = None if self.source else settings_of(PRESETS[config.preset], (), "policy.preset", config.name)
-        self.settings = fresh or self.source.settings
-        if config.horizon:
-            self.settings = replace(self.settings, horizon=config.horizon)
-        self.check_cameras(config.cameras)
-        self.views = list(config.cameras or spec.images)
-        self.check_env()
-        self.tokenizer = self.choose_tokenizer()
-        self.exact = torch.float64 if config.dtype == "float64" else torch.float32
-        self.action_scale, self.state_scale = Scale(spec.action.dim), Scale(spec.state_dim or 0)
-        self.adopt_figures()
-        with torch.device("meta"):
-            self.model = Pi0Network(self.settings).to(self.exact)
-            self.value_head = critic(self.settings).to(self.exact)
-            if config.exploration == "flow_noise":
-                sizes = self.settings.expert.dim, self.settings.action_dim
-                self.noise_head = NoiseHead(*sizes, *config.noise_range).to(self.exact)
-            if config.train == "expert":
-                self.model.paligemma_with_expert.paligemma.requires_grad_(False)
-            self.add_keyframe_head(len(self.views) * self.settings.vision.patches, self.settings.language.dim)
-            if config.lora_rank:
-                add_lora({"model.paligemma_with_expert": self.model.paligemma_with_expert}, config)
-                self.model.to(self.exact)
-        if config.dtype == "bfloat16":
-            in_half(self.model, torch.bfloat16)
-        for name, part in self.named_children():
-            if f"{name}." not in SCALES:
-                part.to_empty(device="cpu")
+    def build(self) -> None:
+        settings = self.settings
+        self.model = Pi0Network(settings).to(self.exact)
+        self.value_head = critic(settings).to(self.exact)
+        if self.config.train == "expert":
+            self.model.paligemma_with_expert.paligemma.requires_grad_(False)
+        self.add_parts(settings.expert.dim, settings.vision.patches, settings.language.dim, "paligemma_with_expert")
+
+    def halve(self) -> None:
+        in_half(self.model, torch.bfloat16)
 
     @classmethod
-    def check_folder(cls, config: Pi0Config) -> None:
-        published = read_published(config.pretrained, config.name)
-        if published.settings.tokenizer != "words":
-            GemmaTokenizer(published.path)
-        figures_of(published.figures, config.pretrained, config.statistics)
+    def lerobots_own(cls, published: dict[str, Any]) -> dict[str, Any]:
+        """Options in which lerobot differs from openpi on the same task, for a folder that it wrote."""
+        if "type" not in published:
+            return {}
+        return {"relative_actions": 0, "state_in_prompt": True, "horizon": None} | super().lerobots_own(published)
 
     @classmethod
-    def choices(cls, config: Pi0Config, task: str) -> dict[str, Any]:
-        """Options for evaluating a published folder on a benchmark's task that the folder decides."""
-        published = read_published(config.pretrained, config.name)
-        found, options = published.figures, lerobots_own(published.settings.published)
-        if config.statistics is not None or len(found) == 1:
-            return options
-        near = [name for name in found if task.partition("_")[0] in name]
-        return options | {"statistics": near[0] if len(near) == 1 else None}
+    def reads_state(cls, config: Pi0Config, settings: Any) -> bool:
+        return not settings.adaptive or config.state_in_prompt
 
-    @classmethod
-    def numbers(cls, config: Pi0Config) -> tuple[int, int | None]:
-        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
-        published = read_published(config.pretrained, config.name)
-        figures = published.figures[choose_key(published.figures, config.statistics, config.pretrained)]
-        felt = not published.settings.adaptive or config.state_in_prompt
-        return width_of(figures["actions"]), width_of(figures["state"]) if felt or config.relative_actions else None
-
-    @classmethod
-    def for_memory_estimate(cls, config: Pi0Config, spec: EnvSpec) -> Pi0Policy:
-        return CountedPi0(config.model_copy(update={"pretrained": None, "statistics": None}), spec)
-
-    def read_stored(self) -> dict[str, Blob]:
-        stored = self.source.weights if self.source else {}
-        if self.config.statistics:  # others than those that a folder of ours holds
-            stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
-        return stored
-
-    def is_extra(self, name: str) -> bool:
-        return not name.startswith(MODEL) or is_adapter(name)
+    def state_room(self) -> int | None:
+        return None if self.settings.adaptive else self.settings.state_dim
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        return start(name, shape, draw, self.config.lora_init)
-
-    def check_env(self) -> None:
-        super().check_env()
-        check_sizes(self.config, self.spec, self.settings)
-
-    def adopt_figures(self) -> None:
-        """Take over what states and actions are normalised by."""
-        source, name = self.source, self.config.statistics
-        if source and name is None and SCALED in source.weights:
-            return  # a folder of ours holds them among its weights
-        figures, where = figures_of(source.figures if source else {}, str(source and source.path), name)
-        mode = self.settings.normalization
-        eps = 1e-8 if "type" in self.settings.published else 1e-6  # as lerobot, as openpi
-        for scale, part, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
-            if figures:
-                scale.adopt(figures[part], mode, eps, f"the {kind} statistics of {where}")
-
-    @property
-    def horizon(self) -> int:
-        return self.settings.horizon
-
-    def noise_spec(self) -> NoiseSpec:
-        points = self.horizon * self.settings.action_dim
-        return NoiseSpec("normal", points * (1 + self._noisy_steps()) + 1)
-
-    @torch.inference_mode()
-    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        x, extra, first = self._split(tensor_of(noise, self.device))
-        prefix, state = self._read(obs)
-        chain, densities, values = [x], [unit_density(x)] if self._joint else [], None
-        for step in range(self.config.steps):
-            k = torch.full((len(x),), step, device=x.device)
-            hidden, velocity = self._velocity_before(prefix, state, x, k)
-            values = self._value(prefix, hidden) if values is None else values
-            noisy = (k == first) | self._joint
-            draws = extra[:, step if self._joint else 0]
-            after = self._move(x, velocity, hidden, k, draws, temperature, noisy)
-            density = log_density(after, *self._gaussian(x, velocity, hidden, k))
-            densities.append(torch.where(noisy[:, None, None], density, 0.0))
-            x = after
-            chain.append(x)
-        logprobs = torch.stack(densities).sum(0) / (len(densities) if self._joint else 1)
-        return PolicyOutput(
-            self._played(x, obs),
-            self._scored(logprobs).cpu().numpy(),
-            values.cpu().numpy(),
-            self._remember(chain, first),
-        )
-
-    @torch.inference_mode()
-    def value(self, obs: Observation) -> np.ndarray:
-        prefix, state = self._read(obs)
-        hidden = None
-        if not self.settings.adaptive:
-            hidden = self.model.suffix(prefix, state, None, torch.ones(len(state), device=self.device))
-        return self._value(prefix, hidden).cpu().numpy()
-
-    def forward(self, inputs: dict[str, Any]) -> Scores:
-        chain = tensor_of(inputs["chain"], self.device).to(self.exact)
-        first = tensor_of(inputs["first"], self.device)
-        prefix, state = self._read(inputs["obs"], inputs)
-        densities, entropies, values = [], [], None
-        if self._joint:
-            densities.append(unit_density(chain[:, 0]))
-            entropies.append(normal_entropy(torch.ones_like(chain[:, 0])))
-        for number in range(chain.shape[1] - 1):
-            x, k = chain[:, number], first + number
-            hidden, velocity = self._velocity_before(prefix, state, x, k)
-            values = self._value(prefix, hidden) if values is None else values
-            mean, deviation = self._gaussian(x, velocity, hidden, k)
-            densities.append(log_density(chain[:, number + 1], mean, deviation))
-            entropies.append(normal_entropy(deviation))
-        logprobs, entropy = (self._scored(torch.stack(parts).mean(0)) for parts in (densities, entropies))
-        return Scores(logprobs, entropy, values)
+        opens = name.endswith((".dense.weight", ".dense.bias"))
+        if opens or (name.endswith("norm.weight") and "vision" not in name):
+            return torch.zeros(shape)  # where a gate opens or Gemma adds 1
+        return super().start(name, shape, draw)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
         """Keys and values of a frozen PaliGemma for images and words, with prompts of one length."""
@@ -211,260 +73,59 @@ class Pi0Policy(VLAPolicy):
         hidden = {HIDDEN: prefix.hidden} if self.settings.adaptive else {}
         return {SEEN: prefix.stacked(), PRESENT: prefix.present} | hidden
 
-    def imitation_noise(self) -> NoiseSpec:
-        more = DRAWS * len(self.views) if self.config.augment else 0
-        return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1 + more)
-
     def vision_encoder(self) -> nn.Module:
         return self.model.to_words
-
-    def unit_state(self, state: Tensor) -> Tensor:
-        return self.state_scale.to_unit(state)
-
-    def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray) -> Tensor:
-        """The squared error of the velocity at a random time [B, H, action_dim]."""
-        numbers, draws = tensor_of(noise, self.device), None
-        if self.config.augment:
-            numbers, draws = numbers.tensor_split([numbers.shape[1] - DRAWS * len(self.views)], dim=1)
-            draws = uniform_of(draws).view(len(draws), -1, DRAWS)
-        time = training_time(uniform_of(numbers[:, -1]))
-        start = numbers[:, :-1].view(len(numbers), self.horizon, -1).to(self.exact)
-        actions = self._unit_actions(tensor_of(inputs["actions"], self.device), inputs["obs"])
-        prefix, state = self._read(inputs["obs"], draws=draws)
-        t = column(time, start)
-        hidden = self.model.suffix(prefix, state, t * start + (1 - t) * actions, time)
-        return (start - actions - self.model.velocity(hidden).to(self.exact)) ** 2
 
     def blocks(self) -> list[nn.Module]:
         return self.model.blocks()
 
-    def stored_names(self) -> dict[str, str]:
-        return self.source.names
+    def num_draws(self) -> int:
+        return DRAWS * len(self.views) if self.config.augment else 0
 
-    def description(self) -> dict[str, Any]:
-        """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
-        ours = super().description()
-        if self.source:
-            ours["policy"]["pretrained"] = "."
-        if not self.source or self.config.statistics not in self.source.figures:
-            ours["policy"]["statistics"] = None  # they are among the weights
-        return layout_of(self.settings, self.source) | ours
-
-    def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
-        super().save_pretrained(folder, tensors, specs)
-        if self.source:
-            save_beside(Path(folder), self.source, whole=not self.left_out())
-
-    def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-        """The layout the weights came in, for other programs: no value head, adapters merged."""
-        if not (self.source and self.source.layout):
-            raise ConfigError("only what came from a published folder can be saved as one; policy.pretrained is unset")
-        weights = write_back(Path(folder), self.source, self.published_weights())
-        write_shards(Path(folder), weights, shard_bytes)
-
-    # Inside
-
-    @property
-    def _joint(self) -> bool:
-        """True if every step is noisy and the log-prob is that of all."""
-        return self.config.exploration == "flow_noise"
-
-    def _noisy_steps(self) -> int:
-        return self.config.steps if self._joint else 1
-
-    def _split(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The noise to begin with [N, H, D], that of each noisy step [N, S, H, D], and which step is noisy [N]."""
-        shape = (len(noise), 1 + self._noisy_steps(), self.horizon, self.settings.action_dim)
-        points = noise[:, :-1].view(shape).to(self.exact)
-        steps = self.config.steps
-        first = (uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
-        return points[:, 0], points[:, 1:], first * 0 if self._joint else first
-
-    def _read(
-        self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None
-    ) -> tuple[Prefix, Tensor]:
-        """Images and words, unless they are `known`, and the state in the model's units; `draws` change the images."""
+    def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Seen:
         state = self._unit_state(obs)
         if known and SEEN in known:
             parts = [tensor_of(known[name], self.device) for name in (SEEN, PRESENT, HIDDEN) if name in known]
             prefix = Prefix.unstacked(*parts)
         else:
             prefix = self._prefix(obs, state, draws=draws)
-        return prefix, F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+        return prefix, self._padded_state(state)
+
+    def denoise(self, seen: Seen, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = for_acting(self.config, Pi0Network.suffix, self.device)(self.model, *seen, x, time)
+        return hidden, self.model.velocity(hidden).to(self.exact)
+
+    def judged(self, seen: Seen, hidden: Tensor | None) -> Tensor:
+        prefix, state = seen
+        if self.settings.adaptive:
+            there = prefix.present[:, :, None].to(self.exact)
+            return (prefix.hidden.to(self.exact) * there).sum(1) / there.sum(1)
+        if hidden is None:
+            hidden = self.model.suffix(prefix, state, None, torch.ones(len(state), device=self.device))
+        return hidden[:, 0]
 
     def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> Prefix:
         """The prefix of images and prompts of at least `width` tokens, padding included. In half precision all are of
         one width, as in openpi: rows that are padded otherwise round otherwise, by 0.1 nats of a log-prob."""
         width = self.settings.max_tokens if self.config.dtype == "bfloat16" else width
         texts = self.instructions(obs, len(state))
-        states = (
-            self._in_prompt(state) if self.settings.adaptive and self.config.state_in_prompt else [None] * len(texts)
-        )
+        in_prompt = self.settings.adaptive and self.config.state_in_prompt
+        states = self._in_prompt(state) if in_prompt else [None] * len(texts)
         sentences = [self.tokenizer.encode(prompt(text, row)) for text, row in zip(texts, states)]
-        words = [tensor_of(part, self.device) for part in padded(sentences, self.settings.max_tokens, width)]
-        pixels = self._pixels(obs) if draws is None else augmented(self._pixels(obs), draws)
+        most = self.settings.max_tokens
+        words = [tensor_of(part, self.device) for part in padded(sentences, most=most, least=width)]
+        pixels = self._pixels(obs)
+        if draws is not None:
+            pixels = augmented(pixels, draws.view(len(draws), -1, DRAWS))
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.train == "all"):
             return for_acting(self.config, Pi0Network.prefix, self.device)(self.model, pixels, *words)
 
     def _pixels(self, obs: Observation) -> Tensor:
-        """Pixels of all cameras [N, cameras, 3, S, S]."""
+        """Pixels of all cameras [N, cameras, 3, S, S], from -1 to 1."""
         size = self.settings.vision.image_size
-        frames = [resize_with_pad(tensor_of(obs["images"][view], self.device), size) for view in self.views]
-        return torch.stack([pixels_of(view) for view in frames], dim=1)
+        frames = [with_bars(tensor_of(obs["images"][view], self.device), size) for view in self.views]
+        return torch.stack([view / 255 * 2 - 1 for view in frames], dim=1)
 
     def _in_prompt(self, state: Tensor) -> np.ndarray:
-        """The state that the prompt contains."""
-        return state.cpu().numpy()
-
-    def _unit_state(self, obs: Observation) -> Tensor:
-        if not self.spec.state_dim:
-            rows = len(next(iter(obs["images"].values())))
-            return torch.zeros(rows, 0, dtype=torch.float64, device=self.device)
-        return self.state_scale.to_unit(tensor_of(obs["state"], self.device))
-
-    def _velocity_before(self, prefix: Prefix, state: Tensor, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states and velocities before the steps k [N]."""
-        suffix = for_acting(self.config, Pi0Network.suffix, self.device)
-        hidden = suffix(self.model, prefix, state, x, time_of(k, self.config.steps))
-        return hidden, self.model.velocity(hidden).to(self.exact)
-
-    def _gaussian(self, x: Tensor, velocity: Tensor, hidden: Tensor, k: Tensor, level: float = 1.0):
-        """Mean and deviation of where a noisy step leads, `level` times as noisy as in training."""
-        steps = self.config.steps
-        if not self._joint:
-            return sde_step(x, velocity, k, steps, self.config.noise_level * level)
-        deviation = self.noise_head(hidden[:, -self.horizon :]).to(self.exact)
-        return plain_step(x, velocity, steps), level * deviation
-
-    def _move(self, x, velocity, hidden, k, draws, temperature: float, noisy: Tensor) -> Tensor:
-        straight = plain_step(x, velocity, self.config.steps)
-        mean, deviation = self._gaussian(x, velocity, hidden, k, temperature)
-        return torch.where(noisy[:, None, None], mean + deviation * draws, straight)
-
-    def _scored(self, numbers: Tensor) -> Tensor:
-        """[N, H, D] -> [N, C, A]: what the env is given."""
-        return numbers[:, : self.config.chunk, : self.spec.action.dim]
-
-    def _value(self, prefix: Prefix, hidden: Tensor | None) -> Tensor:
-        if self.settings.adaptive:
-            there = prefix.present[:, :, None].to(self.exact)
-            seen = (prefix.hidden.to(self.exact) * there).sum(1) / there.sum(1)
-        else:
-            seen = hidden[:, 0].to(self.exact)
-        return self.value_head(seen.detach() if self.config.detach_value else seen).squeeze(-1).to(self.exact)
-
-    def _remember(self, chain: list[Tensor], first: Tensor) -> dict[str, np.ndarray]:
-        """The points before and after what is scored, and the step that leads from the first to the next."""
-        points = torch.stack(chain, dim=1)
-        if not self._joint:
-            rows = torch.arange(len(points), device=points.device)
-            points = torch.stack([points[rows, first], points[rows, first + 1]], dim=1)
-        return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
-
-    def _played(self, x: Tensor, obs: Observation) -> np.ndarray:
-        """Actions in the env's units, from points in the model's."""
-        actions = self.action_scale.from_unit(self._scored(x))
-        if count := self.config.relative_actions:
-            actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
-        played = actions.cpu().numpy()
-        played[..., -1] = GRIPPERS[self.config.gripper](played[..., -1])
-        return played.astype(np.float32)
-
-    def _unit_actions(self, actions: Tensor, obs: Observation) -> Tensor:
-        """The reverse [B, H, action_dim], padded with zeros."""
-        actions = actions.to(torch.float64, copy=True)
-        actions[..., -1] = STORED_GRIPPERS[self.config.gripper](actions[..., -1])
-        if count := self.config.relative_actions:
-            actions[..., :count] -= tensor_of(obs["state"], self.device)[:, None, :count]
-        unit = self.action_scale.to_unit(actions).to(self.exact)
-        return F.pad(unit, (0, self.settings.action_dim - unit.shape[-1]))
-
-
-def lerobots_own(published: dict[str, Any]) -> dict[str, Any]:
-    """Options in which lerobot differs from openpi on the same task, for a folder that it wrote."""
-    if "type" not in published:
-        return {}
-    steps = published.get("n_action_steps")
-    return {"relative_actions": 0, "state_in_prompt": True, "horizon": None} | ({"chunk": steps} if steps else {})
-
-
-class CountedPi0(Pi0Policy):
-    """A Pi0 without files, whose memory is counted on shapes alone."""
-
-    hashes_words = True
-
-    def forward(self, inputs: dict[str, Any]) -> Scores:
-        """Scores of a chain of the right shape."""
-        rows, points = len(inputs["actions"]), self._noisy_steps() + 1
-        chain = torch.empty(rows, points, self.horizon, self.settings.action_dim, device=self.device)
-        return super().forward({**inputs, "chain": chain, "first": torch.empty(rows, device=self.device)})
-
-    def _in_prompt(self, state: Tensor) -> np.ndarray:
-        return np.zeros(state.shape)
-
-
-# From noise (time 1) to actions (time 0) in steps of d = 1 / steps. With the velocity v = noise - actions, a point x at
-# time t came from x1 = x + v (1 - t) and goes to x0 = x - v t.
-# - plain:      mean x - d v, no noise.
-# - flow_sde:   the same marginals with noise: sigma = level sqrt(t / (1 - t)), mean x - d v - sigma^2 d / (2 t) x1,
-#               deviation sqrt(d) sigma. The first step, t = 1, takes the second's time in the denominator.
-# - flow_noise: the plain mean, and a deviation that a small network has learned.
-
-
-def time_of(step: Tensor, steps: int) -> Tensor:
-    """The time [N] before a step [N]."""
-    return 1 - step / steps
-
-
-def plain_step(x: Tensor, v: Tensor, steps: int) -> Tensor:
-    return x - v / steps
-
-
-def sde_step(x: Tensor, v: Tensor, step: Tensor, steps: int, level: float) -> tuple[Tensor, Tensor]:
-    """Mean and deviation [N, H, D] of flow_sde's step `step` [N]."""
-    t = column(time_of(step, steps), x)
-    below = column(1 - time_of(step.clamp(min=1), steps), x)  # 1 - t, of the second step for the first
-    sigma, d = level * (t / below).sqrt(), 1 / steps
-    mean = x - d * v - sigma**2 * d / (2 * t) * (x + v * (1 - t))
-    return mean, (math.sqrt(d) * sigma).expand_as(x)
-
-
-class NoiseHead(nn.Module):
-    """flow_noise's deviation between `low` and `high`, on a logarithmic scale."""
-
-    def __init__(self, dim: int, actions: int, low: float, high: float) -> None:
-        super().__init__()
-        self.range = (math.log(low), math.log(high))
-        self.mlp = nn.Sequential(nn.Linear(dim, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, actions))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        low, high = self.range
-        return (low + (high - low) * (self.mlp(hidden).tanh() + 1) / 2).exp()
-
-
-def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    z = (x - mean) / deviation
-    return -0.5 * z * z - deviation.log() - HALF_LOG_2PI
-
-
-def unit_density(x: Tensor) -> Tensor:
-    """Log-density of the noise that an action begins with."""
-    return -0.5 * x * x - HALF_LOG_2PI
-
-
-def normal_entropy(deviation: Tensor) -> Tensor:
-    return deviation.log() + (0.5 + HALF_LOG_2PI)
-
-
-def uniform_of(normal: Tensor) -> Tensor:
-    """A uniform number for each standard normal one."""
-    return torch.special.ndtr(normal.double())
-
-
-def training_time(uniform: Tensor) -> Tensor:
-    """Beta(1.5, 1), of uniform numbers by the inverse of t^1.5, kept above 0.001: early times are trained more."""
-    return uniform ** (1 / 1.5) * 0.999 + 0.001
-
-
-def column(numbers: Tensor, like: Tensor) -> Tensor:
-    return numbers.to(like.dtype)[:, None, None]
+        """The state that the prompt contains; zeros where memory is counted on shapes alone."""
+        return np.zeros(state.shape) if state.is_meta else state.cpu().numpy()

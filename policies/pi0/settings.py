@@ -1,16 +1,15 @@
-"""Sizes of the networks, and how published config.json files (openpi's and lerobot's) spell them. Free of torch."""
+"""Sizes of the networks, and how published config.json files and weights (openpi's and lerobot's) spell them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from embodied.core.errors import CheckpointError, ConfigError
-from embodied.core.types import EnvSpec
-from embodied.policies.pi0.config import Pi0Config
-
-MEAN_STD, QUANTILES = "mean_std", "quantiles"
+from embodied.core.errors import CheckpointError
+from embodied.policies.vla.flow_folder import FlowSettings, normalization_of
+from embodied.policies.vla.siglip import VisionSettings
+from embodied.policies.vla.statistics import MEAN_STD, QUANTILES
 
 
 @dataclass(frozen=True)
@@ -23,36 +22,15 @@ class GemmaSettings:
     head_dim: int
 
 
-@dataclass(frozen=True)
-class VisionSettings:
-    dim: int
-    depth: int
-    mlp: int
-    heads: int
-    patch: int
-    image_size: int
+@dataclass(frozen=True, kw_only=True)
+class Pi0Settings(FlowSettings):
+    """The whole model. Of kind "pi0" the state is a token of the expert; of "pi05" it is read in the prompt, and time
+    steers the norms."""
 
-    @property
-    def patches(self) -> int:
-        return (self.image_size // self.patch) ** 2
-
-
-@dataclass(frozen=True)
-class Pi0Settings:
-    """The whole model. `action_dim` numbers are the width of states and actions inside; a robot's are padded."""
-
-    kind: str  # "pi0": the state is a token of the expert; "pi05": it is read in the prompt, time steers the norms
     language: GemmaSettings
     expert: GemmaSettings
     vision: VisionSettings
     vocab: int
-    horizon: int
-    action_dim: int
-    state_dim: int
-    max_tokens: int
-    normalization: str
-    tokenizer: str = "folder"  # "folder": tokenizer.json; "words": words hashed to ids, for small models
-    published: dict[str, Any] = field(default_factory=dict)  # config.json as it was read
 
     @property
     def adaptive(self) -> bool:
@@ -109,15 +87,13 @@ def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind
             action_dim=action_dim,
             state_dim=config.get("max_state_dim", action_dim),
             max_tokens=config.get("max_token_len") or config.get("tokenizer_max_length") or MAX_TOKENS[kind],
-            normalization=_normalization(config, kind, where),
+            normalization=normalization_of(config, QUANTILES if kind == "pi05" else MEAN_STD, where),
             tokenizer="words" if tiny else "folder",
             published=config,
         )
     except KeyError as err:
         raise CheckpointError(f"{where} is not a complete config of Pi0: {err} is missing") from None
-    counts = (settings.horizon, settings.action_dim, settings.state_dim, settings.max_tokens)
-    if odd := [number for number in counts if type(number) is not int or number < 1]:
-        raise CheckpointError(f"{where}: its sizes should be whole numbers, one is {odd[0]!r}")
+    settings.check(where)
     return settings
 
 
@@ -140,40 +116,22 @@ def _gemma(variant: str, where: str) -> GemmaSettings:
     return GEMMAS[variant]
 
 
-def _normalization(config: dict[str, Any], kind: str, where: str) -> str:
-    """openpi: by kind; lerobot: as the file says."""
-    asked = config.get("normalization_mapping")
-    if not asked:
-        return QUANTILES if kind == "pi05" else MEAN_STD
-    mapping = asked if isinstance(asked, dict) else {}
-    modes = {str(mapping.get(part)).lower() for part in ("STATE", "ACTION")}
-    if modes not in ({MEAN_STD}, {QUANTILES}):
-        raise CheckpointError(f"{where} normalises by {', '.join(sorted(modes))}; known: {MEAN_STD}, {QUANTILES}")
-    return modes.pop()
+# The names of weights in published folders. Upstream ties the word embeddings to an unused output layer and files hold
+# either name; and they hold an unused output layer of the expert.
+
+MODEL = "model."  # what our names, and lerobot's, begin with
+WORDS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+TIED = "paligemma_with_expert.paligemma.lm_head.weight"
+EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"
 
 
-def check_sizes(config: Pi0Config, spec: EnvSpec, settings: Pi0Settings) -> None:
-    """Refuse an env whose actions or state the model has no room for."""
-    if spec.action.dim > settings.action_dim:
-        raise ConfigError(
-            f"this model has room for {settings.action_dim} action numbers, the env takes {spec.action.dim}"
-        )
-    if config.chunk > settings.horizon:
-        raise ConfigError(
-            f"policy.chunk={config.chunk} is more than the {settings.horizon} actions that the model predicts at "
-            f"once; try policy.chunk={settings.horizon}"
-        )
-    if (not settings.adaptive or config.state_in_prompt) and not spec.state_dim:
-        raise ConfigError(
-            f"policy.name={config.name} needs the robot's state, but this env gives none; set env.state=proprio"
-        )
-    if not settings.adaptive and spec.state_dim > settings.state_dim:
-        raise ConfigError(
-            f"this model has room for {settings.state_dim} state numbers, the env gives {spec.state_dim}; "
-            "set env.state=proprio"
-        )
-    if config.relative_actions > min(spec.state_dim or 0, spec.action.dim):
-        raise ConfigError(
-            f"policy.relative_actions={config.relative_actions} is more than the env's state ({spec.state_dim}) or "
-            f"its actions ({spec.action.dim}) have"
-        )
+def own_name(published: str) -> str | None:
+    """Our name of a published weight; None if it is unused."""
+    name = published.removeprefix(MODEL)
+    if name == EXPERT_HEAD:
+        return None
+    if name == TIED:
+        name = WORDS
+    return MODEL + name.replace(".vision_tower.vision_model.", ".vision_tower.").replace(
+        ".vision_tower.", ".vision_tower.vision_model."
+    )

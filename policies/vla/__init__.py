@@ -1,3 +1,14 @@
-"""What vision-language-action families share: camera frames, units of actions, tokenizers, LoRA."""
+"""What vision-language-action families share: camera frames, units of actions, tokenizers, LoRA, flow matching."""
 
-__all__ = ["config", "image_processor", "layers", "lora", "policy", "statistics", "vla_tokenizer"]
+__all__ = [
+    "config",
+    "flow",
+    "flow_folder",
+    "image_processor",
+    "layers",
+    "lora",
+    "policy",
+    "siglip",
+    "statistics",
+    "vla_tokenizer",
+]

@@ -122,3 +122,42 @@ class VLAConfig(LoraOptions):
         description="Act with networks that torch.compile has fused: faster, after a minute at first. On a CPU needs "
         "a C++ compiler. A saved policy does not keep it.",
     )
+
+
+class FlowConfig(VLAConfig):
+    """Options of families that make actions out of noise by flow matching."""
+
+    preset: Literal["tiny", "full"] = Field(
+        "tiny", description="Size of a model with fresh weights; with policy.pretrained the folder says."
+    )
+    cameras: tuple[str, ...] = Field(
+        (),
+        description="The env's cameras in the model's order, of Pi0 base, left wrist, right wrist; unset: all, in "
+        "theirs.",
+    )
+    horizon: int | None = Field(
+        None, gt=0, description="Actions it predicts at once; null: as many as the folder or the preset says."
+    )
+    chunk: int = Field(5, gt=0, description="The first so many of them are one decision: played before it looks again.")
+    steps: int = Field(4, gt=0, description="Steps from noise to actions; more are finer and slower.")
+    relative_actions: int = Field(
+        0,
+        ge=0,
+        description="Leading action numbers that are relative to the state's: 6 for openpi's pi0_libero.",
+    )
+    exploration: Literal["flow_sde", "flow_noise"] = Field(
+        "flow_sde",
+        description="Where RL's noise comes in: at one random step, of policy.noise_level, or at all steps, learned.",
+    )
+    noise_level: float = Field(0.5, gt=0, description="How strong flow_sde's noise is.")
+    noise_range: tuple[float, float] = Field(
+        (0.08, 0.16), description="Between which deviations flow_noise's lies, in the model's units."
+    )
+    train: Literal["all", "expert"] = Field(
+        "all", description="expert: what sees and reads is frozen, only what acts is trained."
+    )
+    detach_value: bool = Field(False, description="The value's error trains nothing but the value's own weights.")
+
+    @property
+    def mixed_precision(self) -> bool:
+        return self.dtype == "bfloat16"

@@ -223,6 +223,21 @@ def resize(pixels: Tensor, shape: tuple[int, int], mode: str = "bicubic") -> Ten
     return pixels if tuple(pixels.shape[2:]) == shape else as_pillow(pixels, shape, mode)
 
 
+def with_bars(frames: Tensor, size: int, in_middle: bool = True, as_pillow: bool = True) -> Tensor:
+    """uint8 [N, H, W, 3] -> grey levels [N, 3, size, size] without distortion, bilinear: with black bars around, or
+    above and left; as Pillow resizes, or as torch does."""
+    height, width = frames.shape[1:3]
+    ratio = max(height, width) / size
+    high, wide = max(1, int(height / ratio)), max(1, int(width / ratio))
+    pixels = frames.permute(0, 3, 1, 2).float()
+    if as_pillow:
+        pixels = resize(pixels, (high, wide), "bilinear")
+    else:
+        pixels = F.interpolate(pixels, (high, wide), mode="bilinear", align_corners=False)
+    top, left = ((size - length) // 2 if in_middle else size - length for length in (high, wide))
+    return F.pad(pixels, (left, size - wide - left, top, size - high - top))
+
+
 def letterbox(pixels: Tensor, colour: tuple[int, ...]) -> Tensor:
     """Make frames square with bars, a row or column short of it where an odd number is missing, as the published
     processor does."""

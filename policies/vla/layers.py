@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 ADAPTER = "default"  # peft's name for a layer's adapter, where it has one
+PERIODS = (4e-3, 4.0)  # shortest and longest of a time's sines
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
+
+
+class NamedParts(nn.Module):
+    """A module whose children have these names, to reproduce upstream's nested parameter names."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
 
 
 class MLP(nn.Module):
@@ -110,3 +121,33 @@ def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:
     filters = F.interpolate(coarse, size=shape[2:], mode="bilinear")
     filters = filters - filters.mean((2, 3), keepdim=True)
     return filters / filters.std() * shape[1:].numel() ** -0.5
+
+
+def sines(time: Tensor, dim: int) -> Tensor:
+    """Sines and cosines [N, dim] of a time from 0 to 1, in float64."""
+    part = torch.linspace(0, 1, dim // 2, dtype=torch.float64, device=time.device)
+    shortest, longest = PERIODS
+    angle = 2 * math.pi * time.double()[:, None] / (shortest * (longest / shortest) ** part)
+    return torch.cat([angle.sin(), angle.cos()], dim=1)
+
+
+def value_head(width: int, sizes: tuple[int, ...]) -> nn.Sequential:
+    """A network from features of this width to a value."""
+    layers: list[nn.Module] = []
+    for size in sizes:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def initial_weight(name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+    """The initial numbers of a transformer's weight: what goes through keeps its size."""
+    if name.endswith("patch_embedding.weight"):
+        return smooth_filters(shape, draw)
+    if name.endswith("position_embedding.weight"):
+        return torch.empty(shape).normal_(generator=draw)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    return torch.empty(shape).normal_(0.0, shape[1:].numel() ** -0.5, generator=draw)

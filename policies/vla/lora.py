@@ -73,6 +73,10 @@ def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterabl
         adapted += len(chosen)
     for layer in saved:
         layer.requires_grad_(True)
+    if whole_names(config) and not saved:
+        raise ConfigError(
+            f"policy.lora_config: modules_to_save={list(whole_names(config))} names no module; leave it out"
+        )
     if not adapted:
         names = f"policy.lora_targets={config.lora_targets}"
         raise ConfigError(f"{names} names no layer of what is trained; try reference or linear")
@@ -217,16 +221,19 @@ def is_saved(name: str, ends: Collection[str]) -> bool:
 # is refused by name.
 
 
-def as_adapted(config: Any, folder: Path) -> Any:
-    """A policy's options with what the folder of adapters says."""
+def adapted(config: Any) -> Any:
+    """A policy's options with what its folder of adapters says, if it has one."""
+    if config.lora_path is None:
+        return config
+    folder = Path(config.lora_path)
     if config.pretrained is None:
         raise ConfigError("policy.lora_path holds adapters for a published model; give policy.pretrained=FOLDER too")
-    found = read_config(folder)
-    rank, alpha, targets = found.get("r"), found.get("lora_alpha"), found.get("target_modules")
+    described = read_config(folder)
+    rank, alpha, targets = (described.get(key) for key in ("r", "lora_alpha", "target_modules"))
     damaged = f"{folder / ADAPTER_CONFIG} is damaged:"
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or alpha <= 0:
         raise CheckpointError(f"{damaged} its rank r is {rank!r} and its lora_alpha {alpha!r}")
-    if isinstance(targets, str) or found.get("layers_to_transform") or found.get("exclude_modules"):
+    if isinstance(targets, str) or described.get("layers_to_transform") or described.get("exclude_modules"):
         names = map(own_name, weights_in(folder))  # chosen by a pattern of peft's
         targets = sorted({name.removesuffix(DOWN) for name in names if name.endswith(DOWN)})
     if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
@@ -234,15 +241,15 @@ def as_adapted(config: Any, folder: Path) -> Any:
             f"{damaged} target_modules is {targets!r}, not the names of layers; save it with peft again"
         )
     names = tuple(sorted(targets)) if config.lora_targets == "linear" else config.lora_targets
-    extra = {key: found[key] for key in LORA_FIELDS if found.get(key)}
+    extra = {key: described[key] for key in LORA_FIELDS if described.get(key)}
     more = {"lora_rank": rank, "lora_scale": alpha / rank, "lora_config": extra}
     with reading(folder / ADAPTER_CONFIG, CheckpointError):
-        adapted = type(config).model_validate(config.model_dump() | more | {"lora_path": None, "lora_targets": names})
+        found = type(config).model_validate(config.model_dump() | more | {"lora_path": None, "lora_targets": names})
     for key in more:
-        asked, there = getattr(config, key), getattr(adapted, key)
+        asked, there = getattr(config, key), getattr(found, key)
         if asked not in (type(config).model_fields[key].get_default(call_default_factory=True), there):
             raise ConfigError(f"policy.{key}={asked}, but the adapters in {folder} have {there}; leave it out")
-    return adapted
+    return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
-from embodied.core.types import Observation
+from embodied.core.types import EnvSpec, Observation
 from embodied.policies.published import PublishedPolicy
+from embodied.policies.vla.lora import adapted, is_adapter, read_adapters
 from embodied.policies.vla.vla_tokenizer import Tokenizer
+from embodied.runtime.tensor_bytes import Blob
 
 KEYFRAMES = "keyframe_head."
 AHEAD = 2  # the next keyframe and the end
@@ -28,14 +31,31 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 class VLAPolicy(PublishedPolicy):
-    """A published policy that sees images and is given an instruction. A family implements `imitate_actions`,
-    `vision_encoder` and `unit_state`."""
+    """A published policy that sees images and is given an instruction. A family implements `read_folder`,
+    `imitate_actions`, `vision_encoder` and `unit_state`."""
 
     takes_device_noise = True
     any_image_size = True
     value_names = ("value_head.",)
     tokenizers: tuple[Callable[..., Tokenizer], Callable[..., Tokenizer]]  # of a published folder; of a small model
     hashes_words = False  # as a small model's tokenizer does, whatever the size
+
+    def __init__(self, config: Any, spec: EnvSpec) -> None:
+        super().__init__(adapted(config), spec)
+        self.adapters = config.lora_path and Path(config.lora_path)
+
+    def read_folder(self) -> dict[str, Blob]:
+        """The published folder's weights by our names; empty without one."""
+        raise NotImplementedError
+
+    def read_stored(self) -> dict[str, Blob]:
+        """The folder's weights, and the adapters that were made elsewhere."""
+        stored = self.read_folder()
+        if self.adapters is None or not stored:
+            return stored
+        own = {name for name in self.state_dict() if is_adapter(name)}
+        below = {name: blob for name, blob in stored.items() if not is_adapter(name)}
+        return below | read_adapters(self.adapters, own, stored, self.config)
 
     def choose_tokenizer(self) -> Tokenizer:
         of_folder, of_words = self.tokenizers

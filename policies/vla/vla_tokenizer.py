@@ -45,13 +45,16 @@ def hashed_words(text: str, count: int) -> list[int]:
     return [zlib.crc32(word.encode()) % count for word in text.split()]
 
 
-def align(sequences: list[list[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [N, L] and which of them are there: the first id of a row comes first, its others last, padding between."""
-    width = max(map(len, sequences))
-    ids = np.full((len(sequences), width), pad, np.int64)
-    present = np.zeros((len(sequences), width), bool)
-    for row, sequence in enumerate(sequences):
-        ids[row, 0], present[row, 0] = sequence[0], True
-        rest = len(sequence) - 1
-        ids[row, width - rest :], present[row, width - rest :] = sequence[1:], True
+def padded(
+    sequences: list[list[int]], pad: int = 0, most: int | None = None, least: int = 0, in_front: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [N, L] and which of them are there, of at most so many a row, and rows of at least so many. Padding comes
+    last, or with `in_front` right behind a row's first id."""
+    rows = [sequence[:most] for sequence in sequences]
+    width = max(least, *map(len, rows))
+    ids, present = np.full((len(rows), width), pad, np.int64), np.zeros((len(rows), width), bool)
+    for row, sequence in enumerate(rows):
+        places = np.arange(len(sequence))
+        places[1:] += (width - len(sequence)) * in_front
+        ids[row, places], present[row, places] = sequence, True
     return ids, present

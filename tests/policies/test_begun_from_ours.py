@@ -9,7 +9,7 @@ import pytest
 from embodied.core.errors import CheckpointError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config, SmolVLAConfig
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=2, images={"top": (64, 64, 3)}, instruction=True)
 FAMILIES = [
@@ -17,6 +17,7 @@ FAMILIES = [
     OpenVLAOFTConfig(name="openvla_oft", head="l1", proprio=True, chunk=2),
     Pi0Config(name="pi0", chunk=2, steps=2),
     Pi0Config(name="pi05", chunk=2, steps=2),
+    SmolVLAConfig(name="smolvla", chunk=2, steps=2),
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.policies import load_policy, make_policy
-from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig, Pi0Config, SmolVLAConfig
 from embodied.policies.policy_folder import read_weights
 
 SIZES = {"top": (32, 32, 3), "wrist": (32, 32, 3)}
@@ -17,8 +17,9 @@ FAMILIES = {
     "pi0": (Pi0Config, {"chunk": 4}),
     "openvla_oft": (OpenVLAOFTConfig, {"chunk": 4, "head": "l1", "proprio": True}),
     "openvla": (OpenVLAConfig, {"camera": "top"}),
+    "smolvla": (SmolVLAConfig, {"chunk": 4}),
 }
-EYES = {"pi0": "vision_tower", "openvla_oft": "featurizer", "openvla": "featurizer"}
+EYES = {"pi0": "vision_tower", "openvla_oft": "featurizer", "openvla": "featurizer", "smolvla": "vision_model"}
 
 
 def build(family, spec=SPEC, **options):

@@ -15,7 +15,7 @@ from embodied.policies.openvla.folder import read_published
 from embodied.policies.openvla.settings import TINY
 from embodied.policies.openvla.tokens import ActionTokens, LlamaTokenizer, pick, prompt, template_of
 from embodied.policies.vla.statistics import Statistics, statistics_of
-from embodied.policies.vla.vla_tokenizer import align
+from embodied.policies.vla.vla_tokenizer import padded
 
 SPEC = EnvSpec(ActionSpec(7), images={"top": (48, 48, 3)}, instruction=True)
 SMALL = TINY | {
@@ -130,7 +130,7 @@ def test_statistics_scale_what_the_mask_says():
 
 
 def test_prompts_are_aligned_behind_the_first_token():
-    ids, there = align([[1, 5, 6], [1, 7]], 0)
+    ids, there = padded([[1, 5, 6], [1, 7]], in_front=True)
     assert ids.tolist() == [[1, 5, 6], [1, 0, 7]] and there.tolist() == [[True] * 3, [True, False, True]]
     assert prompt("Lift the CUP") == "In: What action should the robot take to lift the cup?\nOut:"
 

@@ -15,9 +15,8 @@ from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.memory_estimate import estimate
 from embodied.policies import load_policy, make_policy
 from embodied.policies.config import Pi0Config
-from embodied.policies.pi0.folder import EXPERT_HEAD, TIED, own_name
-from embodied.policies.pi0.network import WORDS, Pi0Network, in_half
-from embodied.policies.pi0.settings import FULL, TINY, settings_of
+from embodied.policies.pi0.network import Pi0Network, in_half
+from embodied.policies.pi0.settings import EXPERT_HEAD, FULL, TIED, TINY, WORDS, own_name, settings_of
 from embodied.run import hub
 
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
@@ -115,8 +114,7 @@ def test_imitation_at_time_one_by_hand():
     start = draws[:, :-1].reshape(2, 8, 8)
     wanted = start - np.pad(actions, ((0, 0), (0, 0), (0, 5)))
     with torch.no_grad():
-        prefix, state = policy._read(obs)
-        _, velocity = policy._velocity_before(prefix, state, torch.from_numpy(start).float(), torch.zeros(2))
+        _, velocity = policy.denoise(policy.read(obs), torch.from_numpy(start).float(), torch.ones(2))
     np.testing.assert_allclose(losses.detach().numpy(), (wanted - velocity.numpy()) ** 2, atol=1e-4, rtol=1e-4)
 
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from embodied.policies.pi0.network import Pi0Network
-from embodied.policies.pi0.policy import plain_step, time_of
-from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings, VisionSettings
+from embodied.policies.pi0.settings import GemmaSettings, Pi0Settings
+from embodied.policies.vla.flow import plain_step, time_of
+from embodied.policies.vla.siglip import VisionSettings
 
 transformers = pytest.importorskip("transformers")
 
@@ -17,7 +18,18 @@ STEPS = 4
 
 
 def settings(kind="pi0"):
-    return Pi0Settings(kind, LANGUAGE, EXPERT, VISION, 60, 5, 6, 6, 48, "mean_std")
+    return Pi0Settings(
+        kind=kind,
+        language=LANGUAGE,
+        expert=EXPERT,
+        vision=VISION,
+        vocab=60,
+        horizon=5,
+        action_dim=6,
+        state_dim=6,
+        max_tokens=48,
+        normalization="mean_std",
+    )
 
 
 def build(kind="pi0"):

@@ -11,7 +11,7 @@ from embodied.core.arrays import join_rows, num_rows, take_rows, text_arrays, te
 from embodied.core.errors import StaleWeights, Unusable, WrongShape
 from embodied.core.types import ActionSpec, ActRequest, EnvSpec, Merging, PolicyOutput
 from embodied.policies import make_policy
-from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config
+from embodied.policies.config import MLPConfig, OpenVLAConfig, OpenVLAOFTConfig, Pi0Config, SmolVLAConfig
 from embodied.policies.worker import PolicyWorker, RequestBatcher
 from embodied.runtime import Cluster, HostPlan, Timers
 
@@ -23,6 +23,7 @@ FAMILIES = {
     "pi0": Pi0Config(name="pi0", dtype="float64"),
     "flow_noise": Pi0Config(name="pi0", exploration="flow_noise", dtype="float64"),
     "pi05": Pi0Config(name="pi05", dtype="float64"),
+    "smolvla": SmolVLAConfig(name="smolvla", steps=2, dtype="float64"),
 }
 TOLD = ("push", "put the red cup on the plate, and then the green one", "go on", "lift the lid of the old box")
 TOGETHER = Merging(rows=64)

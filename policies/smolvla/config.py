@@ -1,0 +1,23 @@
+"""Options of SmolVLA."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from embodied.policies.common_config import PublishedFolder
+from embodied.policies.vla.config import FlowConfig
+
+
+class SmolVLAConfig(FlowConfig):
+    policy = "embodied.policies.smolvla.policy:SmolVLAPolicy"
+
+    name: Literal["smolvla"] = Field(
+        description="Images, state and an instruction in, a chunk of actions out of noise: lerobot's SmolVLA."
+    )
+    steps: int = Field(10, gt=0, description="As for pi0.")
+
+    @classmethod
+    def recognise(cls, folder: PublishedFolder) -> str | None:
+        return "smolvla" if folder.config.get("type") == "smolvla" else None

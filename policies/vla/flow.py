@@ -1,0 +1,476 @@
+"""Policies whose actions come out of noise by flow matching: Pi0, SmolVLA and what else has an action expert.
+
+A family reads an observation once and says the velocity of noisy actions at a time; the rest is here. What surprises:
+the noise that an action begins with is part of acting, also where the best actions are asked for; what `temperature`
+scales is the noise that RL adds on the way. And only actions that are played have log-probs. The value is read where
+neither noise nor time reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodied.core.arrays import tensor_of
+from embodied.core.errors import ConfigError
+from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
+from embodied.policies.base import Scores
+from embodied.policies.policy_folder import write_shards
+from embodied.policies.vla.config import FlowConfig
+from embodied.policies.vla.flow_folder import FlowFolder, FlowSettings, layout_of, save_beside, write_back
+from embodied.policies.vla.layers import initial_weight
+from embodied.policies.vla.lora import adapted, add_lora, initial_adapter, is_adapter
+from embodied.policies.vla.policy import VLAPolicy
+from embodied.policies.vla.statistics import (
+    GRIPPERS,
+    SCALED,
+    SCALES,
+    STORED_GRIPPERS,
+    Scale,
+    choose_key,
+    figures_of,
+    width_of,
+)
+from embodied.runtime.tensor_bytes import Blob
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+MODEL = "model."  # what the names of a published model's weights begin with, here and in lerobot
+
+
+class FlowPolicy(VLAPolicy):
+    """A family implements `build`, `read`, `denoise` and `judged`, and names what its folders hold."""
+
+    own_scales = SCALES
+    settings: Any
+    settings_of: ClassVar[Callable[..., FlowSettings]]  # of config.json, the weights' names, where, and a kind
+    own_name: ClassVar[Callable[[str], str | None]]  # our name of a published weight; None if it is unused
+    presets: ClassVar[Mapping[str, dict[str, Any]]]
+    model: nn.Module
+
+    def __init__(self, config: FlowConfig, spec: EnvSpec) -> None:
+        super().__init__(config, spec)
+        config = self.config
+        self.source = self.folder_of(config) if config.pretrained else None
+        self.origin = self.source and self.source.path
+        preset, kind = self.presets[config.preset], config.name
+        self.settings = self.source.settings if self.source else self.settings_of(preset, (), "policy.preset", kind)
+        if config.horizon:
+            self.settings = replace(self.settings, horizon=config.horizon)
+        self.check_cameras(config.cameras)
+        self.views = list(config.cameras or spec.images)
+        self.check_env()
+        self.tokenizer = self.choose_tokenizer()
+        self.exact = torch.float64 if config.dtype == "float64" else torch.float32
+        self.action_scale, self.state_scale = Scale(spec.action.dim), Scale(spec.state_dim or 0)
+        self.adopt_figures()
+        with torch.device("meta"):
+            self.build()
+        if config.dtype == "bfloat16":
+            self.halve()
+        for name, part in self.named_children():
+            if f"{name}." not in SCALES:
+                part.to_empty(device="cpu")
+
+    # A family's own
+
+    def build(self) -> None:
+        """Make `model` and `value_head`, freeze what is not trained, and call `add_parts`."""
+        raise NotImplementedError
+
+    def halve(self) -> None:
+        """Keep the model's weights in half precision."""
+        self.model.to(torch.bfloat16)
+
+    def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Any:
+        """Whatever all steps share: images and words, unless `frozen_features` are `known`, and the state. `draws`
+        change the images at random."""
+        raise NotImplementedError
+
+    def denoise(self, seen: Any, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
+        """The expert's hidden states, those of the H actions last, and the velocity [N, H, D] of the points x at the
+        times [N]."""
+        raise NotImplementedError
+
+    def judged(self, seen: Any, hidden: Tensor | None) -> Tensor:
+        """The features [N, D] that the value is read from, of what was read and of a step's hidden states, if there
+        are any."""
+        raise NotImplementedError
+
+    def num_draws(self) -> int:
+        """Uniform numbers that change the images of an item of imitation."""
+        return 0
+
+    def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
+        if is_adapter(name):
+            return initial_adapter(name, shape, draw, self.config.lora_init)
+        return initial_weight(name, shape, draw)
+
+    # Made once
+
+    def add_parts(self, hidden_dim: int, image_tokens: int, token_dim: int, adapted: str) -> None:
+        """Make the noise's and the keyframes' head, and the adapters of the model's part of this name."""
+        config = self.config
+        if self._joint:
+            self.noise_head = NoiseHead(hidden_dim, self.settings.action_dim, *config.noise_range).to(self.exact)
+        self.add_keyframe_head(len(self.views) * image_tokens, token_dim)
+        if config.lora_rank:
+            add_lora({f"{MODEL}{adapted}": getattr(self.model, adapted)}, config)
+            self.model.to(self.exact)
+
+    @classmethod
+    def folder_of(cls, config: FlowConfig) -> FlowFolder:
+        return FlowFolder.read(config.pretrained, config.name, cls.settings_of, cls.own_name)
+
+    @classmethod
+    def check_folder(cls, config: FlowConfig) -> None:
+        published = cls.folder_of(config)
+        if published.settings.tokenizer != "words":
+            cls.tokenizers[0](published.path)
+        figures_of(published.figures, config.pretrained, config.statistics)
+
+    @classmethod
+    def choices(cls, config: FlowConfig, task: str) -> dict[str, Any]:
+        """Options for evaluating a published folder on a benchmark's task that the folder decides."""
+        published = cls.folder_of(config)
+        found, options = published.figures, cls.lerobots_own(published.settings.published)
+        if config.statistics is not None or len(found) == 1:
+            return options
+        near = [name for name in found if task.partition("_")[0] in name]
+        return options | {"statistics": near[0] if len(near) == 1 else None}
+
+    @classmethod
+    def lerobots_own(cls, published: dict[str, Any]) -> dict[str, Any]:
+        """Options that a folder of lerobot's decides."""
+        steps = published.get("n_action_steps")
+        return {"chunk": steps} if steps and "type" in published else {}
+
+    @classmethod
+    def reads_state(cls, config: FlowConfig, settings: Any) -> bool:
+        return True
+
+    def state_room(self) -> int | None:
+        """Numbers of a state that the networks have room for; None: as many as there are."""
+        return self.settings.state_dim
+
+    @classmethod
+    def numbers(cls, config: FlowConfig) -> tuple[int, int | None]:
+        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
+        published = cls.folder_of(config)
+        figures = published.figures[choose_key(published.figures, config.statistics, config.pretrained)]
+        felt = config.relative_actions or cls.reads_state(config, published.settings)
+        return width_of(figures["actions"]), width_of(figures["state"]) if felt else None
+
+    @classmethod
+    def for_memory_estimate(cls, config: FlowConfig, spec: EnvSpec) -> FlowPolicy:
+        without = adapted(config).model_copy(update={"pretrained": None, "statistics": None})
+        return type(cls.__name__, (CountedFlow, cls), {})(without, spec)
+
+    def read_folder(self) -> dict[str, Blob]:
+        stored = self.source.weights if self.source else {}
+        if self.config.statistics:  # others than those that a folder of ours holds
+            stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
+        return stored
+
+    def is_extra(self, name: str) -> bool:
+        return not name.startswith(MODEL) or is_adapter(name)
+
+    def check_env(self) -> None:
+        """Refuse an env whose actions or state the model has no room for."""
+        super().check_env()
+        config, spec, settings = self.config, self.spec, self.settings
+        if spec.action.dim > settings.action_dim:
+            raise ConfigError(
+                f"this model has room for {settings.action_dim} action numbers, the env takes {spec.action.dim}"
+            )
+        if config.chunk > settings.horizon:
+            raise ConfigError(
+                f"policy.chunk={config.chunk} is more than the {settings.horizon} actions that the model predicts at "
+                f"once; try policy.chunk={settings.horizon}"
+            )
+        if self.reads_state(config, settings) and not spec.state_dim:
+            raise ConfigError(
+                f"policy.name={config.name} needs the robot's state, but this env gives none; set env.state=proprio"
+            )
+        if (room := self.state_room()) is not None and (spec.state_dim or 0) > room:
+            raise ConfigError(
+                f"this model has room for {room} state numbers, the env gives {spec.state_dim}; set env.state=proprio"
+            )
+        if config.relative_actions > min(spec.state_dim or 0, spec.action.dim):
+            raise ConfigError(
+                f"policy.relative_actions={config.relative_actions} is more than the env's state ({spec.state_dim}) or "
+                f"its actions ({spec.action.dim}) have"
+            )
+
+    def adopt_figures(self) -> None:
+        """Take over what states and actions are normalised by."""
+        source, name = self.source, self.config.statistics
+        if source and name is None and SCALED in source.weights:
+            return  # a folder of ours holds them among its weights
+        figures, where = figures_of(source.figures if source else {}, str(source and source.path), name)
+        mode = self.settings.normalization
+        eps = 1e-8 if "type" in self.settings.published else 1e-6  # as lerobot, as openpi
+        for scale, part, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
+            if figures:
+                scale.adopt(figures[part], mode, eps, f"the {kind} statistics of {where}")
+
+    @property
+    def horizon(self) -> int:
+        return self.settings.horizon
+
+    def noise_spec(self) -> NoiseSpec:
+        points = self.horizon * self.settings.action_dim
+        return NoiseSpec("normal", points * (1 + self._noisy_steps()) + 1)
+
+    @torch.inference_mode()
+    def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
+        x, extra, first = self._split(tensor_of(noise, self.device))
+        seen = self.read(obs)
+        chain, densities, values = [x], [unit_density(x)] if self._joint else [], None
+        for step in range(self.config.steps):
+            k = torch.full((len(x),), step, device=x.device)
+            hidden, velocity = self.denoise(seen, x, time_of(k, self.config.steps))
+            values = self._value(seen, hidden) if values is None else values
+            noisy = (k == first) | self._joint
+            draws = extra[:, step if self._joint else 0]
+            after = self._move(x, velocity, hidden, k, draws, temperature, noisy)
+            density = log_density(after, *self._gaussian(x, velocity, hidden, k))
+            densities.append(torch.where(noisy[:, None, None], density, 0.0))
+            x = after
+            chain.append(x)
+        logprobs = torch.stack(densities).sum(0) / (len(densities) if self._joint else 1)
+        return PolicyOutput(
+            self._played(x, obs),
+            self._scored(logprobs).cpu().numpy(),
+            values.cpu().numpy(),
+            self._remember(chain, first),
+        )
+
+    @torch.inference_mode()
+    def value(self, obs: Observation) -> np.ndarray:
+        return self._value(self.read(obs), None).cpu().numpy()
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        chain = tensor_of(inputs["chain"], self.device).to(self.exact)
+        first = tensor_of(inputs["first"], self.device)
+        seen = self.read(inputs["obs"], inputs)
+        densities, entropies, values = [], [], None
+        if self._joint:
+            densities.append(unit_density(chain[:, 0]))
+            entropies.append(normal_entropy(torch.ones_like(chain[:, 0])))
+        for number in range(chain.shape[1] - 1):
+            x, k = chain[:, number], first + number
+            hidden, velocity = self.denoise(seen, x, time_of(k, self.config.steps))
+            values = self._value(seen, hidden) if values is None else values
+            mean, deviation = self._gaussian(x, velocity, hidden, k)
+            densities.append(log_density(chain[:, number + 1], mean, deviation))
+            entropies.append(normal_entropy(deviation))
+        logprobs, entropy = (self._scored(torch.stack(parts).mean(0)) for parts in (densities, entropies))
+        return Scores(logprobs, entropy, values)
+
+    def imitation_noise(self) -> NoiseSpec:
+        return NoiseSpec("normal", self.horizon * self.settings.action_dim + 1 + self.num_draws())
+
+    def unit_state(self, state: Tensor) -> Tensor:
+        return self.state_scale.to_unit(state)
+
+    def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray) -> Tensor:
+        """The squared error of the velocity at a random time [B, H, action_dim]."""
+        numbers, draws = tensor_of(noise, self.device), None
+        if more := self.num_draws():
+            numbers, draws = numbers.tensor_split([numbers.shape[1] - more], dim=1)
+            draws = uniform_of(draws)
+        time = training_time(uniform_of(numbers[:, -1]))
+        start = numbers[:, :-1].view(len(numbers), self.horizon, -1).to(self.exact)
+        actions = self._unit_actions(tensor_of(inputs["actions"], self.device), inputs["obs"])
+        seen = self.read(inputs["obs"], draws=draws)
+        t = column(time, start)
+        _, velocity = self.denoise(seen, t * start + (1 - t) * actions, time)
+        return (start - actions - velocity) ** 2
+
+    # On disk
+
+    def stored_names(self) -> dict[str, str]:
+        return self.source.names
+
+    def description(self) -> dict[str, Any]:
+        """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
+        ours = super().description()
+        if self.source:
+            ours["policy"]["pretrained"] = "."
+        if not self.source or self.config.statistics not in self.source.figures:
+            ours["policy"]["statistics"] = None  # they are among the weights
+        return layout_of(self.settings, self.source) | ours
+
+    def save_pretrained(self, folder: Path | str, tensors=None, specs=None) -> None:
+        super().save_pretrained(folder, tensors, specs)
+        if self.source:
+            save_beside(Path(folder), self.source, whole=not self.left_out())
+
+    def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
+        """The layout the weights came in, for other programs: no value head, adapters merged."""
+        if not (self.source and self.source.layout):
+            raise ConfigError("only what came from a published folder can be saved as one; policy.pretrained is unset")
+        weights = write_back(Path(folder), self.source, self.published_weights())
+        write_shards(Path(folder), weights, shard_bytes)
+
+    # Inside
+
+    @property
+    def _joint(self) -> bool:
+        """True if every step is noisy and the log-prob is that of all."""
+        return self.config.exploration == "flow_noise"
+
+    def _noisy_steps(self) -> int:
+        return self.config.steps if self._joint else 1
+
+    def _split(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The noise to begin with [N, H, D], that of each noisy step [N, S, H, D], and which step is noisy [N]."""
+        shape = (len(noise), 1 + self._noisy_steps(), self.horizon, self.settings.action_dim)
+        points = noise[:, :-1].view(shape).to(self.exact)
+        steps = self.config.steps
+        first = (uniform_of(noise[:, -1]) * steps).long().clamp(max=steps - 1)
+        return points[:, 0], points[:, 1:], first * 0 if self._joint else first
+
+    def _unit_state(self, obs: Observation) -> Tensor:
+        if not self.spec.state_dim:
+            rows = len(next(iter(obs["images"].values())))
+            return torch.zeros(rows, 0, dtype=torch.float64, device=self.device)
+        return self.state_scale.to_unit(tensor_of(obs["state"], self.device))
+
+    def _padded_state(self, state: Tensor) -> Tensor:
+        """A state in the model's units, in its width."""
+        return F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
+
+    def _gaussian(self, x: Tensor, velocity: Tensor, hidden: Tensor, k: Tensor, level: float = 1.0):
+        """Mean and deviation of where a noisy step leads, `level` times as noisy as in training."""
+        steps = self.config.steps
+        if not self._joint:
+            return sde_step(x, velocity, k, steps, self.config.noise_level * level)
+        deviation = self.noise_head(hidden[:, -self.horizon :]).to(self.exact)
+        return plain_step(x, velocity, steps), level * deviation
+
+    def _move(self, x, velocity, hidden, k, draws, temperature: float, noisy: Tensor) -> Tensor:
+        straight = plain_step(x, velocity, self.config.steps)
+        mean, deviation = self._gaussian(x, velocity, hidden, k, temperature)
+        return torch.where(noisy[:, None, None], mean + deviation * draws, straight)
+
+    def _scored(self, numbers: Tensor) -> Tensor:
+        """[N, H, D] -> [N, C, A]: what the env is given."""
+        return numbers[:, : self.config.chunk, : self.spec.action.dim]
+
+    def _value(self, seen: Any, hidden: Tensor | None) -> Tensor:
+        features = self.judged(seen, hidden).to(self.exact)
+        return self.value_head(features.detach() if self.config.detach_value else features).squeeze(-1).to(self.exact)
+
+    def _remember(self, chain: list[Tensor], first: Tensor) -> dict[str, np.ndarray]:
+        """The points before and after what is scored, and the step that leads from the first to the next."""
+        points = torch.stack(chain, dim=1)
+        if not self._joint:
+            rows = torch.arange(len(points), device=points.device)
+            points = torch.stack([points[rows, first], points[rows, first + 1]], dim=1)
+        return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
+
+    def _played(self, x: Tensor, obs: Observation) -> np.ndarray:
+        """Actions in the env's units, from points in the model's."""
+        actions = self.action_scale.from_unit(self._scored(x))
+        if count := self.config.relative_actions:
+            actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
+        played = actions.cpu().numpy()
+        played[..., -1] = GRIPPERS[self.config.gripper](played[..., -1])
+        return played.astype(np.float32)
+
+    def _unit_actions(self, actions: Tensor, obs: Observation) -> Tensor:
+        """The reverse [B, H, action_dim], padded with zeros."""
+        actions = actions.to(torch.float64, copy=True)
+        actions[..., -1] = STORED_GRIPPERS[self.config.gripper](actions[..., -1])
+        if count := self.config.relative_actions:
+            actions[..., :count] -= tensor_of(obs["state"], self.device)[:, None, :count]
+        unit = self.action_scale.to_unit(actions).to(self.exact)
+        return F.pad(unit, (0, self.settings.action_dim - unit.shape[-1]))
+
+
+class CountedFlow(FlowPolicy):
+    """A policy without files, whose memory is counted on shapes alone."""
+
+    hashes_words = True
+
+    def forward(self, inputs: dict[str, Any]) -> Scores:
+        """Scores of a chain of the right shape."""
+        rows, points = len(inputs["actions"]), self._noisy_steps() + 1
+        chain = torch.empty(rows, points, self.horizon, self.settings.action_dim, device=self.device)
+        return super().forward({**inputs, "chain": chain, "first": torch.empty(rows, device=self.device)})
+
+
+# From noise (time 1) to actions (time 0) in steps of d = 1 / steps. With the velocity v = noise - actions, a point x at
+# time t came from x1 = x + v (1 - t) and goes to x0 = x - v t.
+# - plain:      mean x - d v, no noise.
+# - flow_sde:   the same marginals with noise: sigma = level sqrt(t / (1 - t)), mean x - d v - sigma^2 d / (2 t) x1,
+#               deviation sqrt(d) sigma. The first step, t = 1, takes the second's time in the denominator.
+# - flow_noise: the plain mean, and a deviation that a small network has learned.
+
+
+def time_of(step: Tensor, steps: int) -> Tensor:
+    """The time [N] before a step [N]."""
+    return 1 - step / steps
+
+
+def plain_step(x: Tensor, v: Tensor, steps: int) -> Tensor:
+    return x - v / steps
+
+
+def sde_step(x: Tensor, v: Tensor, step: Tensor, steps: int, level: float) -> tuple[Tensor, Tensor]:
+    """Mean and deviation [N, H, D] of flow_sde's step `step` [N]."""
+    t = column(time_of(step, steps), x)
+    below = column(1 - time_of(step.clamp(min=1), steps), x)  # 1 - t, of the second step for the first
+    sigma, d = level * (t / below).sqrt(), 1 / steps
+    mean = x - d * v - sigma**2 * d / (2 * t) * (x + v * (1 - t))
+    return mean, (math.sqrt(d) * sigma).expand_as(x)
+
+
+class NoiseHead(nn.Module):
+    """flow_noise's deviation between `low` and `high`, on a logarithmic scale."""
+
+    def __init__(self, dim: int, actions: int, low: float, high: float) -> None:
+        super().__init__()
+        self.range = (math.log(low), math.log(high))
+        self.mlp = nn.Sequential(nn.Linear(dim, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, actions))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        low, high = self.range
+        return (low + (high - low) * (self.mlp(hidden).tanh() + 1) / 2).exp()
+
+
+def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    z = (x - mean) / deviation
+    return -0.5 * z * z - deviation.log() - HALF_LOG_2PI
+
+
+def unit_density(x: Tensor) -> Tensor:
+    """Log-density of the noise that an action begins with."""
+    return -0.5 * x * x - HALF_LOG_2PI
+
+
+def normal_entropy(deviation: Tensor) -> Tensor:
+    return deviation.log() + (0.5 + HALF_LOG_2PI)
+
+
+def uniform_of(normal: Tensor) -> Tensor:
+    """A uniform number for each standard normal one."""
+    return torch.special.ndtr(normal.double())
+
+
+def training_time(uniform: Tensor) -> Tensor:
+    """Beta(1.5, 1), of uniform numbers by the inverse of t^1.5, kept above 0.001: early times are trained more."""
+    return uniform ** (1 / 1.5) * 0.999 + 0.001
+
+
+def column(numbers: Tensor, like: Tensor) -> Tensor:
+    return numbers.to(like.dtype)[:, None, None]

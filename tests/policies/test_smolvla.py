@@ -1,0 +1,239 @@
+"""SmolVLA: numbers as of transformers' SmolVLM with an expert written here, lerobot's folders, and what learns."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaModel, SmolVLMConfig
+from transformers.models.smolvlm.modeling_smolvlm import SmolVLMConnector, SmolVLMVisionTransformer
+
+from embodied import collect, sft, train
+from embodied.core.errors import CheckpointError
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import SmolVLAConfig
+from embodied.policies.policy_folder import published_family
+from embodied.policies.smolvla.network import TINY
+
+SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (48, 64, 3), "near": (32, 32, 3)}, instruction=True)
+HEADS, KV_HEADS, HEAD, DIM = 4, 2, 32, 128
+
+
+def build(seed=0, **options):
+    return make_policy(SmolVLAConfig(name="smolvla", **options), SPEC, seed).eval()
+
+
+def observe(rows=2):
+    draw = np.random.default_rng(0)
+    images = {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in SPEC.images.items()}
+    texts = ["pick up the red cup", "go\n"]
+    return {
+        "images": images,
+        "state": draw.normal(size=(rows, 4)).astype(np.float32),
+        "instruction": [texts[row % 2] for row in range(rows)],
+    }
+
+
+def noise(policy, rows=2):
+    return np.random.default_rng(1).normal(size=(rows, policy.noise_spec().width))
+
+
+# The reference: one row at a time, without padding and without a cache of its own.
+
+
+def turned(x, places):
+    """Rotary positions as complex numbers: x [L, heads, d]."""
+    half = x.shape[-1] // 2
+    angle = places[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    pairs = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+def root_norm(x, weight):
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+class Reference:
+    def __init__(self, weights):
+        self.w = weights
+        sizes = {"vocab_size": 1024, "hidden_size": DIM, "intermediate_size": 384, "num_hidden_layers": 4}
+        heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "rms_norm_eps": 1e-5}
+        rope = {"rope_type": "default", "rope_theta": 10_000.0}
+        text = LlamaConfig(**sizes, **heads, rope_parameters=rope, attn_implementation="eager")
+        vision = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        vision |= {"patch_size": 8, "image_size": 64}
+        whole = SmolVLMConfig(text_config=text.to_dict(), vision_config=vision, scale_factor=2)
+        self.text, self.connector = LlamaModel(text).eval(), SmolVLMConnector(whole).eval()
+        self.vision = SmolVLMVisionTransformer(whole.vision_config).eval()
+        for name, part in (("text_model", self.text), ("connector", self.connector), ("vision_model", self.vision)):
+            start = f"vlm_with_expert.vlm.model.{name}."
+            part.load_state_dict({n.removeprefix(start): t for n, t in weights.items() if n.startswith(start)})
+
+    def linear(self, name, x):
+        return F.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def prefix(self, frames, ids, state):
+        """Keys and values of each layer [L, kv_heads, d], and the state's last hidden state."""
+        images = []
+        for frame in frames:
+            pixels = torch.from_numpy(frame).permute(2, 0, 1)[None] / 255
+            ratio = max(pixels.shape[2:]) / 64
+            high, wide = (int(side / ratio) for side in pixels.shape[2:])
+            pixels = F.interpolate(pixels, (high, wide), mode="bilinear", align_corners=False)
+            pixels = F.pad(pixels, (64 - wide, 0, 64 - high, 0)) * 2 - 1
+            images.append(self.connector(self.vision(pixels).last_hidden_state)[0] * math.sqrt(DIM))
+        words = self.text.embed_tokens(torch.tensor(ids)) * math.sqrt(DIM)
+        x = torch.cat([*images, words, self.linear("state_proj", state)[None]])
+        mask = torch.zeros(len(x), len(x))
+        mask[:-1, -1] = torch.finfo(torch.float32).min
+        found = self.text(inputs_embeds=x[None], attention_mask=mask[None, None], use_cache=True)
+        layers = [
+            (each.keys[0].transpose(0, 1), each.values[0].transpose(0, 1)) for each in found.past_key_values.layers
+        ]
+        return layers, found.last_hidden_state[0, -1]
+
+    def velocity(self, layers, x, time):
+        dim = self.w["action_in_proj.bias"].shape[0]
+        period = 4e-3 * (4.0 / 4e-3) ** torch.linspace(0, 1, dim // 2, dtype=torch.float64)
+        angle = 2 * math.pi * time / period
+        waves = torch.cat([angle.sin(), angle.cos()]).float().expand(len(x), -1)
+        x = F.silu(self.linear("action_time_mlp_in", torch.cat([self.linear("action_in_proj", x), waves], dim=1)))
+        x = self.linear("action_time_mlp_out", x)
+        here, causal = torch.arange(len(x)), torch.ones(len(x), len(x)).tril().bool()
+        for number, (keys, values) in enumerate(layers):
+            at = f"vlm_with_expert.lm_expert.layers.{number}"
+            ready = root_norm(x, self.w[f"{at}.input_layernorm.weight"])
+            q = self.linear(f"{at}.self_attn.q_proj", ready).view(len(x), HEADS, HEAD)
+            if number % 2:
+                places, seen = here, torch.ones(len(x), len(keys)).bool()
+                k = self.linear(f"{at}.self_attn.k_proj", keys.flatten(1)).view(-1, KV_HEADS, HEAD)
+                v = self.linear(f"{at}.self_attn.v_proj", values.flatten(1)).view(-1, KV_HEADS, HEAD)
+            else:
+                places, seen = len(keys) + here, torch.cat([torch.ones(len(x), len(keys)).bool(), causal], dim=1)
+                k = self.linear(f"{at}.self_attn.k_proj", ready).view(-1, KV_HEADS, HEAD)
+                v = self.linear(f"{at}.self_attn.v_proj", ready).view(-1, KV_HEADS, HEAD)
+                k, v = torch.cat([keys, turned(k, places)]), torch.cat([values, v])
+            q, out = turned(q, places), []
+            for head in range(HEADS):
+                mine = head // (HEADS // KV_HEADS)
+                scores = (q[:, head] @ k[:, mine].T / math.sqrt(HEAD)).masked_fill(~seen, -torch.inf)
+                out.append(scores.softmax(-1) @ v[:, mine])
+            x = x + self.linear(f"{at}.self_attn.o_proj", torch.cat(out, dim=1))
+            ready = root_norm(x, self.w[f"{at}.post_attention_layernorm.weight"])
+            gate = F.silu(self.linear(f"{at}.mlp.gate_proj", ready)) * self.linear(f"{at}.mlp.up_proj", ready)
+            x = x + self.linear(f"{at}.mlp.down_proj", gate)
+        return self.linear("action_out_proj", root_norm(x, self.w["vlm_with_expert.lm_expert.norm.weight"]))
+
+
+@torch.no_grad()
+def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference():
+    policy, draw = build(), torch.Generator().manual_seed(2)
+    for parameter in policy.model.parameters():
+        parameter.add_(0.05 * torch.empty_like(parameter).normal_(generator=draw))
+    obs, draws = observe(), noise(policy)
+    reference = Reference(policy.model.state_dict())
+    seen, actions = policy.read(obs), policy.act(obs, draws, temperature=0.0).actions
+    for row in range(2):
+        frames = [obs["images"][name][row] for name in SPEC.images]
+        text = obs["instruction"][row]
+        ids = policy.tokenizer.encode(text if text.endswith("\n") else f"{text}\n")
+        layers, felt = reference.prefix(frames, ids, F.pad(torch.from_numpy(obs["state"][row]), (0, 28)))
+        torch.testing.assert_close(seen.state[row], felt, atol=1e-4, rtol=1e-4)
+        x = torch.from_numpy(draws[row, : 8 * 8]).float().view(8, 8)
+        for step in range(10):
+            x = x - reference.velocity(layers, x, 1 - step / 10) / 10
+        np.testing.assert_allclose(actions[row], x[:5, :3].numpy(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("exploration", ["flow_sde", "flow_noise"])
+@pytest.mark.parametrize("train", ["all", "expert"])
+def test_the_learner_scores_as_the_actor_did_and_reaches_every_trained_weight(exploration, train):
+    policy = build(exploration=exploration, train=train, steps=3)
+    output = policy.act(observe(), noise(policy))
+    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
+    scores = policy({"obs": observe(), "actions": output.actions, **replay})
+    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-5)
+    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-5)
+    np.testing.assert_allclose(policy.value(observe()), output.values, atol=1e-5)
+    (scores.logprobs.sum() + scores.values.sum()).backward()
+    assert not [name for name, p in policy.named_parameters() if p.requires_grad and p.grad is None]
+    frozen = {name for name, p in policy.named_parameters() if not p.requires_grad}
+    assert bool(frozen) == (train == "expert") and all(".vlm." in name for name in frozen)
+
+
+def publish(folder):
+    """A folder as lerobot writes it, with an output layer that nobody uses."""
+    folder.mkdir()
+    weights = {f"model.{name}": t.bfloat16() for name, t in build().model.state_dict().items()}
+    save_file(weights | {"model.vlm_with_expert.vlm.lm_head.weight": torch.ones(3, 2)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(TINY | {"n_action_steps": 8, "attention_mode": "cross_attn"}))
+    step = {"registry_name": "normalizer_processor", "state_file": "policy_preprocessor_step_5.safetensors"}
+    (folder / "policy_preprocessor.json").write_text(json.dumps({"steps": [step]}))
+    figures = {"observation.state.mean": [0.5] * 4, "observation.state.std": [0.25] * 4}
+    figures |= {"action.mean": [1.0, 0, 0], "action.std": [0.1, 1, 1]}
+    save_file({name: torch.tensor(value) for name, value in figures.items()}, folder / step["state_file"])
+    return folder
+
+
+def test_a_folder_of_lerobots_comes_back_byte_by_byte(tmp_path):
+    folder = publish(tmp_path / "there")
+    assert published_family(folder) == "smolvla"
+    policy = build(seed=3, pretrained=str(folder), dtype="bfloat16")
+    assert policy.action_scale.shift.tolist() == [1, 0, 0]
+    policy.save_pretrained(tmp_path / "ours")
+    again = load_policy((tmp_path / "ours").rename(tmp_path / "moved"))
+    one, two = (each.act(observe(), noise(each)) for each in (policy, again))
+    assert np.array_equal(one.actions, two.actions)
+    again.save_published(tmp_path / "back")
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert json.loads((folder / "config.json").read_text()) == json.loads((tmp_path / "back/config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attention_mode": "self_attn"}, "attention_mode='self_attn', which is not supported"),
+        ({"vlm_model_name": "other/vlm"}, "built on 'other/vlm'; known: "),
+        ({"chunk_size": 0}, "its sizes should be whole numbers"),
+        ({"num_vlm_layers": None}, "its sizes should be whole numbers"),
+    ],
+)
+def test_folders_of_other_networks_are_refused(tmp_path, change, reason):
+    folder = publish(tmp_path / "there")
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | change))
+    with pytest.raises(CheckpointError, match=reason):
+        build(pretrained=str(folder))
+
+
+SHORT = ["env.num_envs=4", "cluster.backend=inline", "placement=collocated", "eval.episodes=2", "eval.videos=0"]
+SHORT += ["env.max_episode_steps=8", "policy.name=smolvla", "policy.chunk=4", "policy.steps=2"]
+
+
+def rows_of(folder):
+    (run,) = (folder / "runs").iterdir()
+    return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+def test_it_learns_from_demonstrations_and_by_reinforcement(tmp_path, monkeypatch, algorithm):
+    pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    recipe = ["recipe=pointmass_ppo_pi0_tiny", *SHORT]
+    assert collect.main([*recipe[:6], "out=demos", "collect.episodes=3"]) == 0
+    few = ["sft.data=demos", "sft.epochs=6", "sft.minibatch_size=8", "sft.lr=1e-3", "policy.statistics=demos"]
+    assert sft.main([*recipe, *few]) == 0
+    run, rows = rows_of(tmp_path)
+    assert rows[-1]["train/loss"] < 0.8 * rows[0]["train/loss"]
+    (tmp_path / "runs").rename(tmp_path / "taught")
+    more = ["algo.rollout_decisions=3", "algo.minibatch_size=6"]
+    if algorithm == "grpo":
+        more = ["algo={name: grpo, groups: 2, group_size: 2, minibatch_size: 4}"]
+    assert train.main([*recipe, *more, "run.iterations=2", f"run.start_from=taught/{run.name}"]) == 0
+    _, rows = rows_of(tmp_path)
+    assert max(row["train/logprob_gap"] for row in rows) < 1e-5
+    assert all(np.isfinite(row["train/grad_norm"]) for row in rows)
