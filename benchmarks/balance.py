@@ -252,7 +252,7 @@ def rank_of_two() -> None:
             if number:
                 for clock, before, now in zip(found, started, (process_time(), perf_counter()), strict=True):
                     found[clock][way].append(now - before)
-            steps.step(BatchEnd(0, 10), 0, batch.stats_divisor(batch.num_units))
+            steps.step(BatchEnd(0, 10), 0, batch.num_units, batch.stats_divisor(batch.num_units))
     print(json.dumps(found), flush=True)
 
 
