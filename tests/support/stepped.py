@@ -33,26 +33,37 @@ TWO_LEARNERS = {"sim,policy": "cpu:0-1*2", "learner": "cpu:2-3*2"}
 class Run:
     """A loop that was started, with its first weights published."""
 
-    def __init__(self, folder, *arguments, placement=TWO_SIMS, backend="inline", kind=EmbodiedLoop):
-        self.config = load([*arguments, f"cluster.backend={backend}"]).config
+    usual = ()  # arguments, where a test gives no others
+
+    def __init__(self, folder, *arguments, placement=TWO_SIMS, backend="inline", kind=EmbodiedLoop, start=None):
+        changed = {argument.partition("=")[0] for argument in arguments}
+        usual = [argument for argument in self.usual if argument.partition("=")[0] not in changed]
+        self.config = load([*usual, *arguments, f"cluster.backend={backend}"]).config
         shared = divides_requests(self.config)
         how = (self.config.env.num_envs, self.config.pipeline.stages)
         roles = [role.name for role in roles_of_run(kind, self.config)]
         plan = make_plan(placement, (0, 1, 2, 3), *how, shared=shared, roles=roles)
         self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-        self.folder, self.kind, self.lines = folder, kind, []
+        self.folder, self.kind, self.lines, self.start = folder, kind, [], start
 
     def __enter__(self):
         self.cluster = launch.cluster(self.config, self.plan, self.folder, program=self.kind)
-        self.loop = self.kind(self.config, self.cluster, notify=self.lines.append)
+        self.loop = self.kind(self.config, self.cluster, notify=self.lines.append, start_folder=self.start)
         self.loop.publish(0)
         return self
 
     def __exit__(self, *args):
         self.cluster.__exit__(*args)
 
+    def iterate(self, number):
+        return self.loop.iterate(number, self.config.run.iterations)
+
+    def play(self, first=0, last=None):
+        """The episodes and numbers of these iterations."""
+        return [self.iterate(number) for number in range(first, last or self.config.run.iterations)]
+
     def train(self):
-        return [self.loop.iterate(n, ITERATIONS)[1] for n in range(ITERATIONS)]
+        return [numbers for _, numbers in self.play()]
 
     def pid(self, worker):
         """Of the process that runs this worker now."""

@@ -29,17 +29,14 @@ APART = {"sim": "cpu:0-1*2", "policy": "cpu:1-2*2", "learner": "cpu:2-3*2"}
 class Talk(Run):
     """A run of conversations."""
 
-    def __init__(self, folder, *arguments, placement=APART, backend="inline", **more):
-        changed = {argument.partition("=")[0] for argument in arguments}
-        own = [argument for argument in TALK if argument.partition("=")[0] not in changed]
-        folder.mkdir(exist_ok=True)
-        super().__init__(folder, *own, *arguments, placement=placement, backend=backend, **more)
+    usual = TALK
 
-    def iterate(self, number):
-        return self.loop.iterate(number, ITERATIONS)
+    def __init__(self, folder, *arguments, placement=APART, **more):
+        folder.mkdir(exist_ok=True)
+        super().__init__(folder, *arguments, placement=placement, **more)
 
     def some(self, count):
-        return [self.iterate(number) for number in range(count)]
+        return self.play(0, count)
 
 
 def far(ours, theirs):

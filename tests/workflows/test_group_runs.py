@@ -2,16 +2,10 @@
 
 import os
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from embodied.config.recipe import load
-from embodied.placement import make_plan
-from embodied.policies.policy_folder import read_weights
-from embodied.run import launch
-from embodied.workflows.rl_loop import EmbodiedLoop
+import stepped
 
 ITERATIONS = 4
 ARGUMENTS = [
@@ -39,32 +33,11 @@ ALL_APART = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 MANY_LEARNERS = {"sim,policy": "cpu:0", "learner": "cpu:0-3*4"}
 
 
-class Run:
-    def __init__(self, folder, placement, *arguments, backend="inline", stages=1, start=None):
-        changed = {argument.partition("=")[0] for argument in arguments}
-        own = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in changed]
-        given = [*own, f"cluster.backend={backend}", f"pipeline.stages={stages}", *arguments]
-        self.config = load(given).config
-        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, stages)
-        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-        self.folder, self.told, self.start = folder, [], start
+class Run(stepped.Run):
+    usual = ARGUMENTS
 
-    def __enter__(self):
-        self.cluster = launch.cluster(self.config, self.plan, self.folder)
-        self.loop = EmbodiedLoop(self.config, self.cluster, notify=self.told.append, start_folder=self.start)
-        return self
-
-    def __exit__(self, *args):
-        self.cluster.__exit__(*args)
-
-    def train(self, first=0, last=ITERATIONS):
-        if not first:
-            self.loop.publish(0)
-        return [self.loop.iterate(number, ITERATIONS) for number in range(first, last)]
-
-    def weights(self):
-        self.loop.save_learners(self.folder / "saved")
-        return read_weights(self.folder / "saved" / "policy")
+    def __init__(self, folder, placement, *arguments, **more):
+        super().__init__(folder, *arguments, placement=placement, **more)
 
 
 def far(ours, theirs):
@@ -74,7 +47,7 @@ def far(ours, theirs):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     with Run(tmp_path_factory.mktemp("reference"), ONE_OF_EACH, *DROPS) as run:
-        return run.train(), run.weights()
+        return run.play(), run.weights()
 
 
 def test_the_reference_run_learns_drops_and_carries_over(reference):
@@ -107,8 +80,8 @@ def test_the_reference_run_learns_drops_and_carries_over(reference):
     ids="two_sims-1 two_sims-2 four_sims-1 four_sims-2 many_learners-1 many_learners-2".split(),
 )
 def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stages):
-    with Run(tmp_path, placement, *DROPS, stages=stages) as run:
-        rows = run.train()
+    with Run(tmp_path, placement, *DROPS, f"pipeline.stages={stages}") as run:
+        rows = run.play()
         for (episodes, row), (others, other) in zip(rows, reference[0], strict=True):
             assert [(e.index, e.length) for e in episodes] == [(e.index, e.length) for e in others]
             names = [name for name in row if name.startswith(("groups/", "faults/"))]
@@ -118,7 +91,7 @@ def test_every_plan_gives_the_same_weights(reference, tmp_path, placement, stage
 
 def test_processes_give_the_same_weights_as_threads(reference, tmp_path):
     with Run(tmp_path, ALL_APART, *DROPS, backend="local") as run:
-        run.train()
+        run.play()
         assert far(run.weights(), reference[1]) < 1e-9
 
 
@@ -127,7 +100,7 @@ def test_more_learners_than_episodes_give_the_same_weights(tmp_path):
     found = []
     for name, placement in (("one", ONE_OF_EACH), ("four", MANY_LEARNERS)):
         with Run(tmp_path / name, placement, *few) as run:
-            assert 1 in {row["groups/used"] for _, row in run.train()}
+            assert 1 in {row["groups/used"] for _, row in run.play()}
             found.append(run.weights())
     assert far(*found) < 1e-9
 
@@ -138,12 +111,12 @@ def test_the_divergence_in_the_reward_is_the_same_wherever_it_runs(tmp_path):
     for name, placement in (("one", ONE_OF_EACH), ("four", MANY_LEARNERS)):
         with Run(tmp_path / name, placement, *told) as run:
             assert run.config.algo.kl_in == "reward"
-            kl.append([row["train/reference_kl"] for _, row in run.train(0, 2)])
+            kl.append([row["train/reference_kl"] for _, row in run.play(0, 2)])
             found.append(run.weights())
     assert far(*found) < 1e-9
     assert kl[0] == pytest.approx(kl[1]) and kl[0][0] == pytest.approx(0, abs=1e-9) and kl[0][1] > 1e-3
     with Run(tmp_path / "free", ONE_OF_EACH, *told, "algo.kl_in=loss") as run:
-        run.train(0, 2)
+        run.play(0, 2)
         assert far(run.weights(), found[0]) > 1e-4
 
 
@@ -152,31 +125,31 @@ def test_a_group_begins_alike_and_goes_different_ways(tmp_path):
         specs = [run.loop.source.episodes[index] for index in range(6)]
         assert len({(spec.task, spec.init_state_id, spec.seed) for spec in specs}) == 2
         assert [spec.index for spec in specs] == list(range(6))
-        (episodes, _), *_ = run.train(0, 1)
+        (episodes, _), *_ = run.play(0, 1)
         returns = np.array([episode.total_reward for episode in episodes]).reshape(5, 3)
         assert (np.ptp(returns, axis=1) > 1e-3).all()
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(reference, tmp_path):
     with Run(tmp_path / "first", TWO_SIMS, *DROPS) as run:
-        run.train(0, 2)
+        run.play(0, 2)
         run.loop.save_learners(tmp_path / "saved")
         state = run.loop.source.save()
     np.savez(tmp_path / "sims.npz", **state)
     with np.load(tmp_path / "sims.npz") as content, Run(tmp_path / "second", TWO_SIMS, *DROPS) as run:
         assert run.loop.restore(tmp_path / "saved", dict(content), 2) == 0
-        run.train(2)
+        run.play(2)
         again = run.weights()
     assert far(again, reference[1]) < 1e-9
 
 
 def test_a_policy_to_start_from_is_the_reference_and_keeps_its_statistics(reference, tmp_path):
     with Run(tmp_path / "first", ONE_OF_EACH, *DROPS) as run:
-        run.train()
+        run.play()
         begin = run.weights()
     assert far(begin, reference[1]) < 1e-9
     with Run(tmp_path / "second", ONE_OF_EACH, *DROPS, "algo.lr=0", start=tmp_path / "first/saved/policy") as run:
-        rows = [row for _, row in run.train(0, 2)]
+        rows = [row for _, row in run.play(0, 2)]
         assert far(run.weights(), begin) == 0
     assert all(abs(row["train/reference_kl"]) < 1e-12 and row["train/grad_norm"] > 0 for row in rows)
 
@@ -210,8 +183,8 @@ def test_groups_of_a_dead_sim_are_dropped_and_counted_and_played_again_where_hal
             return begin(sims, kill_first, *more, **named)
 
         run.loop.rollouts.play = play
-        (episodes, numbers), (_, after) = run.train(0, 2)
-        assert numbers["faults/restarts"] == 1 and len(run.told) == 1
+        (episodes, numbers), (_, after) = run.play(0, 2)
+        assert numbers["faults/restarts"] == 1 and len(run.lines) == 1
         assert numbers["groups/rounds"] == rounds and numbers["groups/used"] == used
         lost = set(range(8)) - {episode.index for episode in episodes}
         assert numbers["faults/lost_episodes"] == len(lost) > 0

@@ -62,11 +62,10 @@ def test_periodic_is_sync_where_there_is_one_step(tmp_path):
     assert found[0][2] == pytest.approx(found[1][2], rel=1e-9) and min(found[0][2]) > 1e-3
 
 
-@pytest.mark.parametrize("level", [1, 2])
-def test_async_learns_from_exactly_so_old_conversations_with_values_of_its_own(level, tmp_path):
-    with ppo(tmp_path, "pipeline.schedule=async", f"pipeline.async_level={level}") as run:
+def test_async_learns_from_exactly_so_old_conversations_with_values_of_its_own(tmp_path):
+    with ppo(tmp_path, "pipeline.schedule=async", "pipeline.async_level=2") as run:
         rows = [row for _, row in run.some(4)]
-        assert [row["train/staleness"] for row in rows] == [min(number, level) for number in range(4)]
+        assert [row["train/staleness"] for row in rows] == [0, 1, 2, 2]
         assert all(row["train/value_loss"] > 1e-3 for row in rows)
 
 
@@ -75,7 +74,7 @@ def test_several_turns_that_are_cut_off_and_punished_are_learned_from(sync, tmp_
     found = []
     for name, placement in (("one", ONE_OF_EACH), ("apart", APART)):
         with ppo(tmp_path / name, *options, placement=placement) as run:
-            rows = run.some(2)
+            rows = run.some(1)
             assert {1, 3} <= {episode.length for episodes, _ in rows for episode in episodes}
             assert all(row["train/grad_norm"] > 1e-3 for _, row in rows)
             found.append((told(rows), run.weights()))

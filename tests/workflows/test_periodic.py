@@ -2,23 +2,19 @@
 have taken after all of them."""
 
 import os
-import re
 import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import stepped
+from talking_runs import far
 
 from embodied.algorithms.groups import GroupPool
-from embodied.config.recipe import load
-from embodied.core.errors import ConfigError, WorkerFailed
+from embodied.core.errors import WorkerFailed
 from embodied.envs.sim_worker import SimWorker
 from embodied.learners.model import PolicyOptimizer
-from embodied.placement import make_plan
-from embodied.policies.policy_folder import read_weights
-from embodied.run import launch
 from embodied.workflows.group_collector import GroupCollector
-from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 4
 GROUPS, SIZE = 6, 3
@@ -53,38 +49,12 @@ FOUR_SIMS = {"sim": "fake:0-3", "policy": "fake:4", "learner": "fake:5-6"}
 TWO_SIMS = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:3-4"}
 
 
-class Run:
-    def __init__(self, folder, *arguments, order=0, least_s=0.0, most_s=0.001, placement=FOUR_SIMS, backend="inline"):
-        changed = {argument.partition("=")[0] for argument in arguments}
-        own = [argument for argument in ARGUMENTS if argument.partition("=")[0] not in changed]
+class Run(stepped.Run):
+    usual = ARGUMENTS
+
+    def __init__(self, folder, *arguments, order=0, least_s=0.0, most_s=0.001, placement=FOUR_SIMS, **more):
         kwargs = f"env.kwargs={{order: {order}, least_s: {least_s}, most_s: {most_s}, dtype: float64}}"
-        self.config = load([*own, kwargs, f"cluster.backend={backend}", *arguments]).config
-        plan = make_plan(placement, (0, 1, 2, 3), self.config.env.num_envs, self.config.pipeline.stages)
-        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-        self.folder, self.told = folder, []
-
-    def __enter__(self):
-        self.cluster = launch.cluster(self.config, self.plan, self.folder)
-        self.loop = EmbodiedLoop(self.config, self.cluster, notify=self.told.append)
-        return self
-
-    def __exit__(self, *args):
-        self.cluster.__exit__(*args)
-
-    def train(self, first=0, last=ITERATIONS):
-        if not first:
-            self.loop.publish(0)
-        return [self.loop.iterate(number, ITERATIONS) for number in range(first, last)]
-
-    def weights(self):
-        self.loop.save_learners(self.folder / "saved")
-        return read_weights(self.folder / "saved" / "policy")
-
-
-def far(ours, theirs):
-    """The largest difference of a weight, relative to the largest weight of its tensor."""
-    sizes = {name: np.abs(array).max() or 1.0 for name, array in theirs.items()}
-    return max(float(np.abs(ours[name] - theirs[name]).max() / sizes[name]) for name in theirs)
+        super().__init__(folder, kwargs, *arguments, placement=placement, **more)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -98,7 +68,7 @@ def uneven_env():
 @pytest.fixture(scope="module")
 def sync(tmp_path_factory):
     with Run(tmp_path_factory.mktemp("sync")) as run:
-        return run.train(), run.weights()
+        return run.play(), run.weights()
 
 
 @pytest.fixture
@@ -128,7 +98,7 @@ def test_the_sync_run_learns_from_rewards_that_differ_and_plays_more_than_it_nee
 @pytest.mark.parametrize("order", [0, 1, *(pytest.param(order, marks=pytest.mark.slow) for order in (2, 3, 4))])
 def test_periodic_equals_sync_whatever_the_order_in_which_groups_come(sync, tmp_path, arrivals, order):
     with Run(tmp_path, PERIODIC, order=order, most_s=0.004) as run:
-        rows = run.train()
+        rows = run.play()
         assert far(run.weights(), sync[1]) < 1e-10
     assert_alike(rows, sync[0])
     assert arrivals != sorted(arrivals), "some groups overtake others"
@@ -166,7 +136,7 @@ def test_periodic_equals_sync_with_other_options(tmp_path, options):
     found = []
     for name, schedule in (("sync", "pipeline.schedule=sync"), ("periodic", PERIODIC)):
         with Run(tmp_path / name, schedule, *options, placement=TWO_SIMS) as run:
-            found.append((run.train(), run.weights()))
+            found.append((run.play(), run.weights()))
     assert any(row["train/grad_norm"] > 1e-3 for _, row in found[0][0])
     assert_alike(found[1][0], found[0][0])
     assert far(found[1][1], found[0][1]) < 1e-10
@@ -175,7 +145,7 @@ def test_periodic_equals_sync_with_other_options(tmp_path, options):
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_processes_give_the_same_weights(sync, tmp_path, backend):
     with Run(tmp_path, PERIODIC, placement=TWO_SIMS, backend=backend) as run:
-        rows = run.train()
+        rows = run.play()
         assert far(run.weights(), sync[1]) < 1e-10
     assert_alike(rows, sync[0])
 
@@ -186,11 +156,11 @@ def test_processes_give_the_same_weights(sync, tmp_path, backend):
 def test_ranks_with_shards_take_every_group_together_and_compare_it_with_the_reference(tmp_path, learners):
     options = ["algo.kl_coef=0.1", "algo.group_size=2", "algo.groups=3"]
     with Run(tmp_path / "whole", *options, placement=TWO_SIMS) as run:
-        rows, weights = run.train(), run.weights()
+        rows, weights = run.play(), run.weights()
     assert any(row["train/reference_kl"] > 1e-6 for _, row in rows)
     place = {"sim": "fake:0-1", "policy": "fake:2", "learner": f"fake:3-{2 + learners}"}
     with Run(tmp_path / "shards", PERIODIC, *options, "learner.shard=true", placement=place, backend="local") as run:
-        found = run.train()
+        found = run.play()
         assert far(run.weights(), weights) < 1e-10
     assert_alike(found, rows)
 
@@ -204,7 +174,7 @@ def test_a_wrong_divisor_is_noticed(sync, tmp_path, monkeypatch):
         PolicyOptimizer, "exchange", lambda self, stats, count=None: exchange(self, stats, count and count + 1)
     )
     with Run(tmp_path, PERIODIC) as run:
-        run.train()
+        run.play()
         assert far(run.weights(), sync[1]) > 1e-6
 
 
@@ -213,7 +183,7 @@ def test_a_group_that_sync_would_not_take_is_noticed(sync, tmp_path, monkeypatch
     monkeypatch.setattr(GroupPool, "certain", late)
     for order in range(5):
         with Run(tmp_path / str(order), PERIODIC, order=order, most_s=0.004) as run:
-            run.train()
+            run.play()
             if far(run.weights(), sync[1]) > 1e-6:
                 return
     pytest.fail("no late group was learned from")
@@ -231,7 +201,7 @@ def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(SimWorker, "hand_in", older)
     with Run(tmp_path, PERIODIC) as run:
         with pytest.raises(WorkerFailed, match="were played with version -1 of the weights, but version 0 learns"):
-            run.train()
+            run.play()
 
 
 # Faults
@@ -261,8 +231,8 @@ def test_a_sim_that_dies_takes_along_only_what_was_not_handed_on(tmp_path, monke
     options = ["algo.filter=none", *AS_MANY, "algo.groups=8"]
     with Run(tmp_path, PERIODIC, *options, backend="local", least_s=0.01, most_s=0.02) as run:
         kill_when(monkeypatch, run, "sim-1", lambda given: 6 in given[-1])
-        (episodes, numbers), (_, after) = run.train(0, 2)
-    assert numbers["faults/restarts"] == 1 and len(run.told) == 1 and "sim-1" in run.told[0]
+        (episodes, numbers), (_, after) = run.play(0, 2)
+    assert numbers["faults/restarts"] == 1 and len(run.lines) == 1 and "sim-1" in run.lines[0]
     assert [episode.index for episode in episodes] == [one for one in range(8 * SIZE) if one not in (9, 10, 11)]
     assert numbers["faults/lost_episodes"] == SIZE and numbers["groups/dropped_incomplete"] == 1
     assert numbers["groups/used"] == numbers["groups/kept"] == 7
@@ -281,7 +251,7 @@ def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_count
     forgetful.served_while_busy = True
     monkeypatch.setattr(SimWorker, "hand_in", forgetful)
     with Run(tmp_path, PERIODIC, "algo.filter=none", *AS_MANY) as run:
-        ((_, row),) = run.train(0, 1)
+        ((_, row),) = run.play(0, 1)
     assert row["faults/lost_episodes"] == SIZE and row["groups/dropped_incomplete"] == 1
     assert row["groups/used"] == row["groups/kept"] == GROUPS - 1
 
@@ -290,7 +260,7 @@ def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_count
 def test_a_policy_that_dies_costs_nothing(sync, tmp_path, monkeypatch):
     with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
         kill_when(monkeypatch, run, "policy-0", lambda given: len(given) == 2)
-        rows = run.train()
+        rows = run.play()
         assert far(run.weights(), sync[1]) < 1e-10
     assert sum(row["faults/restarts"] for _, row in rows) == 1
     for (_, row), (_, other) in zip(rows, sync[0], strict=True):
@@ -302,7 +272,7 @@ def test_a_learner_that_dies_ends_the_run_with_the_cause(tmp_path, monkeypatch):
     with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
         kill_when(monkeypatch, run, "learner-1", lambda given: len(given) == 2)
         with pytest.raises(WorkerFailed, match="learner-1"):
-            run.train()
+            run.play()
 
 
 def test_a_long_first_episode_is_no_delay(tmp_path):
@@ -310,40 +280,17 @@ def test_a_long_first_episode_is_no_delay(tmp_path):
     few = ["algo.groups=2", "algo.group_size=2", "algo.filter=none", *AS_MANY]
     short = ["faults.timeout_s=4", "faults.hang_s=4"]
     with Run(tmp_path, PERIODIC, *few, *short, least_s=0.5, most_s=0.5, placement=TWO_SIMS) as run:
-        ((_, row),) = run.train(0, 1)
+        ((_, row),) = run.play(0, 1)
     assert row["time/first_backward_s"] > 4 and row["groups/used"] == 2
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(sync, tmp_path):
     with Run(tmp_path / "first", PERIODIC) as run:
-        run.train(0, 2)
+        run.play(0, 2)
         run.loop.save_learners(tmp_path / "saved")
         state = run.loop.source.save()
     assert not any(name.startswith("kept.") for name in state)
     with Run(tmp_path / "second", PERIODIC) as run:
         assert run.loop.restore(tmp_path / "saved", dict(state), 2) == 0
-        run.train(2)
+        run.play(2)
         assert far(run.weights(), sync[1]) < 1e-10
-
-
-# Refusals
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["algo.surplus=carry"], "algo.surplus=carry keeps some of older ones; try algo.surplus=discard"),
-    ],
-)
-def test_what_cannot_be_periodic_is_refused(asked, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load(
-            [
-                "recipe=pointmass_grpo",
-                PERIODIC,
-                "algo.minibatch_size=null",
-                "algo.epochs=1",
-                "algo.filter=resample",
-                *asked,
-            ]
-        )

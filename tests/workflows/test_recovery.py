@@ -4,19 +4,17 @@ import json
 import os
 import signal
 import time
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+import stepped
 from stepped import strike
 
 from embodied import train
 from embodied.config.recipe import load
 from embodied.core.errors import WorkerFailed
-from embodied.placement import make_plan
-from embodied.policies.policy_folder import read_weights
 from embodied.run import launch
 from embodied.run.checkpoints import COUNTERS
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -41,20 +39,14 @@ ARGUMENTS = [
 ONE_SIM = {"sim": "cpu:0", "policy,learner": "cpu:0"}
 TWO_SIMS = {"sim": "cpu:0-1*2", "policy": "cpu:2", "learner": "cpu:3"}
 FOUR_SIMS = {"sim": "cpu:0-3*4", "policy,learner": "cpu:0"}
-CORES = (0, 1, 2, 3)
 FAULTS = (Path(__file__).parents[1] / "support" / "faulty_env.py").read_text().splitlines()
 LINE = 1 + FAULTS.index('        raise RuntimeError("the gripper fell off")')
 
 
-class Run:
-    """A loop that was started, and what it said of restarts."""
-
+class Run(stepped.Run):
     def __init__(self, folder, placement, *arguments, backend="local"):
-        given = ARGUMENTS if "env.task=reach" in arguments else [*ARGUMENTS, "env.dtype=float64"]
-        self.config = load([*given, *arguments, f"cluster.backend={backend}"]).config
-        plan = make_plan(placement, CORES, self.config.env.num_envs, self.config.pipeline.stages)
-        self.plan = replace(plan, hosts=tuple(replace(host, cores=()) for host in plan.hosts))
-        self.folder, self.told = folder, []
+        exact = [] if "env.task=reach" in arguments else ["env.dtype=float64"]
+        super().__init__(folder, *ARGUMENTS, *exact, *arguments, placement=placement, backend=backend)
 
     @classmethod
     def shipped(cls, folder, recipe, backend, *arguments):
@@ -62,28 +54,11 @@ class Run:
         run = cls.__new__(cls)
         loaded = load([f"recipe={recipe}", f"cluster.backend={backend}", *arguments])
         run.config, run.plan = launch.planned(loaded.config)
-        run.folder, run.told = folder, []
+        run.folder, run.kind, run.lines, run.start = folder, EmbodiedLoop, [], None
         return run
-
-    def __enter__(self):
-        self.cluster = launch.cluster(self.config, self.plan, self.folder)
-        self.loop = EmbodiedLoop(self.config, self.cluster, notify=self.told.append)
-        self.loop.publish(0)
-        return self
-
-    def __exit__(self, *args):
-        self.cluster.__exit__(*args)
 
     def iterate(self, number):
         return self.loop.iterate(number, ITERATIONS)
-
-    def pid(self, worker):
-        """Of the process that runs this worker now."""
-        return int(self.cluster._backend.where(self.cluster._host_of(worker)).split(",")[0].removeprefix("pid "))
-
-    def weights(self):
-        self.loop.save_learners(self.folder / "saved")
-        return read_weights(self.folder / "saved" / "policy")
 
     def begun(self):
         self.loop.rollouts.read_journal()
@@ -116,7 +91,7 @@ def test_the_slice_of_a_dead_sim_is_played_again_where_it_is_half_the_batch(tmp_
         finished, numbers = run.iterate(0)
         assert numbers["env_steps"] == ENVS * DECISIONS
         assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (1, 0)
-        (line,) = run.told
+        (line,) = run.lines
         assert line.startswith(
             "sim-1 is started again (restart 1, at most 5 in 1800 s): its process was killed by SIGKILL"
         )
@@ -138,7 +113,7 @@ def test_an_error_that_the_first_restart_does_not_mend_ends_the_run(tmp_path):
             WorkerFailed, match=rf"the gripper fell off \(faulty_env.py:{LINE} .* not tried a third time"
         ):
             run.iterate(0)
-        assert len(run.told) == 1, "the budget is five"
+        assert len(run.lines) == 1, "the budget is five"
 
 
 def test_so_does_one_of_a_policy_beside_its_sims(tmp_path, monkeypatch):
@@ -147,7 +122,7 @@ def test_so_does_one_of_a_policy_beside_its_sims(tmp_path, monkeypatch):
     with Run.shipped(tmp_path, "pointmass_ppo", "local", "policy.name=faulty_policy:FaultyPolicy", fault) as run:
         with pytest.raises(WorkerFailed, match=r"the gripper fell off .* not tried a third time"):
             run.iterate(0)
-        assert len(run.told) == 1
+        assert len(run.lines) == 1
 
 
 @pytest.mark.chaos
@@ -156,7 +131,7 @@ def test_a_smaller_slice_is_left_out_and_the_counts_follow(tmp_path):
         _, numbers = run.iterate(0)
         assert numbers["env_steps"] == 6 * DECISIONS
         assert (numbers["faults/restarts"], numbers["faults/lost_decisions"]) == (1, 2 * DECISIONS)
-        assert "collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in run.told[0]
+        assert "collect failed: RuntimeError: the gripper fell off (faulty_env.py:" in run.lines[0]
         _, numbers = run.iterate(1)
         assert numbers["env_steps"] == ENVS * DECISIONS
         assert numbers["faults/lost_decisions"] == 0
@@ -179,7 +154,7 @@ def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
 
         run.loop.source._collect = kill_once
         broken = [run.iterate(number) for number in range(2)], run.weights()
-        assert len(run.told) == 1 and "policy-0 is started again" in run.told[0]
+        assert len(run.lines) == 1 and "policy-0 is started again" in run.lines[0]
         assert run.pid("policy-0") != killed[0]
     for (episodes, numbers), (others, other_numbers) in zip(whole[0], broken[0]):
         assert [(e.index, e.length) for e in episodes] == [(e.index, e.length) for e in others]
@@ -197,7 +172,7 @@ def test_who_dies_between_rollouts_is_replaced_without_loss(tmp_path, worker):
         assert state["env_ids"].tolist() == list(range(ENVS)) and run.has_noted(state["rows.started"])
         _, numbers = run.iterate(1)
         assert numbers["env_steps"] == ENVS * DECISIONS and numbers["faults/lost_decisions"] == 0
-        assert len(run.told) == 1
+        assert len(run.lines) == 1
 
 
 UPDATES = {"four hosts": "placement={'sim,policy': 'fake:0-3', learner: 'fake:4'}", "default": "placement=auto"}
@@ -220,8 +195,8 @@ def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path,
         for restart, moment in enumerate(MOMENTS, 1):
             strike(run, moment, "policy-0")
             _, numbers = run.iterate(restart)
-            assert numbers["faults/restarts"] == 1 and len(run.told) == restart, (moment, run.told)
-            assert f"is started again (restart {restart}" in run.told[-1]
+            assert numbers["faults/restarts"] == 1 and len(run.lines) == restart, (moment, run.lines)
+            assert f"is started again (restart {restart}" in run.lines[-1]
         _, numbers = run.iterate(len(MOMENTS) + 1)
         assert numbers["faults/restarts"] == 0 and run.loop.version == len(MOMENTS) + 2
         for handle in (run.loop.weight_sync.loads[rank] for rank in range(len(run.loop.workers.policies))):
@@ -243,7 +218,7 @@ def test_so_it_is_on_ray(tmp_path, recipe, moment):
 
 @pytest.mark.as_users_do
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.chaos)])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_path, number, backend):
     with Run.shipped(tmp_path, "pointmass_ppo", backend, "faults.hang_s=8") as run:
         run.iterate(0)
@@ -266,7 +241,7 @@ def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_p
         strike(run, "update", "sim-0")
         run.iterate(1)
         run.iterate(2)
-        assert [line.split("(")[1].split(",")[0] for line in run.told] == ["restart 1", "restart 2", "restart 3"]
+        assert [line.split("(")[1].split(",")[0] for line in run.lines] == ["restart 1", "restart 2", "restart 3"]
 
 
 @pytest.mark.as_users_do
@@ -287,7 +262,7 @@ def test_an_evaluation_goes_on_where_a_dead_worker_left_it(tmp_path):
         whole = run.loop.evaluator.evaluate(tmp_path / "videos")
     with Run(tmp_path, TWO_SIMS, "eval.num_envs=4", "eval.videos=0", *faulty("sigkill", "evaluation", tmp_path)) as run:
         assert run.loop.evaluator.evaluate(tmp_path / "videos") == whole
-        assert len(run.told) == 1
+        assert len(run.lines) == 1
 
 
 @pytest.mark.chaos
@@ -298,7 +273,7 @@ def test_an_episode_that_kills_twice_is_an_error_and_costs_no_other(tmp_path):
     env = faulty("os_exit", "evaluation", tmp_path, once=False, seed=poisoned)
     with Run(tmp_path, ONE_SIM, "eval.num_envs=4", "eval.videos=0", *env) as run:
         results = run.loop.evaluator.evaluate(tmp_path / "videos")
-        assert len(run.told) == 2
+        assert len(run.lines) == 2
     assert [result.index for result in results] == list(range(6))
     assert results[2].success_once is None and "exited with code 0 during sim.evaluate" in results[2].error
     assert results[:2] + results[3:] == whole[:2] + whole[3:]
@@ -318,7 +293,7 @@ def test_in_every_mode_a_killed_policy_or_learner_ends_in_recovery_or_its_cause(
                 run.iterate(1)
         else:
             assert run.iterate(1)[1]["env_steps"] == ENVS * DECISIONS
-            assert len(run.told) == 1
+            assert len(run.lines) == 1
         assert time.monotonic() - started < 60
 
 

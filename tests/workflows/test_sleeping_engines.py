@@ -31,7 +31,7 @@ class Sleepy(Talk):
     def iterate(self, number):
         if number == ITERATIONS // 2:
             self.weights()  # saving takes the device from the engine, and brings it no new weights
-        return self.loop.iterate(number, ITERATIONS)
+        return super().iterate(number)
 
     @property
     def moves(self):
