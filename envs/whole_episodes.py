@@ -36,7 +36,7 @@ class EpisodeKeeper(Worker):
         channel.put(replace(join(parts), source=source), key=batch)
         return True
 
-    def keep(self, episodes: tuple[int, ...]) -> None:
+    def forget_all_but(self, episodes: tuple[int, ...]) -> None:
         """Forget all kept episodes but these."""
         left = parts_of({episode: part for episode, part in self.kept_episodes.items() if episode in episodes})
         self.kept_episodes = {episode: part for part in left for episode in part.ids.tolist()}
@@ -49,7 +49,7 @@ class EpisodeKeeper(Worker):
         """Keep this worker's part of what all workers kept; returns which episodes these are."""
         kept = trajectory_from(arrays)
         self.kept_episodes = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
-        self.keep(tuple(self.kept_episodes))
+        self.forget_all_but(tuple(self.kept_episodes))
         return [*self.kept_episodes]
 
 

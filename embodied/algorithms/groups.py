@@ -217,7 +217,7 @@ class PromptPools:
                 self.rates[self.drawn.pop(group)] = sum(found.values()) / self.group_size
                 del self.solved[group]
 
-    def keep(self, groups: Collection[int]) -> None:
+    def forget_all_but(self, groups: Collection[int]) -> None:
         """Forget other groups that are not over: they never will be."""
         self.drawn = {group: prompt for group, prompt in self.drawn.items() if group in groups}
         self.solved = {group: found for group, found in self.solved.items() if group in groups}

@@ -238,16 +238,17 @@ class Trajectory:
     values: np.ndarray | None = None  # [K]
     next_values: np.ndarray | None = None  # [K]
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...], what `forward` needs besides actions
-    source: str = ""  # the worker, stage and round that played it, as in `ActRequest`
+    source: str = ""  # who sends it: worker, stage and round, as in `ActRequest`; of whole episodes worker#transfer
     first: int = 0  # of the rollout's decisions, the one that this piece begins with
     last: bool = True  # whether the rollout ends with it
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Sequences that a learner rank has been sent and learns from: env rows of a rollout, or episodes of a group."""
+    """Sequences that a learner rank learns from: env rows of a rollout, or episodes of a group. Their sources put the
+    trajectories into the channel in which the driver announces them so."""
 
-    sources: tuple[str, ...]  # that have sent them
+    sources: tuple[str, ...]  # that have sent them, as in `Trajectory`
     ids: np.ndarray  # int [S], ascending
     advantages: np.ndarray | None = None  # [S], where episodes are compared in groups
     scores: np.ndarray | None = None  # [S], returns, of whole episodes
@@ -261,6 +262,9 @@ class BatchEnd:
     iteration: int
     total: int
     seconds: float = 0.0  # since the learners began to wait for units
+
+
+ForLearner = Trajectory | Unit | BatchEnd  # what a learner's channel carries: from players or roles, and the driver
 
 
 # What roles send each other while they collect

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from embodied.core.arrays import is_tensor, is_text, map_obs, room_for, take_rows, text_lists
 from embodied.core.errors import DeadlineExceeded
-from embodied.core.types import Array, BatchEnd, Trajectory, Unit, join, map_decisions
+from embodied.core.types import Array, BatchEnd, ForLearner, Trajectory, Unit, join, map_decisions
 from embodied.learners.model import FrozenFeatures, Model
 from embodied.runtime import Channel, Timers
 
@@ -64,7 +64,7 @@ class RolloutBuffer:
         expected: list[Unit] = []
         while self.end is None or expected:
             with timers.measure("wait"):
-                item = channel.get(key=batch, timeout_s=None if expected else NO_DEADLINE)
+                item: ForLearner = channel.get(key=batch, timeout_s=None if expected else NO_DEADLINE)
             if isinstance(item, BatchEnd):
                 self.end = item
             elif isinstance(item, Unit):

@@ -242,7 +242,7 @@ class ProbeWorker(Worker):
         if not self.grouped:
             part.sim.collect(episodes, route, decisions, (part.kept,))
             return 0.0
-        part.sim.keep(())
+        part.sim.forget_all_but(())
         stats = part.sim.collect([episodes[i] for i in range(num_envs)], route)
         part.sim.hand_in([*part.sim.kept_episodes], "probe", part.kept, 0)
         return stats.reset_s

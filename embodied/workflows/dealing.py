@@ -39,7 +39,7 @@ class Dealer:
             items = result.all_tokens if self.text else -(-result.length // self.config.policy.chunk)
             self.lengths[result.index] = items, result.prompt_tokens, result.places
 
-    def keep(self, episodes: Collection[int]) -> None:
+    def forget_all_but(self, episodes: Collection[int]) -> None:
         """Forget all other episodes."""
         self.lengths = {episode: self.lengths[episode] for episode in episodes}
 

@@ -67,10 +67,10 @@ class Experience:
         lives = self.rollouts.lives
         self.kept_by |= {one: (worker, lives[worker]) for worker, mine in episodes.items() for one in mine}
 
-    def keep(self, episodes: tuple[int, ...]) -> None:
+    def forget_all_but(self, episodes: tuple[int, ...]) -> None:
         """Have all workers forget all other episodes."""
         self.kept_by = {one: self.kept_by[one] for one in episodes if one in self.kept_by}
-        self.rollouts.settle(*(group.keep(episodes) for group in self.keepers))
+        self.rollouts.settle(*(group.forget_all_but(episodes) for group in self.keepers))
 
     def gone(self, episodes: Collection[int]) -> list[int]:
         """Those of these whose worker has died since it played them."""

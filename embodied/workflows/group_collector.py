@@ -151,14 +151,14 @@ class GroupCollector(Collector):
             self._play(self.specs_of(self.pool.deal(count)), batch)
         taken = self.pool.take()
         if self.prompts is not None:
-            self.prompts.keep(self.pool.open)
+            self.prompts.forget_all_but(self.pool.open)
             batch.drawn = self.prompts.counts.copy()
         # Learners get them now, unless they took them as they came; what is carried over stays with the sims.
         if not self.early:
             self._send_all(taken, batch)
         batch.balance_ratio = self.dealer.balance_ratio(batch.units, self._iteration(batch))
-        self.experience.keep(self.pool.held)
-        self.dealer.keep(self.pool.held)
+        self.experience.forget_all_but(self.pool.held)
+        self.dealer.forget_all_but(self.pool.held)
         if self.text:
             batch.reported |= added(self.rollouts.ask(self.rollouts.policies.engine_numbers))
         batch.counts, batch.carried, batch.discarded = +self.pool.counts, len(self.pool.held), self.pool.discarded
@@ -237,7 +237,7 @@ class GroupCollector(Collector):
         lost = {*self.pool.playing, *self.pool.held}
         self.pool.lose(lost)
         if self.prompts is not None:
-            self.prompts.keep(())
+            self.prompts.forget_all_but(())
         self.rollouts.abandoned_episodes += len(lost)
         return self._pool_state()
 

@@ -4,7 +4,8 @@ They work in rounds: some sims play, the policy workers serve them until all are
 while learners update, is started again at once, and its successors are given what they lack:
 
     policy worker   its policy and the current weights, or the next ones where those are published while it builds; what
-                    its predecessor was asked and had not answered waits for it, so nothing is lost
+                    its predecessor was asked and had not answered waits for it, so nothing is lost. It takes along who
+                    shares its process: on cores its sim, on GPUs its learner, unless placement= says otherwise
     sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
                     and the caller decides whether it is played again
 

@@ -34,7 +34,7 @@ def test_pools_are_drawn_from_by_their_weights():
         pools.rates = dict(rates)
         prompt = pools.draw(group)
         found[prompt if prompt < 100 else "unseen"] += 1
-        pools.keep(())
+        pools.forget_all_but(())
     wanted = {0: 250, 1: 250, 2: 1000, 3: 1000, "unseen": 1000}
     assert found.keys() == wanted.keys()
     assert all(abs(found[name] - count) < 5 * count**0.5 for name, count in wanted.items())
@@ -68,7 +68,7 @@ def test_groups_that_never_end_are_forgotten():
     pools = PromptPools((1e9, 1e9, 1e9), 0, SIZE)
     tried(pools, 0, 2)
     assert pools.draw(1) == 0
-    pools.keep(())
+    pools.forget_all_but(())
     assert pools.draw(2) == 0 and not pools.solved
 
 

@@ -97,7 +97,7 @@ def test_a_learner_has_no_more_than_it_has_room_for():
 def test_lengths_come_back_from_a_checkpoint_and_older_ones_have_none():
     found, again = dealer(), dealer()
     found.add(ended([3, 4, 30, 4])[0])
-    found.keep([2, 3])
+    found.forget_all_but([2, 3])
     again.restore(found.state(), [2, 3])
     assert again.lengths == found.lengths == {2: (30, 2, 0), 3: (4, 2, 0)}
     again.restore(np.array([[2, 30, 2]]), [2, 7])  # as it was kept before there were pictures
