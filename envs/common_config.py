@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from embodied.core.errors import nearest
-from embodied.core.options import Requirement, Strict
+from embodied.core.options import Requirement, Strict, never_with
 
 OnSuccess = Literal["truncate", "terminate", "continue"]
 
@@ -113,13 +113,8 @@ class CommonEnvConfig(Strict):
         "training shows; evaluation is not affected.",
     )
 
-    @model_validator(mode="after")
-    def _something_is_hidden(self) -> CommonEnvConfig:
-        if getattr(self, "privileged", False) and self.state == "full":
-            raise ValueError(
-                "env.privileged=true, but env.state=full hides nothing from the actor; try env.state=proprio"
-            )
-        return self
+    section = "env."
+    rules = (never_with("privileged", {"state": "full"}, "it hides nothing from the actor; try env.state=proprio"),)
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

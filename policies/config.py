@@ -7,14 +7,15 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import Discriminator, Field, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, PositiveInt, Tag
 
 from embodied.core.errors import ConfigError
+from embodied.core.options import never_with
 from embodied.policies.common_config import PolicyOptions
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
@@ -111,19 +112,15 @@ class CNNConfig(ActorCriticConfig):
                     f"images (env.image_size={least}), or smaller policy.strides"
                 )
 
-    @model_validator(mode="after")
-    def _layers_are_complete(self) -> CNNConfig:
+    section = "policy."
+    rules = (never_with("features", {"keypoints": True}, "these make two numbers of each channel; leave it out"),)
+
+    def conflicts(self) -> Iterator[str]:
         if len({len(self.channels), len(self.kernels), len(self.strides)}) > 1:
-            raise ValueError(
+            yield (
                 f"policy.channels={list(self.channels)}, policy.kernels={list(self.kernels)} and "
                 f"policy.strides={list(self.strides)} describe the same layers; give each as many numbers"
             )
-        if self.keypoints and self.features != type(self).model_fields["features"].default:
-            raise ValueError(
-                f"policy.features={self.features} has no effect with policy.keypoints=true, which makes two numbers of "
-                "each channel; leave one of them out"
-            )
-        return self
 
 
 class ExternalPolicyConfig(PolicyOptions):

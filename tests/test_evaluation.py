@@ -79,8 +79,7 @@ def test_finished_rows_are_neither_stepped_nor_shown_to_the_policy(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["eval.samples=2", "eval.episodes=4"], "eval.samples=2 is for text envs"),
-        (["eval.samples=3", "eval.episodes=4"], "try eval.episodes=3"),
+        (["eval.samples=2", "eval.episodes=4"], "every episode begins in a state of its own"),
         (["recipe=sums_grpo"], "answers with actions; try policy.name=language"),
     ],
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from embodied.core.options import Strict
+from embodied.core.options import Rule, Strict, broken_rules, never_with, only_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
@@ -131,99 +132,60 @@ class PolicyGradientConfig(Strict):
         "policy.max_tokens (Dr. GRPO), for text envs.",
     )
 
-    def of_answers(self) -> list[str]:
-        """Options that are set here and mean something for a policy that speaks alone."""
-        idle = {"truncated": "as_is", "overlong": None, "pools": None, "prompts": "drawn"}
-        given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
-        level = ["algo.logprob_level=episode"] if self.logprob_level == "episode" else []
-        return [*level, *given, *(["algo.weighting=constant"] if self.weighting == "constant" else [])]
+    section = "algo."
+    rules = (
+        never_with("target_kl", {"epochs": 1}, "it skips the epochs after the first; try algo.target_kl=null"),
+        never_with("pools", {"prompts": "epochs"}, "it asks some prompts again; leave one of them out"),
+        only_with("ratio_cap", {"clip": ("aipo", "tis")}),
+        only_with(
+            "clip_low clip_high dual_clip", {"clip": "two_sided"}, "algo.ratio_cap is the only bound; leave it out"
+        ),
+        never_with(
+            "decoupled",
+            {"clip": ("aipo", "tis")},
+            "it splits the ratio that this bounds; try algo.clip=two_sided with algo.importance_cap=2",
+        ),
+        only_with(
+            "importance_cap",
+            {"decoupled": True},
+            "the ratio would count twice; try algo.decoupled=true, or algo.clip=tis with algo.ratio_cap",
+        ),
+        only_with("episode_mask_low episode_mask_high", {"episode_mask": ("mean", "product", "error")}),
+        never_with("episode_mask_low", {"episode_mask": "error"}, "that is at least 1; take algo.episode_mask_high"),
+        never_with(
+            "episode_mask",
+            {"episode_mask_low": None, "episode_mask_high": None},
+            "it needs a bound; try algo.episode_mask_low=0.5 algo.episode_mask_high=2",
+        ),
+    )
+    not_periodic: ClassVar[tuple[Rule, ...]] = (
+        never_with("decoupled episode_mask", {}, "acting and learning weights are the same; leave it out"),
+        never_with({"epochs": lambda epochs: epochs > 1}, {}, "groups are forgotten at once; try algo.epochs=1"),
+        never_with({"minibatch_size": bool}, {}, "there is one gradient step; try algo.minibatch_size=null"),
+    )
+    """What is refused where gradients are summed up while a batch is collected."""
 
-    def many_steps(self) -> list[str]:
-        """Why the episodes of an iteration are not learned from in one step, by the weights that played them."""
-        reasons = {
-            "a batch is learned from with the weights that acted, so algo.decoupled=true and algo.episode_mask have "
-            "nothing to correct; leave them out": self.decoupled or self.episode_mask != "none",
-            f"a group is learned from as it comes and then forgotten, but algo.epochs={self.epochs}; try 1": (
-                self.epochs > 1
-            ),
-            "there is one gradient step, after the last group, but algo.minibatch_size="
-            f"{self.minibatch_size} makes several; try algo.minibatch_size=null": self.minibatch_size is not None,
-        }
-        return [reason for reason, holds in reasons.items() if holds]
+    def why_not_periodic(self) -> str:
+        """Why gradients cannot be summed up while a batch is collected, all reasons; empty where they can."""
+        shared = PolicyGradientConfig.not_periodic if self.whole_episodes else ()
+        return "; and ".join(broken_rules((*shared, *self.not_periodic), self, self.section))
 
-    def check_episodes(self, num_envs: int, groups: int, group_size: int) -> None:
-        """Raise ValueError when some of `num_envs` envs would never play in so many groups."""
-        episodes = groups * group_size
+    def conflicts(self) -> Iterator[str]:
+        most = 1 + self.clip_high
+        if self.dual_clip is not None and self.dual_clip <= most:
+            yield (
+                f"algo.dual_clip={self.dual_clip:g} is not above 1 + algo.clip_high = {most:g}, so it would cut where "
+                f"the ratio is still trusted; try algo.dual_clip={1 + 10 * self.clip_high:g}"
+            )
+
+    def misfits(self, num_envs: int) -> Iterator[str]:
+        """Yields what is wrong with so many envs in total, where a batch is so many episodes."""
+        episodes = self.groups * self.group_size
         if num_envs > episodes:
-            raise ValueError(
-                f"env.num_envs={num_envs} is more than algo.groups={groups} * algo.group_size={group_size} "
+            yield (
+                f"env.num_envs={num_envs} is more than algo.groups={self.groups} * algo.group_size={self.group_size} "
                 f"= {episodes} episodes an iteration, so some would never play; try env.num_envs={episodes}"
             )
-
-    @model_validator(mode="after")
-    def _possible(self) -> PolicyGradientConfig:
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(
-                f"algo.dual_clip={self.dual_clip:g} is not above 1 + algo.clip_high = {1 + self.clip_high:g},"
-                f" so it would cut where the ratio is still trusted; try algo.dual_clip={1 + 10 * self.clip_high:g}"
-            )
-        if self.target_kl is not None and self.epochs == 1:
-            raise ValueError(
-                f"algo.target_kl={self.target_kl:g} skips the epochs after the first, but algo.epochs=1; "
-                "try algo.target_kl=null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _prompts_come_one_way(self) -> PolicyGradientConfig:
-        if self.prompts == "epochs" and self.pools:
-            raise ValueError(
-                f"algo.pools={list(self.pools)} asks some prompts again and algo.prompts=epochs every one once; leave "
-                "one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _staleness_is_corrected_once(self) -> PolicyGradientConfig:
-        if self.clip == "two_sided" and self.ratio_cap != 8.0:
-            raise ValueError(
-                f"algo.ratio_cap={self.ratio_cap:g} does nothing with algo.clip=two_sided; try algo.clip=aipo"
-            )
-        if self.clip != "two_sided":
-            usual = {"clip_low": 0.2, "clip_high": PRESETS.get(self.name, {}).get("clip_high", 0.2), "dual_clip": None}
-            if idle := [f"algo.{name}={getattr(self, name):g}" for name in usual if getattr(self, name) != usual[name]]:
-                raise ValueError(
-                    f"{' and '.join(idle)} does nothing with algo.clip={self.clip}, whose only bound is "
-                    "algo.ratio_cap; leave it out"
-                )
-            if self.decoupled:
-                raise ValueError(
-                    f"algo.clip={self.clip} bounds the ratio to the weights that acted, which algo.decoupled=true "
-                    "splits in two; try algo.clip=two_sided with algo.importance_cap=2, or algo.decoupled=false"
-                )
-        if self.importance_cap is not None and not self.decoupled:
-            raise ValueError(
-                f"algo.importance_cap={self.importance_cap:g} bounds what algo.decoupled=true multiplies the loss by; "
-                "without it the ratio is to the weights that acted already, and a weight would count that twice; "
-                "try algo.decoupled=true, or algo.clip=tis with algo.ratio_cap"
-            )
-        bounds = self.episode_mask_low, self.episode_mask_high
-        if self.episode_mask == "none" and bounds != (None, None):
-            raise ValueError(
-                "algo.episode_mask_low and algo.episode_mask_high do nothing with algo.episode_mask=none; "
-                "try algo.episode_mask=mean"
-            )
-        if self.episode_mask == "error" and self.episode_mask_low is not None:
-            raise ValueError(
-                "algo.episode_mask=error is 1 where log-probs agree and larger elsewhere, so "
-                "algo.episode_mask_low does nothing; try algo.episode_mask_high=1.5"
-            )
-        if self.episode_mask != "none" and bounds == (None, None):
-            raise ValueError(
-                f"algo.episode_mask={self.episode_mask} bounds the ratio of an episode, but no bound is given; "
-                "try algo.episode_mask_low=0.5 algo.episode_mask_high=2"
-            )
-        return self
 
 
 class PPOConfig(PolicyGradientConfig):
@@ -263,13 +225,20 @@ class PPOConfig(PolicyGradientConfig):
         None, gt=0, description="Value errors above this, in units of return, count linearly; null: all are squared."
     )
 
-    @model_validator(mode="after")
-    def _reference_is_asked(self) -> PPOConfig:
-        if not self.kl_coef and (self.kl_in, self.kl_estimator) != ("loss", "k3"):
-            raise ValueError("algo.kl_in and algo.kl_estimator do nothing with algo.kl_coef=0; try algo.kl_coef=0.01")
-        if self.kl_in == "reward" and self.kl_estimator != "k3":
-            raise ValueError("algo.kl_in=reward takes the divergence as it is (k1); leave out algo.kl_estimator")
-        return self
+    rules = (
+        only_with("kl_in kl_estimator", {"kl_coef": bool}, "try algo.kl_coef=0.01"),
+        never_with("kl_estimator", {"kl_in": "reward"}, "rewards take the divergence as it is (k1); leave it out"),
+    )
+    not_periodic = (
+        never_with(
+            {"name": "ppo"}, {"groups": None}, "all env rows end a rollout together; try pipeline.schedule=async"
+        ),
+        never_with(
+            {"normalize_advantages": True},
+            {"groups": bool},
+            "their mean is known at the end of the batch; try algo.normalize_advantages=false",
+        ),
+    )
 
     # Whole conversations, as the options of groups call that: values judge each of them, so that none is dropped.
     filter: ClassVar[str] = "none"
@@ -283,43 +252,17 @@ class PPOConfig(PolicyGradientConfig):
         """True if a batch is so many episodes, and not so many decisions of every env."""
         return self.groups is not None
 
-    def of_answers(self) -> list[str]:
-        idle = {"groups": None, "group_size": 1}
-        given = [f"algo.{name}={getattr(self, name)}" for name in idle if getattr(self, name) != idle[name]]
-        return [*given, *super().of_answers()]
-
-    def of_actions(self) -> list[str]:
-        """Options that are set here and mean nothing for a policy that speaks."""
-        usual = {"rollout_decisions": 64, "advantage_level": "decision"}
-        return [f"algo.{name}={getattr(self, name)}" for name in usual if getattr(self, name) != usual[name]]
-
-    def why_not_periodic(self) -> str:
-        """Why gradients cannot be summed up while a batch is collected, all reasons; empty where they can."""
-        if not self.whole_episodes:
-            return (
-                "all env rows of PPO reach the end of a rollout together, and advantages are estimated and normalised "
-                "over all of it, so nothing could begin earlier; try pipeline.schedule=async"
-            )
-        normalised = [
-            "advantages are normalised over the whole batch, which is known at its end; try "
-            "algo.normalize_advantages=false"
-        ]
-        return "; and ".join([*self.many_steps(), *(normalised if self.normalize_advantages else [])])
-
-    def check_num_envs(self, num_envs: int) -> None:
-        """Raise ValueError when `num_envs` envs in total collect too few items for this algorithm, or too many play."""
+    def misfits(self, num_envs: int) -> Iterator[str]:
+        """Yields what is wrong with so many envs in total: too few items for this algorithm, or too many that play."""
         if self.whole_episodes:
-            return self.check_episodes(num_envs, self.groups, self.group_size)
+            yield from super().misfits(num_envs)
+            return
         items = num_envs * self.rollout_decisions
         have = f"env.num_envs={num_envs} * algo.rollout_decisions={self.rollout_decisions} = {items} items an iteration"
         if self.minibatch_size and self.minibatch_size > items:
-            raise ValueError(
-                f"algo.minibatch_size={self.minibatch_size} is more than {have}; try algo.minibatch_size={items}"
-            )
+            yield f"algo.minibatch_size={self.minibatch_size} is more than {have}; try algo.minibatch_size={items}"
         if self.normalize_advantages and items == 1:
-            raise ValueError(
-                f"{have}, and algo.normalize_advantages makes a single advantage 0; try algo.rollout_decisions=2"
-            )
+            yield f"{have}, and algo.normalize_advantages makes a single advantage 0; try algo.rollout_decisions=2"
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -387,75 +330,57 @@ class GRPOConfig(PolicyGradientConfig):
     def _relatives_differ_in_defaults(cls, values: Any) -> Any:
         return {**PRESETS.get(str(values.get("name")), {}), **values} if isinstance(values, dict) else values
 
-    @model_validator(mode="after")
-    def _groups_are_compared(self) -> GRPOConfig:
-        if self.group_size == 1 and (self.baseline != "batch" or self.scale == "group"):
-            raise ValueError(
-                f"algo.group_size=1 leaves nobody to compare with (algo.baseline={self.baseline}, "
-                f"algo.scale={self.scale}); try algo.group_size=8, or algo.baseline=batch with algo.scale=batch"
+    rules = (
+        never_with(
+            {"group_size": 1},
+            {"baseline": ("group", "leave_one_out")},
+            "nobody is left to compare with; try algo.group_size=8, or algo.baseline=batch",
+        ),
+        never_with({"group_size": 1}, {"scale": "group"}, "one return has no deviation; try algo.group_size=8"),
+        never_with(
+            {"group_size": 1},
+            {"filter": ("drop", "resample")},
+            "the returns of one episode are always equal; try algo.filter=none",
+        ),
+        only_with("deviation", {"scale": ("group", "batch")}, "nothing is divided by it; leave it out"),
+        never_with("deviation", {"kl_in": "reward", "kl_coef": bool}, "which takes the population's; leave it out"),
+        only_with("filter_low filter_high", {"filter": ("drop", "resample")}),
+        never_with(
+            "filter_metric",
+            {"filter_low": None, "filter_high": None},
+            "it needs a bound; try algo.filter_low=0.1 algo.filter_high=0.9",
+        ),
+        only_with("surplus", {"filter": "resample"}),
+        *(
+            never_with(
+                {"kl_in": "reward"},
+                {"kl_coef": bool, key: values},
+                "every decision gets its own return; try algo.kl_in=loss",
             )
-        if self.group_size == 1 and self.filter != "none":
-            raise ValueError("algo.group_size=1: the returns of one episode are always equal; try algo.filter=none")
-        if self.deviation == "sample" and (self.scale == "none" or (self.kl_coef and self.kl_in == "reward")):
-            why = (
-                "algo.scale=none divides by none"
-                if self.scale == "none"
-                else "algo.kl_in=reward takes the population's"
-            )
-            raise ValueError(f"algo.deviation=sample has no effect, since {why}; leave it out")
-        if self.kl_coef and self.kl_in == "reward" and (self.baseline, self.scale) != ("batch", "batch"):
-            raise ValueError(
-                f"algo.kl_in=reward gives every decision a return of its own, which only algo.baseline=batch with "
-                f"algo.scale=batch compares, not {self.baseline} with {self.scale}; try algo.kl_in=loss"
-            )
-        bounds = self.filter_low, self.filter_high
-        if self.filter == "none" and bounds != (None, None):
-            raise ValueError(
-                "algo.filter_low and algo.filter_high do nothing with algo.filter=none; try algo.filter=drop"
-            )
-        if self.filter_metric == "success" and bounds == (None, None):
-            raise ValueError(
-                "algo.filter_metric=success bounds the rate of success, but no bound is given; "
-                "try algo.filter_low=0.1 algo.filter_high=0.9"
-            )
-        if self.filter_metric == "success" and not all(bound is None or 0 <= bound <= 1 for bound in bounds):
-            raise ValueError(
-                f"algo.filter_low={self.filter_low} and algo.filter_high={self.filter_high} bound a rate of success "
-                "(algo.filter_metric), which is from 0 to 1; try 0.1 and 0.9"
-            )
-        if self.surplus and self.filter != "resample":
-            raise ValueError(
-                f"algo.surplus={self.surplus} has no effect with algo.filter={self.filter}, which plays no more groups "
-                "than are needed; leave it out, or try algo.filter=resample"
-            )
-        if None not in bounds and self.filter_low > self.filter_high:
-            raise ValueError(
-                f"algo.filter_low={self.filter_low:g} is above algo.filter_high={self.filter_high:g}: "
-                "no group would be kept; swap them"
-            )
-        return self
-
+            for key, values in {"baseline": ("group", "leave_one_out"), "scale": ("group", "none")}.items()
+        ),
+    )
+    not_periodic = (
+        never_with(
+            {"baseline": "batch", "scale": "batch"},
+            {},
+            "all returns are known at the end; try algo.baseline=group algo.scale=group",
+        ),
+        never_with({"surplus": "carry"}, {}, "groups of older weights would be learned from; try algo.surplus=discard"),
+    )
     whole_episodes: ClassVar[Literal[True]] = True
 
-    def of_actions(self) -> list[str]:
-        """Options that are set here and mean nothing for a policy that speaks."""
-        return []
+    def usual(self, key: str) -> Any:
+        return PRESETS[self.name].get(key, super().usual(key))
 
-    def why_not_periodic(self) -> str:
-        """Why gradients cannot be summed up while groups come, all reasons; empty where they can."""
-        reasons = {
-            f"algo.baseline={self.baseline} and algo.scale={self.scale} compare a return with those of the whole "
-            "batch, which are known at its end; try algo.baseline=group with algo.scale=group or none": (
-                "batch" in (self.baseline, self.scale)
-            ),
-            "all groups are to be of the weights that learn from them, but algo.surplus=carry keeps some of older "
-            "ones; try algo.surplus=discard": self.surplus == "carry",
-        }
-        return "; and ".join([*self.many_steps(), *(reason for reason, holds in reasons.items() if holds)])
-
-    def check_num_envs(self, num_envs: int) -> None:
-        """Raise ValueError when some of `num_envs` envs would never play."""
-        self.check_episodes(num_envs, self.groups, self.group_size)
+    def conflicts(self) -> Iterator[str]:
+        yield from super().conflicts()
+        low, high = self.filter_low, self.filter_high
+        bounds = f"algo.filter_low={low} and algo.filter_high={high}"
+        if self.filter_metric == "success" and not all(bound is None or 0 <= bound <= 1 for bound in (low, high)):
+            yield f"{bounds} bound a rate of success (algo.filter_metric), which is from 0 to 1; try 0.1 and 0.9"
+        if None not in (low, high) and low > high:
+            yield f"algo.filter_low={low:g} is above algo.filter_high={high:g}: no group would be kept; swap them"
 
 
 def algorithm(value: Any) -> str:

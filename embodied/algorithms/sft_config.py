@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from embodied.algorithms.config import Beta
-from embodied.core.options import LocalPath, Strict
+from embodied.core.options import LocalPath, Strict, only_with
 
 
 class SFTConfig(Strict):
@@ -80,12 +81,9 @@ class SFTConfig(Strict):
         every = -(-items // self.minibatch_size)
         return self.epochs * -(-every // (self.steps or every))
 
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> SFTConfig:
-        if self.final_lr and self.lr_schedule != "cosine":
-            raise ValueError(
-                f"sft.final_lr={self.final_lr:g} is where sft.lr_schedule=cosine ends, but it is {self.lr_schedule}"
-            )
+    section = "sft."
+    rules = (only_with("final_lr", {"lr_schedule": "cosine"}),)
+
+    def conflicts(self) -> Iterator[str]:
         if self.final_lr > self.lr:
-            raise ValueError(f"sft.final_lr={self.final_lr:g} is above sft.lr={self.lr:g}; swap them")
-        return self
+            yield f"sft.final_lr={self.final_lr:g} is above sft.lr={self.lr:g}; swap them"

@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
-from embodied.config.suggestions import nearest_key, usual
+from embodied.config.suggestions import usual
 from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
+from embodied.core.errors import nearest
 
 FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--dry-run"}
 
@@ -66,7 +67,7 @@ def _not_an_override(key: str, equals: str, text: str, recipes: list[str]) -> st
     if key.startswith("-") and not equals and ours != bare:
         return f"{key}: write {ours}=VALUE; keys are set without {key[: len(key) - len(bare)]}"
     if key.startswith("-") and not equals:
-        near = nearest_key(key, list(FLAGS))
+        near = nearest(key, FLAGS, 0.6, ", ")
         return f"{key}: unknown option{near}; options: --help, --cfg, --dry-run; settings: key=value"
     if key.startswith(("--", "+")):
         return f"{key}={text}: write {ours}={text or '...'}; keys are set without {key[: len(key) - len(bare)]}"

@@ -17,9 +17,8 @@ import yaml
 
 from embodied.config.key_tree import Section, choices, path_mark
 from embodied.config.recipe_files import BY_TASK, DEFAULT_ENV, EVERY_RECIPE, RECIPES, recipe_file, recipe_names
-from embodied.config.suggestions import nearest_key
 from embodied.config.yaml_values import read_yaml, write_yaml, yaml_problem
-from embodied.core.errors import ConfigError
+from embodied.core.errors import ConfigError, nearest
 from embodied.core.files import BadPath, as_path
 
 COMMAND_LINE = "command line"
@@ -129,13 +128,13 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
             problems.append(f"{asked_by or 'recipe='}{recipe}: {path} is a folder; name a recipe file")
             return None
         beside = sorted(str(p) for pattern in ("*.yaml", "*.yml") for p in path.parent.glob(pattern) if p.is_file())
-        hint = nearest_key(str(path), beside)
+        hint = nearest(str(path), beside, 0.6, ", ")
         problems.append(f"{asked_by or 'recipe='}{recipe}: there is no file {path}{hint}")
         return None
     names = recipe_names()
     if recipe in names:
         return recipe_file(recipe)
-    hint = nearest_key(recipe, names) or ";"
+    hint = nearest(recipe, names, 0.6, ", ") or ";"
     problems.append(f"{asked_by or 'recipe='}{recipe}: no such recipe{hint} {EVERY_RECIPE}, or name path/to/my.yaml")
     return None
 

@@ -13,8 +13,8 @@ from pydantic_core import ErrorDetails
 
 from embodied.config.key_tree import Section, choices, leaves
 from embodied.config.merge import Tree
-from embodied.config.suggestions import hint, nearest_key
-from embodied.core.errors import ConfigError
+from embodied.config.suggestions import hint
+from embodied.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from embodied.config.commands import Command
@@ -71,7 +71,7 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
     kind, value = error["type"], error["input"]
     if kind in ("literal_error", "union_tag_invalid"):
         known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
-        return f"unknown{nearest_key(str(value), known) or ';'} known: {', '.join(known)}"
+        return f"unknown{nearest(str(value), known, 0.6, ', ') or ';'} known: {', '.join(known)}"
     if kind == "string_type":
         return f"should be text; write {path}='\"{value}\"'" if value is not None else "should be text, not empty"
     if kind in ("int_parsing", "int_type", "int_from_float"):

@@ -8,14 +8,14 @@ Ray or a simulator.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
-from embodied.algorithms.config import AlgoConfig, PPOConfig
+from embodied.algorithms.config import PRESETS, AlgoConfig, PPOConfig
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.config.base_recipe import (
     WHICH_POLICY,
@@ -41,7 +41,7 @@ from embodied.config.sections import (
     RunSection,
 )
 from embodied.core.errors import ConfigError
-from embodied.core.options import BelongsToFile, Strict
+from embodied.core.options import BelongsToFile, Strict, broken_rules, never_with, only_with
 from embodied.envs.config import EnvConfig, ExternalEnvConfig
 from embodied.envs.text.config import TextConfig
 from embodied.learners.config import LearnerConfig
@@ -76,20 +76,13 @@ class RunConfig(Strict):
     @model_validator(mode="after")
     def _sections_fit(self, info: ValidationInfo) -> RunConfig:
         unused = (info.context or {}).get("unused", ())
-        checks = [self._stages_share_envs, self._precisions_fit]
+        problems = [*broken_rules(ALWAYS, self), *self._uneven_stages()]
         if "policy" not in unused and not isinstance(self.env, ExternalEnvConfig):  # which may be a text env of yours
-            checks.append(lambda: self.check_speech(isinstance(self.env, TextConfig)))
+            problems += self.language_gap(isinstance(self.env, TextConfig))
         if "algo" not in unused:
-            checks += [self._pieces_fit, lambda: self.algo.check_num_envs(self.env.num_envs), self._whole_episodes_fit]
-            checks += [self._schedule_fits, self._answers_fit, self._interleaving_fits, self._roles_fit]
+            problems += [*broken_rules(TRAINING, self), *self.algo.misfits(self.env.num_envs), *self._too_much()]
         elif "sft" not in unused:
-            checks.append(self._nothing_is_collected)
-        problems: list[str] = []
-        for check in checks:
-            try:
-                check()
-            except ValueError as err:
-                problems.append(str(err))
+            problems += broken_rules(IMITATION, self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -99,209 +92,156 @@ class RunConfig(Strict):
         """Env rows that a policy worker answers at once, at most; 1: one request after the other."""
         return self.pipeline.merge_rows or self.policy.merged_rows
 
-    def changed(self, section: str, *keys: str) -> str:
-        """`pipeline.stages=2 and ...` for those of these keys that have not their default; empty where all do."""
-        chosen = getattr(self, section)
-        odd = [key for key in keys if getattr(chosen, key) != type(chosen).model_fields[key].default]
-        return " and ".join(f"{section}.{key}={getattr(chosen, key)}" for key in odd)
-
     def with_values(self, section: str, **changes: Any) -> RunConfig:
         """The same with other values in a section, which fit."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
 
     # What must fit together
 
-    def check_speech(self, text: bool, works: str = "policy.name=language") -> None:
-        """Raise ValueError unless the policy speaks the language of the env, which asks in words or (`text`) does not.
-        `works`: what to try with one that does."""
-        if text != self.policy.speaks:
-            asks, answers = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
-            raise ValueError(
-                f"env.name={self.env.name} {asks}, and policy.name={self.policy.name} {answers}; "
-                f"try {works if text else 'env.name=sums'}"
-            )
+    def language_gap(self, text: bool, works: str = "policy.name=language") -> list[str]:
+        """What is wrong unless the policy speaks the language of the env, which asks in words or (`text`) does not.
+        `works`: what to try with an env that does."""
+        if text == self.policy.speaks:
+            return []
+        asks, answers = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
+        given = f"env.name={self.env.name} {asks}, and policy.name={self.policy.name} {answers}"
+        return [f"{given}; try {works if text else 'env.name=sums'}"]
 
-    def _stages_share_envs(self) -> None:
+    def _uneven_stages(self) -> Iterator[str]:
         envs, stages = self.env.num_envs, self.pipeline.stages
         if envs % stages:
             fit = max(envs // stages, 1) * stages
-            raise ValueError(
-                f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
-            )
+            yield f"env.num_envs={envs} is not a multiple of pipeline.stages={stages}; try env.num_envs={fit}"
 
-    def _pieces_fit(self) -> None:
-        pieces = self.pipeline.granularity
-        if pieces is None:
+    def _too_much(self) -> Iterator[str]:
+        algo, policy, pieces = self.algo, self.policy, self.pipeline.granularity
+        if pieces and not algo.whole_episodes and pieces > algo.rollout_decisions:
+            yield (
+                f"pipeline.granularity={pieces} is more than algo.rollout_decisions={algo.rollout_decisions}; leave it "
+                "out to hand on whole rollouts"
+            )
+        if self.pipeline.schedule == "periodic" and (reason := algo.why_not_periodic()):
+            yield f"pipeline.schedule=periodic: {reason}"
+        if not (isinstance(policy, LanguageConfig) and algo.whole_episodes):
             return
-        given = f"pipeline.granularity={pieces}"
-        if self.algo.whole_episodes:
-            raise ValueError(
-                f"{given}: algo.name={self.algo.name} learns from whole groups of episodes, and which of them count is "
-                "known when all are over; leave it out"
-            )
-        if pieces > self.algo.rollout_decisions:
-            raise ValueError(
-                f"{given} is more than algo.rollout_decisions={self.algo.rollout_decisions}; leave it out to hand on "
-                "whole rollouts"
-            )
-
-    def _schedule_fits(self) -> None:
-        schedule, level, algo = self.pipeline.schedule, self.pipeline.async_level, self.algo
-        if schedule != "async" and level != 1:
-            raise ValueError(
-                f"pipeline.async_level={level} has no effect with pipeline.schedule={schedule}; leave it out, or set "
-                "pipeline.schedule=async"
-            )
-        if schedule == "async" and self.pipeline.granularity:
-            raise ValueError(
-                f"pipeline.granularity={self.pipeline.granularity} lets learners work on a rollout still in progress, "
-                "but with pipeline.schedule=async they learn from an earlier one meanwhile; leave it out"
-            )
-        if schedule == "async" and algo.surplus == "carry":
-            raise ValueError(
-                "algo.surplus=carry keeps groups for later batches, but with pipeline.schedule=async all are exactly "
-                "pipeline.async_level versions old; try algo.surplus=discard"
-            )
-        if (most := self.changed("learner", "most_items")) and (schedule == "periodic" or not algo.whole_episodes):
-            raise ValueError(
-                f"{most} limits what a learner has of a batch of whole episodes; with pipeline.schedule=periodic it "
-                "keeps none, and with rollouts of a fixed length all learners have equally much; leave it out"
-            )
-        speaks = isinstance(self.policy, LanguageConfig)
-        if self.learner.graphs == "on" and (speaks or schedule == "periodic"):
-            what = "conversations" if speaks else "groups of pipeline.schedule=periodic"
-            raise ValueError(
-                f"learner.graphs=on records passes of a few fixed sizes, but {what} have any size; "
-                "try learner.graphs=auto"
-            )
-        if schedule == "periodic" and (reason := algo.why_not_periodic()):
-            raise ValueError(f"pipeline.schedule=periodic: {reason}")
-
-    def _answers_fit(self) -> None:
-        """Refuse options of answers where no policy speaks and learns from whole groups of conversations."""
-        algo, policy = self.algo, self.policy
-        if not isinstance(policy, LanguageConfig):
-            if packing := self.changed("learner", "pack_tokens", "share_prompts", "sequence_degree"):
-                raise ValueError(
-                    f"{packing} has no effect with policy.name={policy.name}: only conversations pass "
-                    "through the network by their tokens; leave it out"
-                )
-            if given := algo.of_answers():
-                raise ValueError(
-                    f"{' and '.join(given)}: only a language model gives answers, and policy.name={policy.name} "
-                    "takes actions; leave it out, or set policy.name=language with a text env"
-                )
-            return
-        if not algo.whole_episodes:
-            raise ValueError(
-                "algo.name=ppo learns from decisions of every env unless algo.groups says how many prompts an "
-                "iteration has, and a text env holds whole conversations; try algo.groups=64, or algo.name=grpo"
-            )
-        if policy.value_head != (algo.name == "ppo" and not self.roles.critic):
-            needed = (
-                "judges tokens by the values that policy.value_head=true predicts; set it"
-                if algo.name == "ppo" and not self.roles.critic
-                else "learns no values, so policy.value_head=true would predict nothing; leave it out"
-            )
-            raise ValueError(f"algo.name={algo.name} {needed}")
-        if given := algo.of_actions():
-            raise ValueError(
-                f"{' and '.join(given)} has no effect with policy.name=language: a batch is algo.groups of "
-                "conversations, and a decision is a token; leave it out"
-            )
         if algo.minibatch_size and algo.minibatch_size % algo.group_size:
             fit = max(algo.minibatch_size // algo.group_size, 1) * algo.group_size
-            raise ValueError(
+            yield (
                 f"algo.minibatch_size={algo.minibatch_size} counts conversations, and would tear groups of "
                 f"algo.group_size={algo.group_size}; try algo.minibatch_size={fit}"
             )
         if algo.overlong and algo.overlong > policy.max_tokens:
-            raise ValueError(
+            yield (
                 f"algo.overlong={algo.overlong} is more than policy.max_tokens={policy.max_tokens}, so every "
                 f"answer would pay; try algo.overlong={max(1, policy.max_tokens // 4)}"
             )
-        if idle := self.changed("pipeline", "stages", "merge_rows"):
-            raise ValueError(
-                f"{idle} has no effect with policy.name=language: each conversation goes on as soon as "
-                "it is answered, by whichever engine has room, and policy.max_running says for how many at a time; "
-                "leave it out"
-            )
-        if self.learner.micro_batch_size:
-            raise ValueError(
-                f"learner.micro_batch_size={self.learner.micro_batch_size} counts decisions, but conversations pass "
-                "through the network whole; set learner.pack_tokens instead"
-            )
 
-    def _roles_fit(self) -> None:
-        roles, algo = self.roles, self.algo
-        if roles.reference and not algo.kl_coef:
-            raise ValueError(
-                "roles.reference=true: nothing is compared with it while algo.kl_coef=0; try algo.kl_coef=0.01, or "
-                "leave it out"
-            )
-        speaks = isinstance(self.policy, LanguageConfig)
-        for name in ("critic", roles.scorer):
-            if name and getattr(roles, name) and not speaks:
-                raise ValueError(
-                    f"roles.{name} reads conversations, and policy.name={self.policy.name} takes actions; a role for "
-                    "robots is a program of your own (docs/workflows.md)"
-                )
-        if roles.critic and algo.name != "ppo":
-            raise ValueError(f"roles.critic=true: algo.name={algo.name} learns no values; try algo.name=ppo")
-        if roles.critic and algo.kl_coef and algo.kl_in == "reward" and not roles.reference:
-            raise ValueError(
-                "algo.kl_in=reward takes a divergence off the rewards that the critic learns from; set "
-                "roles.reference=true, which computes it before"
-            )
 
-    def _interleaving_fits(self) -> None:
-        if not self.eval.interleave:
-            return
-        if self.run.eval_every is None:
-            raise ValueError(
-                "eval.interleave=true has no effect without run.eval_every: the only evaluation is the last, after "
-                "which nothing is collected; leave it out, or set run.eval_every=50"
-            )
+# Rules between sections
 
-    def _nothing_is_collected(self) -> None:
-        keys = ["async_level"] if self.pipeline.schedule == "auto" else ["schedule", "async_level"]
-        if given := self.changed("pipeline", *keys):
-            raise ValueError(
-                f"{given}: demonstrations are on disk already, so there is nothing to collect meanwhile; leave it out"
-            )
-        if given := self.changed("learner", "sequence_degree", "graphs"):
-            raise ValueError(
-                f"{given}: demonstrations pass through the network in one learner each, and no pass is recorded; "
-                "leave it out"
-            )
 
-    def _whole_episodes_fit(self) -> None:
-        if not self.algo.whole_episodes:
-            return
-        given = f"algo.name={self.algo.name} plays whole episodes"
-        if self.run.env_steps is not None:
-            raise ValueError(
-                f"run.env_steps={self.run.env_steps}: {given}, of a length that is not known before; set run.iterations"
-            )
-        if self.env.stagger:
-            raise ValueError(f"env.stagger=true cuts the first episodes short, but {given}; try env.stagger=false")
-        if self.env.retries:
-            raise ValueError(
-                f"env.retries={self.env.retries} plays failed episodes again, but {given} of groups that begin alike; "
-                "try env.retries=0"
-            )
-
-    def _precisions_fit(self) -> None:
-        if self.learner.precision == "bf16" and self.policy.dtype == "float64":
-            raise ValueError(
-                "learner.precision=bf16 lowers float32 products, but policy.dtype=float64; try policy.dtype=float32"
-            )
-        if self.learner.shard and self.policy.mixed_precision:
-            raise ValueError(
-                f"learner.shard=true splits weights of one precision, but with policy.dtype={self.policy.dtype} "
-                f"policy.name={self.policy.name} keeps its norms in float32; try policy.dtype=float32, with "
-                "learner.precision=bf16 for speed"
-            )
+LANGUAGE, ACTIONS, EPISODES = {"policy.speaks": True}, {"policy.speaks": False}, {"algo.whole_episodes": True}
+NO_ANSWERS = "only a language model gives answers; leave it out, or set policy.name=language with a text env"
+ALWAYS = (
+    never_with(
+        {"learner.precision": "bf16"},
+        {"policy.dtype": "float64"},
+        "bf16 lowers the products of float32; try policy.dtype=float32",
+    ),
+    never_with(
+        "learner.shard",
+        {"policy.mixed_precision": True},
+        "its norms are float32; try policy.dtype=float32, with learner.precision=bf16 for speed",
+    ),
+)
+TRAINING = (
+    never_with("pipeline.granularity", EPISODES, "which episodes count is known at their end; leave it out"),
+    never_with(
+        "pipeline.granularity",
+        {"pipeline.schedule": "async"},
+        "learners work on an earlier rollout meanwhile; leave it out",
+    ),
+    only_with("pipeline.async_level", {"pipeline.schedule": "async"}),
+    never_with(
+        {"algo.surplus": "carry"},
+        {"pipeline.schedule": "async"},
+        "all groups are exactly pipeline.async_level versions old; try algo.surplus=discard",
+    ),
+    never_with({"learner.graphs": "on"}, LANGUAGE, "conversations have any size; try learner.graphs=auto"),
+    never_with(
+        {"learner.graphs": "on"},
+        {"pipeline.schedule": "periodic"},
+        "groups of pipeline.schedule=periodic have any size; try learner.graphs=auto",
+    ),
+    never_with("learner.most_items", {"pipeline.schedule": "periodic"}, "learners keep no batch there; leave it out"),
+    only_with(
+        "learner.most_items", EPISODES, "in rollouts of a fixed length all learners have equally much; leave it out"
+    ),
+    never_with("run.env_steps", EPISODES, "how long these are is not known before; set run.iterations"),
+    never_with("env.stagger", EPISODES, "it cuts the first episodes short; try env.stagger=false"),
+    never_with("env.retries", EPISODES, "all episodes of a group begin alike; try env.retries=0"),
+    # Options of actions, and of conversations.
+    never_with("algo.groups algo.group_size", {"algo.name": "ppo", **ACTIONS}, NO_ANSWERS),
+    only_with("algo.truncated algo.overlong algo.pools algo.prompts", LANGUAGE, NO_ANSWERS),
+    never_with({"algo.logprob_level": "episode", "algo.weighting": "constant"}, ACTIONS, NO_ANSWERS),
+    only_with(
+        "learner.pack_tokens learner.share_prompts learner.sequence_degree",
+        LANGUAGE,
+        "only conversations pass through the network by their tokens; leave it out",
+    ),
+    never_with(
+        {"learner.micro_batch_size": bool}, LANGUAGE, "it counts decisions, not conversations; set learner.pack_tokens"
+    ),
+    never_with(
+        "algo.rollout_decisions algo.advantage_level",
+        LANGUAGE,
+        "a decision is a token, and algo.groups counts conversations; leave it out",
+    ),
+    never_with(
+        "pipeline.stages pipeline.merge_rows",
+        LANGUAGE,
+        "each conversation goes on once it is answered, and policy.max_running says how many do; leave it out",
+    ),
+    never_with(
+        {"algo.whole_episodes": False},
+        LANGUAGE,
+        "a text env holds whole conversations; try algo.groups=64 prompts an iteration, or algo.name=grpo",
+    ),
+    never_with(
+        {"policy.value_head": False},
+        {"algo.name": "ppo", "roles.critic": False},
+        "it needs predicted values; set policy.value_head=true",
+    ),
+    never_with({"policy.value_head": True}, {"algo.name": (*PRESETS,)}, "no values are learned; leave it out"),
+    never_with({"policy.value_head": True}, {"roles.critic": True}, "the critic predicts values; leave it out"),
+    only_with(
+        "eval.interleave",
+        {"run.eval_every": bool},
+        "the only evaluation is the last; leave it out, or set run.eval_every=50",
+    ),
+    # Roles.
+    only_with("roles.reference", {"algo.kl_coef": bool}, "try algo.kl_coef=0.01, or leave it out"),
+    only_with("roles.critic", {"algo.name": "ppo"}, "no other algorithm learns values; try algo.name=ppo"),
+    only_with(
+        "roles.critic roles.verifier roles.reward_model roles.judge",
+        LANGUAGE,
+        "it reads conversations; leave it out, or write a program of your own (docs/workflows.md)",
+    ),
+    never_with(
+        {"algo.kl_in": "reward"},
+        {"roles.critic": True, "algo.kl_coef": bool, "roles.reference": False},
+        "the critic's rewards need the divergence before; set roles.reference=true",
+    ),
+)
+IMITATION = (
+    never_with({"pipeline.schedule": ("periodic", "async")}, {}, "nothing is collected in the meantime; leave it out"),
+    never_with("pipeline.async_level", {}, "nothing is collected in the meantime; leave it out"),
+    never_with(
+        "learner.sequence_degree learner.graphs",
+        {},
+        "one learner computes each demonstration, and none is recorded; leave it out",
+    ),
+)
 
 
 # Loading

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from embodied.core.files import as_path
-from embodied.core.options import LocalPath, PathOrRecipe, Strict, one_or_several
+from embodied.core.options import LocalPath, PathOrRecipe, Strict, never_with, one_or_several, only_with
 from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
 from embodied.placement.placement_errors import PlacementError
+
+SCORERS = ("verifier", "reward_model", "judge")  # options of which one may replace rewards
 
 
 class RolesSection(Strict):
@@ -61,27 +65,31 @@ class RolesSection(Strict):
     @property
     def scorer(self) -> str:
         """Which of the options replaces rewards; empty where none does."""
-        return next((name for name in ("verifier", "reward_model", "judge") if getattr(self, name)), "")
+        return next((name for name in SCORERS if getattr(self, name)), "")
 
-    @model_validator(mode="after")
-    def _fits(self) -> RolesSection:
-        given = [f"roles.{name}" for name in ("verifier", "reward_model", "judge") if getattr(self, name)]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)}: rewards come from one of them; leave the others out")
-        usual = type(self).model_fields
-        for needs, keys in {"judge": ("judge_prompt", "judge_says", "judge_tokens"), "critic": ("critic_lr",)}.items():
-            odd = [key for key in keys if getattr(self, key) != usual[key].default]
-            if odd and not getattr(self, needs):
-                raise ValueError(f"roles.{odd[0]} has no effect without roles.{needs}; leave it out")
-        if self.reward_weight is not None and not given:
-            raise ValueError("roles.reward_weight has no effect without a verifier, a reward model or a judge")
+    section = "roles."
+    rules = (
+        only_with("judge_prompt judge_says judge_tokens", {"judge": bool}),
+        only_with("critic_lr", {"critic": True}),
+        never_with("reward_weight", dict.fromkeys(SCORERS), "there is no other reward; leave it out, or set one"),
+        *(
+            never_with(one, {other: bool}, "rewards come from one of them; leave the other out")
+            for one, other in combinations(SCORERS, 2)
+        ),
+    )
+
+    def conflicts(self) -> Iterator[str]:
         if self.judge and "{asked}" not in self.judge_prompt and "{answer}" not in self.judge_prompt:
-            raise ValueError("roles.judge_prompt names neither {asked} nor {answer}: all answers would be judged alike")
-        return self
+            yield "roles.judge_prompt names neither {asked} nor {answer}: all answers would be judged alike"
 
 
 class RunSection(Strict):
     one_of: ClassVar = ("env_steps", "iterations")
+    section = "run."
+    rules = (
+        never_with("env_steps", {"iterations": bool}, "set one of them"),
+        never_with({"env_steps": None}, {"iterations": None}, "set one, for example run.env_steps=100000"),
+    )
 
     dir: LocalPath = Field(Path("runs"), description="Folder under which every run gets a folder of its own.")
     name: str | None = Field(None, description="First part of that folder's name; null: the recipe's name.")
@@ -137,16 +145,6 @@ class RunSection(Strict):
         if not as_path(name).name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100:
             raise ValueError("should be a short name without /; the folder around it is run.dir")
         return name
-
-    @model_validator(mode="after")
-    def _one_length(self) -> RunSection:
-        if (self.env_steps is None) == (self.iterations is None):
-            if self.env_steps:
-                raise ValueError(
-                    f"run.env_steps={self.env_steps} and run.iterations={self.iterations}: set one of them"
-                )
-            raise ValueError("run.env_steps or run.iterations: set one, for example run.env_steps=100000")
-        return self
 
 
 class PipelineSection(Strict):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import difflib
 
-from embodied.core.errors import nearest
-
 OURS = {  # our keys -> the words that mean them elsewhere; where two of our keys are meant, both
     "seed": "random_seed rng_seed manual_seed random_state seeds",
     "resume": "resume_from resume_path resume_from_checkpoint load_run",
@@ -125,10 +123,3 @@ def hint(key: str, known: list[str]) -> str:
 def usual(word: str) -> str:
     """Our key for another toolkit's word, without a look at the recipe; else the word."""
     return USUAL.get(as_word(word), [word])[0]
-
-
-def nearest_key(word: str, known: list[str]) -> str:
-    """`, did you mean 'x'?` for the closest known word (all that end alike, for the bare name of a key), or nothing."""
-    same_leaf = [key for key in known if key.rpartition(".")[2] == word.rpartition(".")[2]]
-    plain = len(same_leaf) == 1 or (same_leaf and "." not in word)
-    return f", did you mean {' or '.join(map(repr, same_leaf))}?" if plain else nearest(word, known, 0.6, ", ")

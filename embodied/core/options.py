@@ -1,20 +1,115 @@
 """The base of every options model: frozen, no unknown keys, no number or text that breaks whatever reads it. Free of
 torch: `--help` stays fast.
+
+Rules between options stand as data beside the options that they refuse, and one function checks them:
+
+    rules = (
+        only_with("ratio_cap", {"clip": ("aipo", "tis")}),
+        never_with("pools", {"prompts": "epochs"}, "it asks some prompts again; leave one of them out"),
+    )
+
+A rule names options: "lr epochs" means both, refused where they differ from their defaults; {"epochs": 1} means this
+value, a tuple any of its values, and a function the values of which it holds (`bool`: any that is set). Where options
+have to be compared with each other, a model has a plain function instead (`Strict.conflicts`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from embodied.core.files import as_path
 
 LARGEST_FLOAT = 1e30  # float32 ends at 3e38
 LARGEST_INT = 2**63 - 1
 LONGEST_S = 2e6  # 23 days; the operating system's waits end at 2**31 milliseconds
+CHANGED = object()  # stands for every value but the default
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Refuses each of the `refused` options beside the `others`: where all of these hold, or where one does not."""
+
+    refused: Mapping[str, Any]
+    others: Mapping[str, Any]
+    where_all_hold: bool
+    advice: str  # why, and what to write instead
+
+    def broken(self, config: Any, section: str) -> str:
+        """The rule with the values of this configuration; empty where it is kept."""
+        given = [key for key, values in self.refused.items() if holds(config, key, values)]
+        against = [key for key, values in self.others.items() if holds(config, key, values) == self.where_all_hold]
+        if not given or (len(against) < len(self.others) if self.where_all_hold else not against):
+            return ""
+        given, against = ([setting(config, key, section) for key in keys] for keys in (given, against))
+        link = " does not go with " if self.where_all_hold else " has no effect with "
+        text = f"{' and '.join(given)}{link * bool(against)}{' and '.join(against)}"
+        advice = self.advice or self.usual_advice(section)
+        return f"{text}{': ' if '; ' in advice else '; '}{advice}"
+
+    def usual_advice(self, section: str) -> str:
+        if self.where_all_hold:
+            return "leave it out"
+        key, values = next(iter(self.others.items()))
+        value = values[0] if isinstance(values, tuple) else values
+        return f"leave it out, or set {section}{key}{'' if callable(value) else f'={written(value)}'}"
+
+
+def only_with(refused: str | Mapping[str, Any], needed: Mapping[str, Any], advice: str = "") -> Rule:
+    """These options mean something only where all that is needed holds."""
+    return Rule(options(refused), needed, False, advice)
+
+
+def never_with(refused: str | Mapping[str, Any], others: Mapping[str, Any], advice: str = "") -> Rule:
+    """These options are impossible where all of the others hold."""
+    return Rule(options(refused), others, True, advice)
+
+
+def options(refused: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    return dict.fromkeys(refused.split(), CHANGED) if isinstance(refused, str) else refused
+
+
+def broken_rules(rules: tuple[Rule, ...], config: Any, section: str = "") -> Iterator[str]:
+    """The rules that a configuration breaks. `section`: what stands before its keys in a message, such as `algo.`."""
+    return filter(None, (rule.broken(config, section) for rule in rules))
+
+
+def holds(config: Any, key: str, values: Any) -> bool:
+    owner, name = owner_of(config, key)
+    value = getattr(owner, name, None)
+    if values is CHANGED:
+        return name in type(owner).model_fields and value != owner.usual(name)
+    if callable(values):
+        return bool(values(value))
+    return value in values if isinstance(values, tuple) else value == values
+
+
+def setting(config: Any, key: str, section: str) -> str:
+    """`algo.epochs=1`; for a property, which cannot be set, the name of its owner."""
+    owner, name = owner_of(config, key)
+    shown = name if name in type(owner).model_fields else "name"
+    return f"{section}{key.removesuffix(name)}{shown}={written(getattr(owner, shown))}"
+
+
+def owner_of(config: Any, key: str) -> tuple[Any, str]:
+    """The section of a dotted key, and the key's last part."""
+    *above, name = key.split(".")
+    for part in above:
+        config = getattr(config, part)
+    return config, name
+
+
+def written(value: Any) -> str:
+    """A value as a recipe has it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(written, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 class Strict(BaseModel):
@@ -30,6 +125,25 @@ class Strict(BaseModel):
     view_of_task: ClassVar[tuple[str, ...]] = ()  # likewise, but an evaluation keeps them: the policy saw `task` so
 
     of_engine: ClassVar[tuple[str, ...]] = ()  # likewise, to `engine`
+
+    section: ClassVar[str] = ""  # what stands before these keys in messages, such as `algo.`
+
+    rules: ClassVar[tuple[Rule, ...]] = ()  # between these options; those of a base class count as well
+
+    def conflicts(self) -> Iterator[str]:
+        """Yields what is wrong with options that have to be compared with each other."""
+        return iter(())
+
+    def usual(self, key: str) -> Any:
+        """An option's default."""
+        return type(self).model_fields[key].get_default(call_default_factory=True)
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> Self:
+        rules = tuple(rule for base in type(self).__mro__ for rule in vars(base).get("rules", ()))
+        if problems := [*broken_rules(rules, self, self.section), *self.conflicts()]:
+            raise ValueError("\n".join(problems))
+        return self
 
     @field_validator("*", mode="before")
     @classmethod

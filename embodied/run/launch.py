@@ -22,6 +22,7 @@ from embodied.config.published_models import reference_of
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
+from embodied.core.options import broken_rules
 from embodied.envs import env_class, import_class, speaks
 from embodied.envs.common_config import CommonEnvConfig
 from embodied.envs.evaluation_protocols import choose_protocol
@@ -101,7 +102,7 @@ def planned(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with everything "auto" in the env decided, and the plan. Refuses what cannot run here; `dry`: nothing
     will, so it may be planned for other machines. `roles`: those that the program declares."""
-    from embodied.run.text_checks import check_pictures, check_speech
+    from embodied.run.text_checks import ACTING, check_pictures, check_speech, refuse
 
     roles = roles_of(roles)
     if config.cluster.machines and not dry:
@@ -109,8 +110,8 @@ def planned(
     kind = env_class(config.env)
     if learn and len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
-    if not speaks(kind) and hasattr(config.env, "side_by_side") and (given := config.changed("env", "side_by_side")):
-        raise ConfigError(f"{given} has no effect: only text envs hold conversations; leave it out")
+    if not speaks(kind):
+        refuse(broken_rules(ACTING, config))
     # The env decides what the recipe leaves open.
     there = machines(config)
     check_simulator(config, there)
@@ -136,23 +137,12 @@ def planned(
     choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
     if config.eval.reference:
         reference_of(config.eval.reference, config.env.task)
-    check_speech(config, kind)
+    check_speech(config, kind, learn)
     if speaks(kind):
         check_pictures(config, kind)
     check_images_are_there(config)
     if learn and config.algo.prompts == "epochs":
         kind.training_questions(config.env)
-    if learn and config.policy.speaks and config.policy.engine == "http" and config.policy.weights is None:
-        raise ConfigError(
-            "policy.engine=http: the server would answer with the weights that it has, whatever is learned; set "
-            "policy.weights to a folder that it sees as well, such as policy.weights=/dev/shm"
-        )
-    if learn and config.policy.speaks and config.policy.temperature != 1 and config.policy.engine != "transformers":
-        raise ConfigError(
-            f"policy.temperature={config.policy.temperature:g}: losses need the log-probs of tokens as they were "
-            f"drawn, and policy.engine={config.policy.engine} gives those of temperature 1; try "
-            "policy.engine=transformers, or policy.temperature=1"
-        )
     if learn:
         check_log(config.run.log)
     if learn and ":" in config.policy.name:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from embodied.core.options import Strict
 
@@ -78,11 +79,9 @@ class FaultsConfig(Strict):
         180.0, gt=0, description="Seconds of silence after which a sim or policy worker is killed as hung."
     )
 
-    @model_validator(mode="after")
-    def _hangs_are_found_in_time(self) -> FaultsConfig:
+    def conflicts(self) -> Iterator[str]:
         if self.hang_s > self.timeout_s:
-            raise ValueError(
+            yield (
                 f"faults.hang_s={self.hang_s:g} is longer than faults.timeout_s={self.timeout_s:g}, after which the "
                 f"run has failed already; try faults.hang_s={self.timeout_s / 2:g}"
             )
-        return self

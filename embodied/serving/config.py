@@ -5,11 +5,11 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from embodied.core.options import Strict
 
@@ -79,16 +79,14 @@ class ServeConfig(Strict):
         except ValueError:
             return False
 
-    @model_validator(mode="after")
-    def _others_need_a_token(self) -> ServeConfig:
+    def conflicts(self) -> Iterator[str]:
         if self.token is None and not self.loopback:
-            raise ValueError(
+            yield (
                 f"host={self.host} can be reached by others, who must show a token: set the environment variable "
                 f"{TOKEN} (python -c 'import secrets; print(secrets.token_urlsafe())' makes one)"
             )
         if self.token is not None and len(self.token) < SHORTEST:
-            raise ValueError(f"the token in {TOKEN} has fewer than {SHORTEST} letters; take a longer one")
-        return self
+            yield f"the token in {TOKEN} has fewer than {SHORTEST} letters; take a longer one"
 
 
 def is_token_shown(authorization: Sequence[str], scheme: str, token: str) -> bool:

@@ -7,11 +7,11 @@ A task is called `libero_spatial/3`: suite and number, in the order of the bench
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from embodied.core.errors import nearest
 from embodied.core.options import LocalPath, Requirement
@@ -191,16 +191,16 @@ class LiberoConfig(CommonEnvConfig):
         "open", description="What the gripper does meanwhile: it opens, or, as in RLinf's OFT recipe, does not move."
     )
 
-    @model_validator(mode="after")
-    def _tasks_exist(self) -> LiberoConfig:
-        tasks = tasks_of(self.task)
+    def conflicts(self) -> Iterator[str]:
+        try:
+            tasks = tasks_of(self.task)
+        except ValueError as err:
+            yield str(err)
+            return
         if self.states_file is not None and (len(tasks) > 1 or not is_own(tasks[0])):
-            raise ValueError(
-                f"env.states_file={self.states_file} belongs to one task of your own: env.task=my_task.bddl"
-            )
+            yield f"env.states_file={self.states_file} belongs to one task of your own: env.task=my_task.bddl"
         if self.initial_states == "stored" and is_own(tasks[0]) and self.states_file is None:
-            raise ValueError(f"env.initial_states=stored: {tasks[0]} has no stored states; set env.states_file")
-        return self
+            yield f"env.initial_states=stored: {tasks[0]} has no stored states; set env.states_file"
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from embodied.core.errors import nearest
-from embodied.core.options import LocalPath, Requirement
+from embodied.core.options import LocalPath, Requirement, one_or_several, only_with
 from embodied.envs.common_config import CommonEnvConfig, NamedWithKind, Tasks, side_by_side, with_task
 
 
@@ -64,15 +65,10 @@ class ToyTextConfig(TextConfig):
     def _usual_task(cls, values: Any) -> Any:
         return with_task(values, next(iter(TOY_TASKS.get(str(values.get("name")), "")), ""))
 
-    @model_validator(mode="after")
-    def _tasks_exist(self) -> ToyTextConfig:
+    def conflicts(self) -> Iterator[str]:
         known = TOY_TASKS[self.name]
-        for task in (self.task,) if isinstance(self.task, str) else self.task:
-            if task not in known:
-                raise ValueError(
-                    f"env.task={task!r} is not a task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
-                )
-        return self
+        for task in {*one_or_several(self.task)} - {*known}:
+            yield f"env.task={task!r} is not a task of {self.name} (known: {', '.join(known)}){nearest(task, known)}"
 
 
 class PicturesConfig(ToyTextConfig):
@@ -90,11 +86,7 @@ class ReverseTextConfig(TextConfig):
         None, description='The sentences: JSONL, a line {"prompt": "..."} each; unset: some of everyday words.'
     )
 
-    @model_validator(mode="after")
-    def _letters_are_drawn(self) -> ReverseTextConfig:
-        if self.file and self.task != "sentences":
-            raise ValueError(f"env.file={self.file} holds sentences, and env.task={self.task}; leave one of them out")
-        return self
+    rules = (only_with("file", {"task": "sentences"}, "it holds sentences; leave one of them out"),)
 
 
 class MathConfig(TextConfig):
@@ -142,17 +134,15 @@ class MixtureConfig(TextConfig):
         "training asks it, beside the others'."
     )
 
-    @model_validator(mode="after")
-    def _envs_are_named(self) -> MixtureConfig:
+    def conflicts(self) -> Iterator[str]:
         if not self.mixture:
-            raise ValueError("env.mixture is empty: name text envs, such as {sums: {name: sums}, sort: {name: sort}}")
+            yield "env.mixture is empty: name text envs, such as {sums: {name: sums}, sort: {name: sort}}"
         for name, options in self.mixture.items():
             weight = options.get("weight", 1)
             if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-                raise ValueError(f"env.mixture.{name}.weight={weight!r}: should be a number above 0")
+                yield f"env.mixture.{name}.weight={weight!r}: should be a number above 0"
             if options.get("name") in (None, "mixture") or not re.fullmatch(r"[\w-]+", name):
-                raise ValueError(f"env.mixture.{name}: takes the options of a text env, its name among them")
-        return self
+                yield f"env.mixture.{name}: takes the options of a text env, its name among them"
 
 
 class VerifiersConfig(TextConfig, NamedWithKind):

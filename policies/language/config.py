@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path, read_object
-from embodied.core.options import LocalPath
+from embodied.core.options import LocalPath, never_with, only_with
 from embodied.policies.common_config import PublishedFolder
 from embodied.policies.vla.config import LoraOptions
 
@@ -145,22 +146,16 @@ class LanguageConfig(LoraOptions):
     def merged_rows(self) -> int:
         return self.max_running
 
-    @model_validator(mode="after")
-    def _the_server_is_named(self) -> LanguageConfig:
-        usual = type(self).model_fields
-        if self.engine != "http":
-            if given := [key for key in self.of_engine if getattr(self, key) != usual[key].default]:
-                raise ValueError(
-                    f"policy.{given[0]} has no effect with policy.engine={self.engine}; leave it out, or set "
-                    "policy.engine=http"
-                )
-            return self
-        if self.url is None:
-            raise ValueError("policy.engine=http asks a server: set policy.url, such as http://127.0.0.1:8000")
-        if not self.urls or len({*self.urls}) < len(self.urls):
-            raise ValueError("policy.url should name every server once")
+    section = "policy."
+    rules = (
+        only_with(" ".join(OF_SERVER), {"engine": "http"}),
+        never_with({"url": None}, {"engine": "http"}, "it asks a server; set policy.url=http://127.0.0.1:8000"),
+    )
+
+    def conflicts(self) -> Iterator[str]:
+        if self.url is not None and (not self.urls or len({*self.urls}) < len(self.urls)):
+            yield "policy.url should name every server once"
         if not all(re.fullmatch(r"https?://[^/@\s?#]+(/[^@\s?#]*)?", url) for url in self.urls):
-            raise ValueError("policy.url should be like http://127.0.0.1:8000, without a user's name or a password")
+            yield "policy.url should be like http://127.0.0.1:8000, without a user's name or a password"
         if "/" not in self.token_from and not re.fullmatch(r"[A-Za-z_]\w*", self.token_from):
-            raise ValueError("policy.token_from names an environment variable, or a file with a / in its name")
-        return self
+            yield "policy.token_from names an environment variable, or a file with a / in its name"

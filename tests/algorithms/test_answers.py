@@ -6,8 +6,6 @@ import torch
 from embodied.algorithms.config import GRPOConfig
 from embodied.algorithms.groups import score_of
 from embodied.algorithms.losses import out_of_bounds, policy_loss_sum
-from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import episodes_csv, read_episodes
 
@@ -55,36 +53,6 @@ def test_answers_are_masked_by_their_tokens():
         bounded = GRPOConfig(**common | {"episode_mask_high": bound}, episode_mask="error")
         assert out_of_bounds(*known, bounded).tolist() == [left_out] * 2
         assert out_of_bounds(-proximal, *known[1:], bounded).tolist() == [left_out] * 2
-    with pytest.raises(ValueError, match="episode_mask_low does nothing"):
-        GRPOConfig(**common, episode_mask="error", episode_mask_low=0.5)
-
-
-@pytest.mark.parametrize(
-    "option",
-    ["logprob_level=episode", "truncated=mask", "overlong=4", "weighting=constant", "pools=[1,1,1]", "prompts=epochs"],
-)
-def test_options_of_answers_are_refused_for_policies_that_act(option):
-    with pytest.raises(ConfigError, match=r"only a language model gives answers.*policy\.name=language"):
-        load(["recipe=pointmass_grpo", f"algo.{option}"])
-    assert load(["recipe=sums_grpo", f"algo.{option}"])
-
-
-def test_ppo_with_the_ratio_of_an_answer_is_refused():
-    with pytest.raises(ConfigError, match=r"algo\.logprob_level=episode: only a language model"):
-        load(["recipe=pointmass_ppo", "algo.logprob_level=episode"])
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["algo.minibatch_size=36"], r"would tear groups of algo\.group_size=8; try algo\.minibatch_size=32"),
-        (["algo.overlong=6"], r"more than policy\.max_tokens=5, so every answer would pay; try algo\.overlong=1"),
-        (["learner.micro_batch_size=4"], r"set learner\.pack_tokens instead"),
-    ],
-)
-def test_what_conversations_cannot_be_is_refused(options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        load(["recipe=sums_grpo", *options])
 
 
 def test_episodes_csv_has_columns_for_answers_where_there_are_any(tmp_path):

@@ -171,5 +171,3 @@ def test_surplus_is_carried_only_with_sync_unless_asked():
     assert found == {"sync": False, "periodic": True, "async": True}
     assert discards_surplus(GRPOConfig(name="dapo", surplus="discard"), PipelineSection(schedule="sync"))
     assert not discards_surplus(GRPOConfig(name="dapo", surplus="carry"), PipelineSection(schedule="async"))
-    carried = GRPOConfig(name="dapo", surplus="carry", epochs=1, minibatch_size=None)
-    assert "algo.surplus=carry keeps some of older" in carried.why_not_periodic()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.algorithms.losses import LossItems, loss_sum, out_of_bounds, policy_loss_sum
@@ -202,38 +201,3 @@ def test_the_mean_ratio_is_over_units_and_counts_no_masked_step():
         assert out_of_bounds(*known, config).tolist() == [outside]
     nobody = (proximal, torch.zeros_like(proximal), torch.tensor([[False, False]]), known[-1])
     assert out_of_bounds(*nobody, mask_config("mean")).tolist() == [False]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"ratio_cap": 4.0}, r"ratio_cap=4 does nothing with algo\.clip=two_sided; try algo\.clip=aipo"),
-        ({"clip": "aipo", "clip_low": 0.1}, r"clip_low=0\.1 does nothing with algo\.clip=aipo"),
-        ({"clip": "tis", "dual_clip": 3.0}, r"dual_clip=3 does nothing with algo\.clip=tis"),
-        ({"clip": "aipo", "decoupled": True}, r"try algo\.clip=two_sided with algo\.importance_cap=2"),
-        ({"importance_cap": 2.0}, r"would count that twice; try algo\.decoupled=true, or algo\.clip=tis"),
-        ({"decoupled": True, "importance_cap": 0.5}, "greater than or equal to 1"),
-        ({"episode_mask_high": 2.0}, r"do nothing with algo\.episode_mask=none; try algo\.episode_mask=mean"),
-        ({"episode_mask": "mean"}, r"no bound is given; try algo\.episode_mask_low=0\.5 algo\.episode_mask_high=2"),
-        ({"episode_mask": "mean", "episode_mask_low": 1.0}, "less than 1"),
-        ({"episode_mask": "mean", "episode_mask_high": 1.0}, "greater than 1"),
-        ({"ratio_cap": 1.0, "clip": "aipo"}, "greater than 1"),
-    ],
-)
-def test_options_that_cannot_hold_are_refused(wrong, told):
-    for kind in (PPOConfig, lambda **options: GRPOConfig(name="grpo", **options)):
-        with pytest.raises(ValidationError, match=told):
-            kind(**wrong)
-
-
-def test_a_preset_of_another_clip_may_be_capped():
-    assert GRPOConfig(name="dapo", clip="aipo").clip_high == 0.28
-    with pytest.raises(ValidationError, match=r"clip_high=0\.2 does nothing"):
-        GRPOConfig(name="dapo", clip="aipo", clip_high=0.2)
-
-
-@pytest.mark.parametrize("options", [{"decoupled": True}, {"episode_mask": "mean", "episode_mask_low": 0.5}])
-def test_nothing_is_stale_where_groups_are_learned_from_as_they_come(options):
-    config = GRPOConfig(name="grpo", epochs=1, minibatch_size=None, **options)
-    assert "nothing to correct; leave them out" in config.why_not_periodic()
-    assert not GRPOConfig(name="grpo", epochs=1, minibatch_size=None, clip="aipo").why_not_periodic()

@@ -21,12 +21,6 @@ def test_a_key_of_another_command_is_answered_with_that_command():
     assert refused("recipe=sums_sft", "algo.lr=1", entry="sft").endswith("has no effect in sft; leave it out")
 
 
-@pytest.mark.parametrize("key", ["learner.pack_tokens=64", "learner.share_prompts=false"])
-def test_robots_learners_pack_no_conversations(key):
-    line = refused("recipe=pointmass_ppo", key)
-    assert f"{key.replace('false', 'False')} has no effect with policy.name=mlp: only conversations" in line
-
-
 GRAPHS = {
     "conversations have any size; try learner.graphs=auto": ["recipe=sums_grpo"],
     "groups of pipeline.schedule=periodic have any size": [
@@ -46,26 +40,6 @@ def test_steps_of_unknown_sizes_are_not_recorded(told):
 def test_gradients_of_whole_learners_are_summed_once_a_step():
     line = refused("recipe=pointmass_ppo", "learner.reduce_each_pass=true")
     assert "leave it out, or set learner.shard=true" in line
-
-
-@pytest.mark.parametrize("options", [["recipe=pointmass_ppo"], ["recipe=pointmass_grpo", "pipeline.schedule=periodic"]])
-def test_only_batches_of_whole_episodes_are_dealt_within_a_limit(options):
-    options += ["algo.minibatch_size=null", "algo.epochs=1"] if len(options) > 1 else []
-    line = refused(*options, "learner.most_items=5000")
-    assert "learner.most_items=5000 limits what a learner has of a batch of whole episodes" in line
-    load(["recipe=pointmass_grpo", "learner.most_items=5000"])
-
-
-@pytest.mark.parametrize("name", ["overlay", "cameras", "mosaic", "dataset"])
-def test_a_text_env_is_not_filmed(name):
-    line = refused("recipe=sums_grpo", "run.start_from=null", f"eval.{name}=true")
-    assert f"eval.{name}=true has no effect with env.name=sums: a text env has nothing to record" in line
-
-
-def test_pools_take_three_weights():
-    line = refused("recipe=sums_grpo", "algo.pools=[0.1,0.9]")
-    assert "algo.pools=[0.1, 0.9]: takes three weights, for prompts that were solved rarely, at times and often" in line
-    assert load(["recipe=sums_grpo", "algo.pools=[0.1,0.3,0.1]"]).config.algo.pools == (0.1, 0.3, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,14 @@
 
 import json
 import os
-import re
 import signal
 import time
 
 import numpy as np
 import pytest
-from stepped import GRPO, ITERATIONS, ONE_STEP, PPO, TWO_LEARNERS, TWO_SIMS, Run
+from stepped import GRPO, ITERATIONS, PPO, TWO_LEARNERS, TWO_SIMS, Run
 
 from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.run.memory_check import copies
 from embodied.train import follow
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -177,52 +175,6 @@ def test_what_was_collected_ahead_is_dropped_and_counted_on_resuming(tmp_path, c
     assert "1 batch that was collected ahead was dropped" in capsys.readouterr().out
     state = json.loads((folder / "checkpoints" / f"v{ITERATIONS:06d}" / "state.json").read_text())
     assert state["dropped_batches"] == 1
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["recipe=pointmass_ppo", "pipeline.async_level=2"], "pipeline.async_level=2 has no effect"),
-        (
-            ["recipe=pointmass_ppo", "pipeline.schedule=async", "pipeline.granularity=4"],
-            "they learn from an earlier one meanwhile; leave it out",
-        ),
-        (["recipe=pointmass_ppo", "pipeline.schedule=periodic"], "try pipeline.schedule=async"),
-        (
-            ["recipe=pointmass_grpo", "pipeline.schedule=async", "algo.filter=resample", "algo.surplus=carry"],
-            "try algo.surplus=discard",
-        ),
-        (["recipe=pointmass_grpo", "pipeline.schedule=periodic"], "try algo.minibatch_size=null"),
-        (["recipe=pointmass_grpo", "pipeline.schedule=periodic"], "algo.epochs=4; try 1"),
-        (
-            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", "algo.epochs=1"],
-            "algo.minibatch_size=256 makes several; try algo.minibatch_size=null",
-        ),
-        (
-            ["recipe=pointmass_grpo", "pipeline.schedule=periodic", *ONE_STEP, "algo.scale=batch"],
-            "try algo.baseline=group",
-        ),
-        (
-            [
-                "recipe=pointmass_grpo",
-                "pipeline.schedule=periodic",
-                *ONE_STEP,
-                "algo.filter=resample",
-                "algo.surplus=carry",
-            ],
-            "algo.surplus=carry keeps some of older ones; try algo.surplus=discard",
-        ),
-    ],
-)
-def test_a_schedule_that_cannot_hold_is_refused_with_the_reason(asked, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        load(asked)
-
-
-@pytest.mark.parametrize("asked", ["pipeline.schedule=async", "pipeline.async_level=3"])
-def test_demonstrations_have_nothing_to_collect_meanwhile(asked):
-    with pytest.raises(ConfigError, match=f"{asked}: demonstrations are on disk already"):
-        load(["recipe=libero_sft", asked], "sft")
 
 
 def test_batches_without_a_group_count_when_it_is_their_turn_to_be_learned_from(tmp_path):

@@ -168,11 +168,6 @@ def test_where_a_sim_dies_what_it_held_is_played_by_itself(whole, tmp_path):
     assert found(run / "eval" / "v000001")[1] == found(whole / "eval" / "v000001")[1]
 
 
-def test_it_is_refused_where_there_is_no_rollout_to_be_beside_of():
-    with pytest.raises(ConfigError, match=r"has no effect without run\.eval_every"):
-        load(["recipe=sums_grpo", "run.eval_every=null", BESIDE])
-
-
 @pytest.mark.parametrize("command", ["evaluate", "sft", "collect"])
 def test_other_commands_say_that_it_has_no_effect(command):
     with pytest.raises(ConfigError, match=f"eval.interleave has no effect in {command}"):

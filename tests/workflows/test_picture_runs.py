@@ -35,8 +35,8 @@ def test_a_policy_learns_from_pictures_as_it_saw_them(env, tmp_path):
     ("options", "words"),
     [
         ("policy.preset=tiny", "policy.preset=tiny reads text alone"),
-        ("policy.engine=vllm", "policy.engine=vllm does not pass on; set policy.engine=transformers"),
-        ("policy.engine=http policy.url=http://a policy.weights=.", "policy.engine=http does not pass on"),
+        ("policy.engine=vllm", "policy.engine=vllm: it passes no pictures on; set policy.engine=transformers"),
+        ("policy.engine=http policy.url=http://a policy.weights=.", "policy.engine=http: it passes no pictures on"),
         ("learner.sequence_degree=2", "try learner.sequence_degree=1"),
         ("policy.pretrained=FOLDER policy.engine=vllm env.name=sums env.task=add2", "run by our own engine alone"),
     ],

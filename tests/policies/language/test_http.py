@@ -377,19 +377,3 @@ def test_a_server_that_has_no_way_to_take_weights_says_so(policy, tmp_path):
     with scripted(lambda request, body: MODELS) as url, engine_at(url, policy, tmp_path) as engine:
         with pytest.raises(ConfigError, match="no way to take weights that is known here"):
             engine.load(policy.state_dict(), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"engine": "http"}, "set policy.url"),
-        ({"url": "http://127.0.0.1:8000"}, "policy.url has no effect with policy.engine=transformers"),
-        ({"engine": "http", "url": "127.0.0.1:8000"}, "should be like http://"),
-        ({"engine": "http", "url": ["http://h", "http://h"]}, "should name every server once"),
-        ({"engine": "http", "url": "http://me:secret@127.0.0.1"}, "without a user's name"),
-        ({"engine": "http", "url": "http://h", "token_from": "a-secret-of-letters"}, "names an environment variable"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, reason):
-    with pytest.raises(ValueError, match=reason):
-        LanguageConfig(name="language", **options)

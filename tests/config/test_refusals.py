@@ -1,0 +1,194 @@
+"""Options that do not go together: one table of what is asked and answered, and every rule has a row in it."""
+
+import re
+
+import pytest
+
+from embodied.config import recipe
+from embodied.config.recipe import load
+from embodied.core.errors import EmbodiedError
+from embodied.core.options import Rule, Strict
+from embodied.run import launch, text_checks
+
+SHORT = {"PPO": "pointmass_ppo", "GRPO": "pointmass_grpo", "SUMS": "sums_grpo run.start_from=null"}
+SHORT |= {
+    "CRITIC": "sums_ppo_critic run.start_from=null",
+    "PICTURES": "pictures_grpo run.start_from=null policy.pretrained=null",
+}
+SHORT |= {"PERIODIC": "pipeline.schedule=periodic", "ONCE": "algo.epochs=1 algo.minibatch_size=null"}
+SHORT |= {"SERVER": "policy.engine=http policy.url=http://127.0.0.1:1", "SFT": "sums_sft"}
+# What is asked -> part of what is answered
+TABLE = """
+PPO algo.dual_clip=1.1 -> algo.dual_clip=1.1 is not above 1 + algo.clip_high = 1.2
+PPO algo.target_kl=0.02 algo.epochs=1 -> algo.target_kl=0.02 does not go with algo.epochs=1: it skips the epochs
+PPO algo.minibatch_size=9000 -> =9000 is more than env.num_envs=16 * algo.rollout_decisions=32 = 512 items an iteration
+PPO env.num_envs=1 algo.rollout_decisions=1 algo.minibatch_size=1 -> makes a single advantage 0; try algo.rollout_d
+PPO algo.kl_in=reward -> algo.kl_in=reward has no effect with algo.kl_coef=0; try algo.kl_coef=0.01
+PPO algo.kl_in=reward algo.kl_coef=1 algo.kl_estimator=k2 -> rewards take the divergence as it is (k1)
+PPO algo.ratio_cap=4 -> algo.ratio_cap=4 has no effect with algo.clip=two_sided; leave it out, or set algo.clip=aipo
+GRPO algo.clip=aipo algo.clip_low=0.1 -> algo.clip_low=0.1 has no effect with algo.clip=aipo: algo.ratio_cap is the
+PPO algo.clip=tis algo.dual_clip=3 -> algo.dual_clip=3 has no effect with algo.clip=tis
+GRPO algo.name=dapo algo.clip=aipo algo.clip_high=0.2 -> algo.clip_high=0.2 has no effect
+GRPO algo.clip=aipo algo.decoupled=true -> try algo.clip=two_sided with algo.importance_cap=2
+PPO algo.importance_cap=2 -> with algo.decoupled=false: the ratio would count twice; try algo.decoupled=true
+PPO algo.importance_cap=0.5 algo.decoupled=true -> greater than or equal to 1
+GRPO algo.episode_mask_high=2 -> with algo.episode_mask=none; leave it out, or set algo.episode_mask=mean
+PPO algo.episode_mask=mean -> it needs a bound; try algo.episode_mask_low=0.5 algo.episode_mask_high=2
+PPO algo.episode_mask=error algo.episode_mask_low=0.5 -> that is at least 1; take algo.episode_mask_high
+PPO algo.episode_mask=mean algo.episode_mask_low=1 -> less than 1
+PPO algo.episode_mask=mean algo.episode_mask_high=1 -> greater than 1
+PPO algo.clip=aipo algo.ratio_cap=1 -> greater than 1
+GRPO algo.gamma=0.9 -> algo.gamma is a key of algo.name=ppo, but algo.name is grpo
+GRPO algo.group_size=1 algo.filter=none algo.scale=none -> with algo.baseline=group: nobody is left to compare with
+GRPO algo.group_size=1 algo.filter=none algo.baseline=batch -> with algo.scale=group: one return has no deviation
+GRPO algo.group_size=1 algo.baseline=batch algo.scale=batch -> try algo.filter=none
+GRPO algo.deviation=sample algo.scale=none -> algo.deviation=sample has no effect with algo.scale=none
+GRPO algo.name=reinforce++ algo.kl_coef=0.1 algo.deviation=sample -> algo.deviation=sample does not go with algo.kl_in
+GRPO algo.kl_coef=0.1 algo.kl_in=reward -> with algo.kl_coef=0.1 and algo.baseline=group: every decision gets its own
+GRPO algo.kl_coef=0.1 algo.kl_in=reward algo.baseline=batch -> and algo.scale=group: every decision gets its own return
+GRPO algo.filter=none algo.filter_low=0.1 -> algo.filter_low=0.1 has no effect with algo.filter=none
+GRPO algo.filter_low=0.9 algo.filter_high=0.1 -> no group would be kept; swap them
+GRPO algo.filter_metric=success -> it needs a bound; try algo.filter_low=0.1 algo.filter_high=0.9
+GRPO algo.filter_metric=success algo.filter_low=-1 -> bound a rate of success
+GRPO algo.surplus=carry -> algo.surplus=carry has no effect with algo.filter=drop; leave it out, or set algo.filter=re
+GRPO env.num_envs=500 -> some would never play; try env.num_envs=128
+GRPO run.iterations=null run.env_steps=1000 -> run.env_steps=1000 does not go with algo.name=grpo
+GRPO env.stagger=true -> it cuts the first episodes short; try env.stagger=false
+GRPO env.retries=2 -> all episodes of a group begin alike; try env.retries=0
+PPO PERIODIC -> pipeline.schedule=periodic: algo.name=ppo does not go with algo.groups=null: all env rows end a rollout
+GRPO PERIODIC -> algo.epochs=4: groups are forgotten at once; try algo.epochs=1; and algo.minibatch_size=256: there is
+GRPO PERIODIC ONCE algo.scale=batch -> algo.scale=batch: all returns are known at the end; try algo.baseline=group
+GRPO PERIODIC ONCE algo.decoupled=true -> algo.decoupled=true: acting and learning weights are the same; leave it out
+GRPO PERIODIC ONCE algo.filter=resample algo.surplus=carry -> try algo.surplus=discard
+CRITIC PERIODIC ONCE -> algo.normalize_advantages=true does not go with algo.groups=256: their mean is known at the end
+GRPO pipeline.schedule=async algo.filter=resample algo.surplus=carry -> try algo.surplus=discard
+PPO pipeline.async_level=2 -> has no effect with pipeline.schedule=sync; leave it out, or set pipeline.schedule=async
+PPO pipeline.schedule=async pipeline.granularity=4 -> learners work on an earlier rollout meanwhile; leave it out
+PPO pipeline.granularity=33 -> pipeline.granularity=33 is more than algo.rollout_decisions=32
+GRPO pipeline.granularity=2 -> with algo.name=grpo: which episodes count is known at their end; leave it out
+PPO env.num_envs=9 pipeline.stages=2 -> env.num_envs=9 is not a multiple of pipeline.stages=2; try env.num_envs=8
+PPO learner.most_items=5 -> learner.most_items=5 has no effect with algo.name=ppo: in rollouts of a fixed length
+GRPO PERIODIC ONCE learner.most_items=5 -> with pipeline.schedule=periodic: learners keep no batch there
+PPO learner.precision=bf16 policy.dtype=float64 -> bf16 lowers the products of float32; try policy.dtype=float32
+pointmass_ppo_pi0_tiny policy.dtype=bfloat16 learner.shard=true -> its norms are float32; try policy.dtype=float32
+PPO learner.pack_tokens=64 -> learner.pack_tokens=64 has no effect with policy.name=mlp: only conversations pass
+PPO learner.share_prompts=false -> learner.share_prompts=false has no effect
+PPO algo.groups=8 algo.group_size=2 -> algo.groups=8 and algo.group_size=2 does not go with algo.name=ppo and policy.na
+GRPO algo.logprob_level=episode -> only a language model gives answers; leave it out, or set policy.name=language
+PPO algo.logprob_level=episode -> only a language model gives answers
+GRPO algo.truncated=mask -> only a language model gives answers
+GRPO algo.overlong=4 algo.prompts=epochs -> algo.overlong=4 and algo.prompts=epochs has no effect with policy.name=mlp
+GRPO algo.weighting=constant -> only a language model gives answers
+SUMS algo.pools=[1,1,1] algo.prompts=epochs -> it asks some prompts again; leave one of them out
+SUMS algo.pools=[0.1,0.9] -> takes three weights, for prompts that were solved rarely, at times and often
+SUMS algo.minibatch_size=36 -> would tear groups of algo.group_size=8; try algo.minibatch_size=32
+SUMS algo.overlong=6 -> more than policy.max_tokens=5, so every answer would pay; try algo.overlong=1
+SUMS learner.micro_batch_size=4 -> it counts decisions, not conversations; set learner.pack_tokens
+SUMS pipeline.stages=2 -> pipeline.stages=2 does not go with policy.name=language: each conversation goes on once
+CRITIC algo.rollout_decisions=3 -> a decision is a token, and algo.groups counts conversations; leave it out
+CRITIC algo.groups=null -> try algo.groups=64 prompts an iteration, or algo.name=grpo
+CRITIC policy.value_head=true -> does not go with roles.critic=true: the critic predicts values; leave it out
+CRITIC roles.critic=false roles.critic_lr=null -> it needs predicted values; set policy.value_head=true
+CRITIC roles.critic=false -> roles.critic_lr=0.0003 has no effect with roles.critic=false; leave it out, or set roles.
+CRITIC algo.kl_coef=0.1 algo.kl_in=reward -> set roles.reference=true
+SUMS policy.value_head=true -> policy.value_head=true does not go with algo.name=grpo: no values are learned
+SUMS roles.reference=true -> has no effect with algo.kl_coef=0; try algo.kl_coef=0.01, or leave it out
+SUMS roles.critic=true -> with algo.name=grpo: no other algorithm learns values; try algo.name=ppo
+PPO roles.verifier=a:b -> roles.verifier=a:b has no effect with policy.name=mlp: it reads conversations
+SUMS roles.verifier=a:b roles.reward_model=m roles.judge=start -> roles.reward_model=m does not go with roles.judge=st
+SUMS roles.judge_says=Y -> roles.judge_says=Y has no effect with roles.judge=null; leave it out, or set roles.judge
+SUMS roles.judge=start roles.judge_prompt=Well? -> names neither {asked} nor {answer}
+SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
+SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=50
+SUMS learner.graphs=on -> conversations have any size; try learner.graphs=auto
+GRPO PERIODIC ONCE learner.graphs=on -> groups of pipeline.schedule=periodic have any size; try learner.graphs=auto
+PPO run.iterations=3 run.env_steps=100 -> run.env_steps=100 does not go with run.iterations=3; set one of them
+PPO run.env_steps=null -> set one, for example run.env_steps=100000
+SFT pipeline.schedule=async -> pipeline.schedule=async: nothing is collected in the meantime; leave it out
+SFT pipeline.async_level=3 -> pipeline.async_level=3: nothing is collected in the meantime; leave it out
+SFT learner.sequence_degree=2 -> one learner computes each demonstration; leave it out
+SFT sft.final_lr=1e-4 sft.lr_schedule=linear -> with sft.lr_schedule=linear; leave it out, or set sft.lr_schedule=cosine
+SFT sft.lr_schedule=cosine sft.lr=1e-4 sft.final_lr=1e-3 -> sft.final_lr=0.001 is above sft.lr=0.0001; swap them
+PPO env.privileged=true -> env.state=full: it hides nothing from the actor; try env.state=proprio
+PPO policy.name=cnn policy.keypoints=true policy.features=9 -> policy.features=9 does not go with policy.keypoints=true
+PPO policy.name=cnn policy.kernels=[4] -> describe the same layers; give each as many numbers
+PPO faults.hang_s=900 -> faults.hang_s=900 is longer than faults.timeout_s=600
+SUMS env.task=add3 -> is not a task of sums (known: add2, fewshot_sums, calc2, mul2); did you mean 'add2'?
+SUMS env.name=reverse_text env.task=letters env.file=x -> it holds sentences; leave one of them out
+SUMS policy.engine=http -> it asks a server; set policy.url=http://127.0.0.1:8000
+SUMS policy.url=http://h policy.answer_s=5 -> policy.url=http://h and policy.answer_s=5 has no effect with policy.engine
+SUMS policy.engine=http policy.url=127.0.0.1:8000 -> should be like http://
+SUMS policy.engine=http policy.url=[http://h,http://h] -> should name every server once
+SUMS policy.engine=http policy.url=http://me:secret@127.0.0.1 -> without a user's name
+SUMS policy.engine=http policy.url=http://h policy.token_from=a-secret -> names an environment variable
+SUMS policy.top_p=0.9 -> unknown key: rollouts draw from all tokens
+SUMS algo.top_k=5 -> and eval.top_k truncates it in evaluations
+SUMS policy.temperature=0 -> policy.temperature=0: should be greater than 0
+SUMS SERVER policy.weights=/dev/shm policy.temperature=0.8 -> its log-probs are those of temperature 1; try policy
+SUMS SERVER -> set a folder that it sees as well, such as policy.weights=/dev/shm
+SUMS eval.top_p=0.9 eval.temperature=0 -> with eval.temperature=0 and policy.name=language: it takes the likeliest token
+SUMS eval.top_k=1 eval.temperature=0 -> eval.top_k=1 does not go with eval.temperature=0
+SUMS eval.overlay=true eval.mosaic=true -> eval.overlay=true and eval.mosaic=true does not go with policy.name=language
+SUMS eval.samples=3 -> try eval.episodes=198
+PPO eval.top_k=5 -> eval.top_k=5 has no effect with policy.name=mlp: actions are no tokens; leave it out
+PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: every episode begins in a state of its own
+PPO env.name=uneven_env:Uneven env.side_by_side=4 -> env.side_by_side=4: only text envs hold conversations
+PPO env.name=sums -> answers with actions; try policy.name=language
+PICTURES policy.preset=tiny -> policy.preset=tiny reads text alone
+PICTURES policy.engine=vllm -> policy.engine=vllm: it passes no pictures on; set policy.engine=transformers
+PICTURES SERVER policy.weights=. -> policy.engine=http: it passes no pictures on
+PICTURES learner.sequence_degree=2 -> learners exchange tokens alone; try learner.sequence_degree=1
+"""
+ROWS = [row.split(" -> ") for row in TABLE.strip().splitlines()]
+
+
+def words_of(asked):
+    name, *words = " ".join(SHORT.get(word, word) for word in asked.split()).split()
+    return [f"recipe={name}", *words]
+
+
+def mistakes(words):
+    """The lines that these words are answered with, and none where they are a configuration."""
+    sft = words[0].endswith("_sft")
+    try:
+        launch.planned(load(words, "sft" if sft else "train").config, dry=True)
+    except EmbodiedError as err:
+        return [re.sub(r" \([^()]*from [^()]*\)$", "", line).strip() for line in str(err).splitlines()]
+    return []
+
+
+@pytest.mark.parametrize(("asked", "answer"), ROWS, ids=[asked for asked, _ in ROWS])
+def test_what_does_not_go_together_is_answered_with_a_value_that_works(asked, answer):
+    words = words_of(asked)
+    told = mistakes(words)
+    (line,) = (line for line in told if answer in line)
+    for advised in re.findall(r"(?:try|set|such as) ((?:[a-z]+\.\w+=[\w./:*-]+ ?)+)", line):
+        keys = {word.partition("=")[0] for word in advised.split()}
+        again = mistakes([*(word for word in words if word.partition("=")[0] not in keys), *advised.split()])
+        assert line not in again, f"{advised} is no way out"
+
+
+def rules():
+    """Every rule: those of the options' models, and those of a whole configuration."""
+    kinds, found = [Strict], []
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        found += [*vars(kind).get("rules", ()), *vars(kind).get("not_periodic", ())]
+    whole = [value for module in (recipe, text_checks) for value in vars(module).values() if isinstance(value, tuple)]
+    return [*found, *(rule for rules in whole for rule in rules if isinstance(rule, Rule))]
+
+
+def test_every_rule_has_a_row(monkeypatch):
+    broken, fired = Rule.broken, set()
+
+    def noted(rule, config, section):
+        if text := broken(rule, config, section):
+            fired.add(id(rule))
+        return text
+
+    monkeypatch.setattr(Rule, "broken", noted)
+    for asked, _ in ROWS:
+        mistakes(words_of(asked))
+    unseen = [rule for rule in rules() if id(rule) not in fired]
+    assert not unseen
