@@ -1,5 +1,11 @@
 // The numbers of a chart's lines nearest to the pointer.
 "use strict";
+// A page that --live writes is read again every few seconds, not while somebody reads numbers or plays a video.
+const live = Number(document.body.dataset.live);
+if (live) {
+  const busy = () => document.querySelector(".readout") || [...document.querySelectorAll("video")].some((v) => !v.paused);
+  setInterval(() => busy() || location.reload(), 1000 * live);
+}
 for (const svg of document.querySelectorAll("svg[data-x]")) {
   const width = svg.viewBox.baseVal.width;
   const lines = [...svg.querySelectorAll("polyline[data-y]")].map((line) => ({

@@ -3,12 +3,14 @@
 Writes report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
 Of several: one page that compares them, by name, date, commit and what differs in their recipes.
 
-usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--help]
+usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
 
   RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100), or
                                 that of a group of seeds or settings, which counts as what it reaches on average
   out=FILE                      where the page goes; else report.html in the folder of the one RUN, or
                                 comparison.html beside the first of several
+  --live                        write the page again every few seconds until no RUN is running any more; an open page
+                                reloads itself
 
 The page needs no network and no server: open it from disk in any browser.
 """
@@ -16,6 +18,9 @@ The page needs no network and no server: open it from disk in any browser.
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
@@ -28,6 +33,8 @@ from embodied.run import launch
 from embodied.run.run_group import is_group, read_group
 
 COMPARISON = "comparison.html"
+LIVE = "--live"
+EVERY_S = 5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,15 +43,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str]) -> int:
     options = [word.removeprefix("out=") for word in argv if word.startswith("out=")]
-    runs = [as_path(word) for word in argv if not word.startswith("out=")]
-    if not runs or len(options) > 1 or any(word.startswith("-") for word in argv):
-        raise ConfigError("which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE]")
-    print(write(runs, as_path(options[0]) if options else None))
+    runs = [as_path(word) for word in argv if not word.startswith("out=") and word != LIVE]
+    if not runs or len(options) > 1 or any(str(run).startswith("-") for run in runs):
+        raise ConfigError(
+            "which run? python -m embodied.report runs/NAME-DATE [runs/NAME-DATE ...] [out=FILE] [--live]"
+        )
+    out = as_path(options[0]) if options else None
+    if LIVE in argv:
+        keep_writing(runs, out)
+    print(write(runs, out))
     return 0
 
 
-def write(folders: list[Path], out: Path | None) -> Path:
-    """Write the page of one run, or of several compared; returns its path."""
+def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], None] = time.sleep) -> None:
+    """Write the page every few seconds while one of the runs is running, until Ctrl-C."""
+    print(f"written every {EVERY_S} s while the run is running; Ctrl-C ends this, not the run", flush=True)
+    with suppress(KeyboardInterrupt):
+        while any(is_running(folder) for folder in folders):
+            write(folders, out, live=True)
+            wait(EVERY_S)
+
+
+def is_running(folder: Path) -> bool:
+    """True if this is a run's folder, or that of a group with a run, whose process is alive."""
+    runs = read_all([folder])
+    return any(run.info.get("state") == "running" for found in runs for run in getattr(found, "runs", [found]))
+
+
+def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
+    """Write the page of one run, or of several compared; returns its path. A `live` page reloads itself."""
     if out is None:
         out = folders[0] / REPORT if len(folders) == 1 else folders[0].resolve().parent / COMPARISON
     if len(folders) == 1:
@@ -53,7 +80,7 @@ def write(folders: list[Path], out: Path | None) -> Path:
         found = read_all(folders)
         text, unread = comparison(found, out.parent), unread_files(found)
     out.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(out, text)
+    replace_text(out, text.replace("<body>", f'<body data-live="{EVERY_S}">', 1) if live else text)
     if unread:
         files = "1 file" if unread == 1 else f"{unread} files"
         print(f"{files} could not be read; the top of the page says why", file=sys.stderr)

@@ -239,7 +239,7 @@ IMITATION = (
     never_with(
         "learner.sequence_degree learner.graphs",
         {},
-        "one learner computes each demonstration, and none is recorded; leave it out",
+        "one learner computes each demonstration; leave it out",
     ),
 )
 

@@ -131,10 +131,10 @@ class RunSection(Strict):
         5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
     )
 
-    log: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(one_or_several)] = Field(
+    log: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], BeforeValidator(one_or_several)] = Field(
         ("tensorboard",),
-        description="Curves besides metrics.jsonl: any of tensorboard, wandb, which sends nothing unless WANDB_MODE or "
-        "WANDB_API_KEY ask for it.",
+        description="Curves besides metrics.jsonl: any of tensorboard, wandb, trackio. wandb sends nothing unless "
+        "WANDB_MODE or WANDB_API_KEY ask for it, trackio nothing unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL do.",
     )
 
     @field_validator("name")

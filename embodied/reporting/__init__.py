@@ -1,10 +1,11 @@
 """Progress on the console, results with their intervals, videos and reports.
 
-`progress` prints lines and writes metrics.jsonl and TensorBoard's files, `wandb_logger` W&B's. `results` holds
-results.json, episodes.csv and comparison.json, `partial_evaluation` what an interrupted evaluation leaves,
-`success_stats` rates, intervals and paired differences. `videos` writes mp4 files, `video_recorder` those of episodes
-as they are played, `timeline` trace.json. `run_page` makes report.html and `comparison_page` comparison.html from the
-`runs` on disk, with parts of `training_page`, `evaluation_page` and `machine_page`, drawn by `html` and `svg`.
+`progress` prints lines and writes metrics.jsonl and TensorBoard's files, `wandb_logger` W&B's and trackio's.
+`results` holds results.json, episodes.csv and comparison.json, `partial_evaluation` those of an interrupted
+evaluation, `success_stats` rates, intervals and paired differences. `videos` writes mp4 files, `video_recorder` those
+of episodes as they are played, `timeline` trace.json. `run_page` makes report.html and `comparison_page`
+comparison.html from the `runs` on disk, with parts of `training_page`, `evaluation_page` and `machine_page`, drawn by
+`html` and `svg`.
 """
 
 from importlib import import_module

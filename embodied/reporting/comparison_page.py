@@ -146,7 +146,9 @@ def overlaid(entries: list[ComparedRun]) -> list[Html]:
         if series := [*training_rates(entries, measure), *points(entries, measure)]:
             charts.append(line_chart(measure, series, (0.0, 1.0), percent))
     by_time = lines(entries, "success_once", "train_s")
-    charts.append(line_chart("success_once by training time", by_time, (0.0, 1.0), percent, "seconds"))
+    charts.append(
+        line_chart("success_once by training time", by_time, (0.0, 1.0), percent, "seconds", y_name="success_once")
+    )
     charts.append(line_chart("episode return", [*lines(entries, "return"), *points(entries, "return")]))
     charts.append(line_chart("env steps per second", lines(entries, "steps_per_s"), from_zero=True))
     texts = {"truncated": "answers cut off", "tokens": "tokens an answer", "tokens_per_s": "sampled tokens per second"}

@@ -2,7 +2,7 @@
 
 `Console` shows the plan first, then one live line (off a terminal a plain line per iteration), then the results. It
 keeps the running means that both the line and metrics.jsonl show. `RunLog` writes metrics.jsonl, logs/driver.log, and
-the curves of `run.log`: TensorBoard's files, or W&B (`wandb_logger.py`).
+the curves of `run.log`: TensorBoard's files, W&B or trackio (`wandb_logger.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from embodied.core.files import encode, replace_text
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
 from embodied.reporting.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
-from embodied.reporting.wandb_logger import WandbLogger
+from embodied.reporting.wandb_logger import TrackioLogger, WandbLogger
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
 RECENT = 100  # episodes over which the success rate and return of training are taken
@@ -259,7 +259,7 @@ class RunLog:
         self.metrics = run / "metrics.jsonl"
         self.conversations = run / SAMPLES
         self._file: FileIO | None = None
-        self._loggers: list[TensorBoardLogger | WandbLogger | RayGauges] = []
+        self._loggers: list[TensorBoardLogger | WandbLogger | TrackioLogger | RayGauges] = []
         self._tensorboard = True  # to be opened with the first row
 
     def begin(self, names: Sequence[str], on_ray: bool = False) -> list[str]:
@@ -267,11 +267,13 @@ class RunLog:
         self._tensorboard = "tensorboard" in names
         if on_ray:
             self._loggers.append(RayGauges(self.path.name))
-        if "wandb" not in names:
-            return []
-        found = WandbLogger(self.path)
-        self._loggers.append(found)
-        return [f"wandb       {found.describe()}"]
+        lines = []
+        for name, kind in {"wandb": WandbLogger, "trackio": TrackioLogger}.items():
+            if name in names:
+                logger = kind(self.path)
+                self._loggers.append(logger)
+                lines.append(f"{name:<12}{logger.describe()}")
+        return lines
 
     def note(self, text: str) -> None:
         """Write a line of the console into logs/driver.log."""

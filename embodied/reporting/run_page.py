@@ -105,8 +105,10 @@ PARTLY = (
     "among them. A resumed run, or the same command, plays the rest."
 )
 RESULTS_NOTE = (
-    "Lines: the last episodes of training, which explores. Dots: evaluations on a fixed list of episodes. "
-    "Bands and whiskers: 95% Wilson intervals."
+    "Lines: the last episodes of training. Dots: evaluations. They differ because training samples its actions and "
+    "draws new initial states, while an evaluation plays a fixed list of episodes at eval.temperature (0: no noise). "
+    "A return in training can also be lower because episodes are cut short (env.stagger) or begin with hard states "
+    "(env.retries). Bands and whiskers: 95% Wilson intervals."
 )
 
 

@@ -233,8 +233,12 @@ def curves(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
     charts = []
     for name in [name for name in MEASURES if any(row.get(name) is not None for row in last)]:
         for x in AXES if name == MEASURES[0] else ("env_steps",):
-            charts.append(line_chart(f"{name} over {AXES[x]}", series(name, x), (0.0, 1.0), percent, AXES[x]))
-    charts += [line_chart(f"return over {name}", series("return", x), x_name=name) for x, name in AXES.items()]
+            charts.append(
+                line_chart(f"{name} over {AXES[x]}", series(name, x), (0.0, 1.0), percent, AXES[x], y_name=name)
+            )
+    charts += [
+        line_chart(f"return over {name}", series("return", x), x_name=name, y_name="return") for x, name in AXES.items()
+    ]
     charts.append(line_chart("env steps per second", series("steps_per_s"), from_zero=True))
     return tag("div", *charts, class_="charts")
 

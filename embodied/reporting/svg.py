@@ -18,8 +18,9 @@ import numpy as np
 
 from embodied.reporting.html import ASSETS, Html, tag
 
-WIDTH, HEIGHT = 440, 230
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 8, 26
+WIDTH, HEIGHT = 440, 244
+LEFT, RIGHT, TOP, BOTTOM = 62, 10, 8, 40
+LONGEST_TITLE = 34  # letters of an axis title that fit beside a chart
 MOST_POINTS = 240  # of a line; of more, neighbours are drawn as their mean with a band from lowest to highest
 COLORS = 8  # the style names .c0 to .c7
 ROW = 16  # height of a row of bars
@@ -83,8 +84,10 @@ def line_chart(
     show: Callable[[float], str] | None = None,
     x_name: str = "env steps",
     from_zero: bool = False,
+    y_name: str = "",
 ) -> Html:
-    """A figure with its title, its legend where there is more than one series, and the chart."""
+    """A figure with its title, its legend where there is more than one series, and the chart. `y_name`: the title of
+    the y axis where it is not that of the figure."""
     show = show or short
     drawn = [thinned(one) for one in map(finite, series) if one.x]
     if not drawn:
@@ -96,11 +99,13 @@ def line_chart(
         shapes += drawn_series(one, across, up, show)
     marks: dict[int, tuple] = {}  # by colour: evaluations of a run that has a line need no entry of their own
     for one in sorted(drawn, key=lambda one: (one.points, one.faint)):
-        marks.setdefault(one.color, (one.name, f"c{one.color % COLORS}", "dot" if one.points else ""))
-    return figure(title, legend(list(marks.values())), canvas(title, shapes, x_name))
+        marks.setdefault(one.color, (one.name, style_of(one.color), "dot" if one.points else ""))
+    return figure(title, legend(list(marks.values())), canvas(title, shapes, x_name, y_name or title))
 
 
-def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False) -> Html:
+def histogram(
+    title: str, groups: dict[str, Sequence[float]], x_name: str, whole: bool = False, y_name: str = "episodes"
+) -> Html:
     """Stacked counts: `groups` maps a style class (success, failure, played) to values, integers if `whole`."""
     groups = {kind: [value for value in group if math.isfinite(value)] for kind, group in groups.items() if group}
     values = [value for group in groups.values() for value in group]
@@ -122,7 +127,9 @@ def histogram(title: str, groups: dict[str, Sequence[float]], x_name: str, whole
                 words = f"{spell(left, right, whole)}: {column[i]} {kind}"
                 shapes.append(tag("rect", tag("title", words), class_=f"bar {kind}", **bar))
                 base += column[i]
-    return figure(title, legend([(kind, kind, "") for kind in counts]), canvas(title, shapes, x_name, False))
+    return figure(
+        title, legend([(kind, kind, "") for kind in counts]), canvas(title, shapes, x_name, y_name, read=False)
+    )
 
 
 def row_charts(title: str, charts: Sequence[Rows], colors: dict[str, int], x_name: str) -> Html:
@@ -192,10 +199,20 @@ def swatch(color: int) -> Html:
     return tag("i", class_=f"swatch c{color % COLORS}")
 
 
-def canvas(title: str, shapes: Sequence[Html], x_name: str, read: bool = True) -> Html:
-    """The drawing; with `read` the pointer shows the numbers of its lines."""
-    box = f"0 0 {WIDTH} {HEIGHT}"
-    return tag("svg", *shapes, viewBox=box, role="img", aria_label=title, data_x=x_name if read else None)
+def style_of(color: int) -> str:
+    """The style classes of a line's colour; lines beyond the last colour take the first again, dashed."""
+    return f"c{color % COLORS}{' again' if color >= COLORS else ''}"
+
+
+def canvas(title: str, shapes: Sequence[Html], x_name: str, y_name: str, read: bool = True) -> Html:
+    """The drawing with the titles of its axes; with `read` the pointer shows the numbers of its lines."""
+    box, middle = f"0 0 {WIDTH} {HEIGHT}", (HEIGHT - BOTTOM + TOP) / 2
+    up = y_name if len(y_name) <= LONGEST_TITLE else f"{y_name[: LONGEST_TITLE - 1]}\u2026"
+    titles = [
+        tag("text", x_name, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="x title"),
+        tag("text", up, transform=f"translate(12 {middle:g}) rotate(-90)", class_="x title"),
+    ]
+    return tag("svg", *shapes, *titles, viewBox=box, role="img", aria_label=title, data_x=x_name if read else None)
 
 
 def grid(across: Axis, up: Axis, show: Callable[[float], str], whole_y: bool = False) -> list[Html]:
@@ -212,7 +229,7 @@ def grid(across: Axis, up: Axis, show: Callable[[float], str], whole_y: bool = F
 
 def drawn_series(one: Series, across: Axis, up: Axis, show: Callable[[float], str]) -> list[Html]:
     """Dots with their whiskers, or a line before its band."""
-    color = f"c{one.color % COLORS}"
+    color = style_of(one.color)
     spots = [(across.at(x), up.at(y)) for x, y in zip(one.x, one.y)]
     shapes = []
     if one.points:

@@ -57,7 +57,7 @@ def task_charts(run: Run) -> list[Html]:
     """Success by task, where conversations were of several."""
     keys = sorted({key for row in run.metrics for key in row if key.startswith("task/") and key.endswith("/success")})
     lines = [curve(run, key, key[5:-8], place) for place, key in enumerate(keys[:COLORS])]
-    return [line_chart("success by task", lines, (0.0, 1.0), percent)] if lines else []
+    return [line_chart("success by task", lines, (0.0, 1.0), percent, y_name="success")] if lines else []
 
 
 def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[Html]:
@@ -75,9 +75,9 @@ def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[H
     waited = [unfinished(rows[number], color) for color, number in enumerate(chosen)]
     title = f"tokens of a conversation's answers, iteration {last['iteration']}"
     return [
-        histogram(title, {"played": last["tokens"]}, "tokens", whole=True),
-        line_chart("tokens of a conversation's answers", lengths, from_zero=True),
-        line_chart("unfinished conversations", waited, (0.0, 1.0), percent, x_name="seconds of a rollout"),
+        histogram(title, {"played": last["tokens"]}, "tokens", whole=True, y_name="conversations"),
+        line_chart("tokens of a conversation's answers", lengths, from_zero=True, y_name="tokens"),
+        line_chart("unfinished conversations", waited, (0.0, 1.0), percent, "seconds of a rollout"),
     ]
 
 
@@ -131,7 +131,7 @@ def staleness_chart(run: Run, names: list[str]) -> Html:
     steps = [row["env_steps"] for row in run.metrics]
     shares = [Series(f"{number_of(name)} old", steps, [row.get(name, 0.0) for row in run.metrics]) for name in names]
     shares = [replace(one, color=place) for place, one in enumerate(shares)]
-    return line_chart("decisions by versions of staleness", shares, (0.0, 1.0), percent)
+    return line_chart("decisions by versions of staleness", shares, (0.0, 1.0), percent, y_name="share of decisions")
 
 
 def experts_chart(run: Run, names: list[str]) -> Html:
@@ -139,7 +139,7 @@ def experts_chart(run: Run, names: list[str]) -> Html:
     lines = [curve(run, name, f"layer {number_of(name)}") for name in names]
     worst = sorted(sorted(lines, key=lambda one: -one.y[-1])[:COLORS], key=lines.index)
     worst = [replace(one, color=place) for place, one in enumerate(worst)]
-    return line_chart("MaxViolation of experts: (max - mean) / mean load", worst, from_zero=True)
+    return line_chart("MaxViolation of experts: (max - mean) / mean load", worst, from_zero=True, y_name="MaxViolation")
 
 
 def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -> Series:

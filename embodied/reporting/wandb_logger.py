@@ -1,11 +1,13 @@
-"""Weights & Biases, where `run.log` names it."""
+"""Weights & Biases and trackio, where `run.log` names them. Both packages are optional."""
 
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,52 @@ from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import replace_text
 
-HOW = "python -m pip install wandb, or 'embodied-loop[wandb]'"
+PROJECT = "embodied-loop"
 
 
 def check_log(names: Sequence[str]) -> None:
-    """Refuse what cannot be written here. A folder wandb/ in the working directory is not a package."""
-    found = importlib.util.find_spec("wandb") if "wandb" in names else None
-    if "wandb" in names and (found is None or found.origin is None):
-        raise ConfigError(f"run.log={list(names)} needs the package wandb, which is not installed: {HOW}")
+    """Refuse a package of `run.log` that is not installed. A folder wandb/ in the working directory is none."""
+    for name in ("wandb", "trackio"):
+        found = importlib.util.find_spec(name) if name in names else None
+        if name in names and (found is None or found.origin is None):
+            raise ConfigError(
+                f"run.log={list(names)} needs the package {name}, which is not installed: python -m pip install "
+                f"{name}, or 'embodied-loop[{name}]'"
+            )
+
+
+class TrackioLogger:
+    """trackio's curves, over env steps, in its own folder on this machine (TRACKIO_DIR). TRACKIO_PROJECT names another
+    project. Nothing leaves this machine unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL ask for it."""
+
+    def __init__(self, run: Path) -> None:
+        import trackio
+
+        self.project = os.environ.get("TRACKIO_PROJECT", PROJECT)
+        try:
+            with redirect_stdout(io.StringIO()):  # a run says it in a line of its own
+                self._run = trackio.init(
+                    project=self.project,
+                    name=run.name,
+                    resume="allow",
+                    config=read_yaml((run / "config.yaml").read_text(encoding="utf-8")),
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+        except (OSError, ValueError) as err:
+            raise EmbodiedError(f"run.log: trackio does not start: {err}; leave it out of run.log") from err
+
+    def describe(self) -> str:
+        """Says in a line where the numbers go."""
+        return f"to see the curves: trackio show --project {self.project}"
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self, failed: bool = False) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()
 
 
 class WandbLogger:
@@ -44,7 +84,7 @@ class WandbLogger:
         )
         try:
             self._run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "embodied-loop"),
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
                 name=run.name,
                 id=run_id(run / "wandb" / "id"),
                 dir=str(run),

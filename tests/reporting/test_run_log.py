@@ -1,7 +1,10 @@
 """What `run.log` writes: evaluations beside the training's numbers, in metrics.jsonl, TensorBoard and W&B."""
 
 import json
+import os
 import struct
+import subprocess
+import sys
 
 import pytest
 
@@ -83,13 +86,14 @@ def test_figures_of_an_evaluation_without_episodes_are_no_numbers(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == row(1, 1) | {"eval/episodes": 0}
 
 
-def test_a_missing_wandb_is_refused_before_a_run_with_how_to_get_it(tmp_path, monkeypatch, capsys):
-    """Its folder in the working directory, which it makes itself, is not taken for it."""
-    (tmp_path / "wandb").mkdir()
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_missing_package_is_refused_before_a_run_with_how_to_get_it(name, tmp_path, monkeypatch):
+    """Its folder in the working directory, which wandb makes itself, is not taken for it."""
+    (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"run.log=\['tensorboard', 'wandb'\] needs .* python -m pip install wandb"):
-        check_log(("tensorboard", "wandb"))
+    with pytest.raises(ConfigError, match=rf"run.log=\['tensorboard', '{name}'\] needs .* pip install {name}, or 'emb"):
+        check_log(("tensorboard", name))
     check_log(("tensorboard",))
 
 
@@ -119,6 +123,25 @@ def test_wandb_keeps_the_same_curves_in_the_runs_folder(tmp_path, monkeypatch, c
     first, second, third = (row["env_steps"] for row in rows)
     assert steps == [(first, False), (second, False), (second, True), (third, False), (third, True)]
     assert [one["train/lr"] for one in history if "train/lr" in one] == [row["train/lr"] for row in rows]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trackio_keeps_the_same_curves(tmp_path):
+    """In a process of its own: trackio reads where its files go when it is imported."""
+    pytest.importorskip("trackio")
+    there = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio")}
+    words = ["-m", "embodied.train", *RUN, f"run.dir={tmp_path / 'runs'}", "run.log=trackio"]
+    told = subprocess.run([sys.executable, *words], env=there, capture_output=True, text=True, timeout=600, check=True)
+    assert "trackio     to see the curves: trackio show --project embodied-loop" in told.stdout
+    (run,) = (tmp_path / "runs").glob("pointmass_ppo-*")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    script = "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s; print(json.dumps(s.get_logs("
+    command = [sys.executable, "-c", f"{script}'embodied-loop', sys.argv[1])))", run.name]
+    found = subprocess.run(command, env=there, capture_output=True, text=True, timeout=600, check=True)
+    history = json.loads(found.stdout.splitlines()[-1])
+    rates = [(one["step"], one["train/lr"]) for one in history if "train/lr" in one]
+    assert rates == [(row["env_steps"], row["train/lr"]) for row in rows]
+    assert sum("eval/success_once" in one for one in history) == 2
 
 
 def history_of(data):

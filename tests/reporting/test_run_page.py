@@ -3,21 +3,25 @@
 import base64
 import errno
 import json
+import math
 import os
 import re
 import shutil
+from itertools import combinations
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from embodied.core.errors import EmbodiedError
 from embodied.core.types import EpisodeResult
-from embodied.report import main
-from embodied.reporting.html import Html, join, tag
+from embodied.report import keep_writing, main
+from embodied.reporting.html import ASSETS, Html, join, tag
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import report, report_or_say_why, write_report
 from embodied.reporting.runs import read_run
 from embodied.reporting.success_stats import summarize
+from embodied.reporting.svg import COLORS, Series, line_chart
 from embodied.reporting.timeline import TraceWriter
 from embodied.reporting.training_page import learning_charts
 from embodied.run.run_folder import RunFolder
@@ -240,6 +244,45 @@ def test_the_command_names_what_it_wrote_and_what_it_cannot_read(run, capsys):
     assert main([]) == 2 and main(["--what"]) == 2
     with pytest.raises(EmbodiedError, match="neither"):
         write_report(run / "eval")
+
+
+def test_a_live_page_follows_a_run_until_it_ends_and_then_reloads_no_more(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    page, shown = folder.path / "report.html", []
+
+    def goes_on(seconds):
+        shown.append(page.read_text())
+        with (folder.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics(len(shown))) + "\n")
+        if len(shown) == 2:
+            folder.finish("finished")
+
+    keep_writing([folder.path], None, goes_on)
+    assert ["1,111" in text for text in shown] == [False, True], "env steps after an iteration"
+    assert all(text.count('<body data-live="5">') == 1 for text in shown)
+    assert main(["--live", str(folder.path)]) == 0
+    assert "data-live=" not in page.read_text() and "2,222" in page.read_text()
+
+
+def test_axes_have_titles_and_no_two_lines_look_alike():
+    lines = [Series(str(number), [0, 1], [0, number], color=number) for number in range(2 * COLORS)]
+    chart = str(line_chart("return", lines, x_name="seconds"))
+    assert [re.findall(r'class="x title">(.+?)<', chart)] == [["seconds", "return"]]
+    assert len({*re.findall(r'class="(line c.*?)"', chart)}) == 2 * COLORS
+    css = (ASSETS / "report.css").read_text()
+    colors = re.findall(r"--c[0-7]: (#\w+)", css)
+    for theme in (colors[:COLORS], colors[COLORS:]):
+        apart = [math.dist(lab(one), lab(other)) for one, other in combinations(theme, 2)]
+        assert len(apart) == 28 and min(apart) > 35, "a difference of 2 is hardly seen"
+
+
+def lab(color):
+    """An sRGB color in CIE L*a*b*, where distances are those that people see."""
+    shares = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = np.array([share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares])
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(to_xyz @ linear / [0.9505, 1.0, 1.0888])
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_text_is_escaped_unless_a_tag_made_it():
