@@ -357,7 +357,7 @@ class SlotEngine(Engine):
             self.cache.bias = torch.where(mask, 0.0, -torch.inf).to(self.model.dtype)[:, None, None]
             logits, states = self.fast(pending, positions, self.cache)
         else:
-            with last_states(self.decoder) as found:
+            with last_states(self.model) as found:
                 logits = self.model(
                     input_ids=pending[:, None],
                     attention_mask=mask[:, None, None],
@@ -458,10 +458,10 @@ def identity(request: Request) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def last_states(decoder: Any) -> Iterator[list[Tensor]]:
-    """A list that gets the last hidden states [N, new, D] of the decoder's next pass."""
+def last_states(model: Any) -> Iterator[list[Tensor]]:
+    """A list that gets the last hidden states [N, new, D] of the model's next pass: what its head for words reads."""
     found: list[Tensor] = []
-    hook = decoder.register_forward_hook(lambda *told: found.append(told[-1].last_hidden_state))
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: found.append(given[0]))
     try:
         yield found
     finally:

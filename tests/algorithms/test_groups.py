@@ -220,19 +220,6 @@ def test_successes_of_carried_episodes_are_kept_and_saved():
         assert [group.episodes for group in (*each.take(), *each.take())] == [(2, 3), (4, 5)]
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({}, "no bound is given"),
-        ({"filter_low": 0.1, "filter_high": 9.0}, "a rate of success .* from 0 to 1"),
-        ({"filter": "none", "filter_low": 0.1}, r"do nothing with algo\.filter=none"),
-    ],
-)
-def test_bounds_of_success_that_cannot_hold_are_refused(options, reason):
-    with pytest.raises(ValueError, match=reason):
-        config(filter_metric="success", **options)
-
-
 def test_a_restored_pool_goes_on_as_if_nothing_had_happened():
     pool, again = (GroupPool(config(groups=1, group_size=3, filter="resample")) for _ in range(2))
     finished(pool, [1, 0, 1, 0, 0, 1, 1])

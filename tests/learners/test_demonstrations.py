@@ -111,8 +111,6 @@ def test_learning_rates_by_hand():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"final_lr": 1e-5}, "is where sft.lr_schedule=cosine ends"),
-        ({"final_lr": 1.0, "lr": 0.1, "lr_schedule": "cosine"}, "swap them"),
         ({"adam_betas": (0.9, 1.0)}, "less than 1"),
         ({"weight_decay": -1.0}, "greater than or equal to 0"),
     ],

@@ -11,8 +11,6 @@ import torch
 from embodied.algorithms.advantages import gae
 from embodied.algorithms.config import PPOConfig
 from embodied.algorithms.losses import loss_terms
-from embodied.config.recipe import load
-from embodied.core.errors import ConfigError
 from embodied.core.types import BatchEnd
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
@@ -113,16 +111,3 @@ def test_two_learners_take_the_steps_of_one(tmp_path, kl_in, shard):
         names = "train/reference_kl", "train/grad_norm"
         found.append([[row[name] for name in names] for row in rows if names[0] in row])
     assert found[0] and np.allclose(found[0], found[1], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["algo.kl_in=reward"], r"do nothing with algo\.kl_coef=0"),
-        (["algo.kl_estimator=k1"], r"do nothing with algo\.kl_coef=0"),
-        (["algo.kl_coef=0.1", "algo.kl_in=reward", "algo.kl_estimator=k2"], r"leave out algo\.kl_estimator"),
-    ],
-)
-def test_what_cannot_hold_is_refused(options, reason):
-    with pytest.raises(ConfigError, match=reason):
-        load(["recipe=pointmass_ppo", *options])

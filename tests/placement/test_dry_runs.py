@@ -111,7 +111,7 @@ def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
     assert "policy 16.4" in acting("1xGPU").memory[0]
     assert "policy 15.3" in acting("8xGPU").memory[0]  # a row each
     assert "of 24 GB" in acting("1xL4").memory[0]
-    with pytest.raises(ConfigError, match=r"2 x simulators 8\.7 \+ 2 x policy .* of 32 GB\nthat is more than there is"):
+    with pytest.raises(ConfigError, match=r"2 x simulators 4\.7 \+ 2 x policy .* of 32 GB\nthat is more than there is"):
         acting("4xCPU")
 
 

@@ -299,7 +299,7 @@ def test_the_page_tells_the_memory_of_full_size(name, title):
 def test_full_size_recipes_are_whole(recipe):
     config = load([f"recipe={recipe}", "policy.pretrained=somewhere"]).config
     assert config.policy.preset == "full" and config.policy.chunk <= config.policy.horizon
-    with pytest.raises(ConfigError, match=r"norms in float32; try policy\.dtype=float32"):
+    with pytest.raises(ConfigError, match=r"norms are float32; try policy\.dtype=float32"):
         load([f"recipe={recipe}", "policy.pretrained=somewhere", "learner.shard=true"])
 
 

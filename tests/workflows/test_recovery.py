@@ -145,8 +145,8 @@ def test_a_policy_that_dies_in_a_rollout_changes_nothing(tmp_path, options):
     with Run(tmp_path / "broken", TWO_SIMS, *options) as run:
         killed = []
 
-        def kill_once(batch, sim, route, collect=run.loop.source._collect):
-            call = collect(batch, sim, route)
+        def kill_once(batch, beside, sim, route, collect=run.loop.source._collect):
+            call = collect(batch, beside, sim, route)
             if not killed and sim == 1:
                 killed.append(run.pid("policy-0"))
                 os.kill(killed[0], signal.SIGKILL)

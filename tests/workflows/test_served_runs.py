@@ -154,12 +154,6 @@ def test_sums_are_learned_through_a_server_as_without_one(imitated, tmp_path, ca
         assert server.generation.version == 4
 
 
-def test_a_training_whose_weights_would_not_reach_the_server_is_refused(imitated, tmp_path, capsys):
-    asked = ["policy.engine=http", "policy.url=http://127.0.0.1:9"]
-    assert train.main(["recipe=sums_grpo", *FEW, f"run.start_from={imitated}", f"run.dir={tmp_path}", *asked]) == 2
-    assert "set policy.weights to a folder that it sees as well" in capsys.readouterr().err
-
-
 def test_engines_are_chosen_for_language_models_alone(imitated, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train.main(["recipe=pointmass_ppo", "run.iterations=1", "eval.episodes=2", "cluster.backend=inline"]) == 0
