@@ -107,7 +107,8 @@ def read_order(argv: Sequence[str]) -> ShareOrder:
     for word in words:
         name = word.removeprefix("recipe=")
         if word.startswith("recipe=") or not ("=" in word or word.startswith("-")):
-            order.runs.append([f"recipe={name}"])
+            file = as_path(name)  # which is found from anywhere: join= and resume= may come from another folder
+            order.runs.append([f"recipe={file.absolute() if file.is_file() else name}"])
         else:
             (order.runs[-1] if order.runs else common).append(word)
     for run in order.runs:

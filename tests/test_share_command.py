@@ -159,6 +159,7 @@ def test_a_run_that_is_killed_frees_its_devices_at_once_and_others_go_on(alone, 
     assert process.wait(LONG_S) == 1
     assert far(weights(tmp_path, "s-sums_grpo"), alone["talker"]) < 1e-9
     assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["failed", "finished"]
+    assert "pointmass_ppo failed: it was ended by SIGKILL" in (tmp_path / "said.txt").read_text()
 
 
 def phase_of_run(folder, name):
@@ -240,6 +241,12 @@ def test_a_command_line_that_makes_no_sense_is_refused(words, said):
     with pytest.raises(ConfigError) as caught:
         new_runs(read_order(words))
     assert said in str(caught.value)
+
+
+def test_recipe_files_are_found_from_whatever_folder_the_runs_go_on(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("extends: pointmass_ppo\n")
+    monkeypatch.chdir(tmp_path)
+    assert read_order(["mine.yaml", "seed=1"]).runs == [[f"recipe={tmp_path / 'mine.yaml'}", "seed=1"]]
 
 
 def test_keys_before_the_first_recipe_hold_for_all_runs_that_do_not_set_them():

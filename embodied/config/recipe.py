@@ -217,7 +217,7 @@ TRAINING = (
     only_with(
         "eval.interleave",
         {"run.eval_every": bool},
-        "the only evaluation is the last; leave it out, or set run.eval_every=50",
+        "the only evaluation is the last; leave it out, or set run.eval_every=5",
     ),
     # Roles.
     only_with("roles.reference", {"algo.kl_coef": bool}, "try algo.kl_coef=0.01, or leave it out"),

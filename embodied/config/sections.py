@@ -88,7 +88,7 @@ class RunSection(Strict):
     section = "run."
     rules = (
         never_with("env_steps", {"iterations": bool}, "set one of them"),
-        never_with({"env_steps": None}, {"iterations": None}, "set one, for example run.env_steps=100000"),
+        never_with({"env_steps": None}, {"iterations": None}, "set one, for example run.iterations=100"),
     )
 
     dir: LocalPath = Field(Path("runs"), description="Folder under which every run gets a folder of its own.")

@@ -282,6 +282,8 @@ def last_words(one: ActiveRun) -> str:
     info = what_it_says(one.folder) if one.folder else {}
     if info.get("state") in ("stopped", "failed"):
         return (str(info.get("cause", "")).splitlines() or [""])[0]
+    if (code := one.process.returncode) is not None and code < 0:
+        return f"it was ended by {signal.Signals(-code).name}"
     lines = one.log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or [line for line in lines if line.strip()] or ["it said nothing"])[-1].removeprefix("error: ")

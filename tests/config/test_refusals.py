@@ -99,11 +99,12 @@ SUMS roles.verifier=a:b roles.reward_model=m roles.judge=start -> roles.reward_m
 SUMS roles.judge_says=Y -> roles.judge_says=Y has no effect with roles.judge=null; leave it out, or set roles.judge
 SUMS roles.judge=start roles.judge_prompt=Well? -> names neither {asked} nor {answer}
 SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
-SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=50
+SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=5
 SUMS learner.graphs=on -> conversations have any size; try learner.graphs=auto
 GRPO PERIODIC ONCE learner.graphs=on -> groups of pipeline.schedule=periodic have any size; try learner.graphs=auto
 PPO run.iterations=3 run.env_steps=100 -> run.env_steps=100 does not go with run.iterations=3; set one of them
-PPO run.env_steps=null -> set one, for example run.env_steps=100000
+PPO run.env_steps=null -> set one, for example run.iterations=100
+GRPO run.iterations=null -> set one, for example run.iterations=100
 SFT pipeline.schedule=async -> pipeline.schedule=async: nothing is collected in the meantime; leave it out
 SFT pipeline.async_level=3 -> pipeline.async_level=3: nothing is collected in the meantime; leave it out
 SFT learner.sequence_degree=2 -> one learner computes each demonstration; leave it out
