@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -64,7 +65,7 @@ class Worker:
     def all_reduce(self, array: Any) -> Any:
         """The sum of what every worker of this role gives to the same call, added in the order of their ranks."""
         role = self.name.rpartition("-")[0]
-        self.broadcast(array, role, "all_reduce")
+        self.broadcast(copy(array), role, "all_reduce")  # others may read it after this worker has changed its own
         ranks = range(self.world_size)
         return sum(array if rank == self.rank else self.recv((role, rank), "all_reduce") for rank in ranks)
 

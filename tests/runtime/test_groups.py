@@ -3,6 +3,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,6 +136,15 @@ def test_calls_on_a_group(counters):
         counters.ad(1)
     with pytest.raises(IndexError, match="no rank 3"):
         counters[3]
+
+
+def test_what_is_summed_stays_as_it_was_given_for_ranks_that_read_it_later():
+    told = []
+    rank = SimpleNamespace(name="critic-0", rank=0, world_size=1, broadcast=lambda item, *_: told.append(item))
+    mine = np.ones(2)
+    Worker.all_reduce(rank, mine)
+    mine[:] = 5
+    assert told[0].tolist() == [1, 1]
 
 
 def test_calls_of_a_worker_run_one_after_the_other(counters):
