@@ -74,7 +74,8 @@ class EpisodeTracker:
             self.episode[row] = spec.index
         self.started[rows] += 1
         self.decision[rows] = self.length[rows] = 0
-        begun, self.keys = np.isin(np.arange(len(self.episode)), rows), None
+        begun, self.keys = np.zeros(len(self.episode), bool), None
+        begun[rows] = True
         at_reset = np.zeros(len(begun), bool) if success is None else success
         self.total_reward = with_rows(self.total_reward, begun, room_for(self.total_reward, len(begun)))
         for name in ("success_at_reset", "success_once", "success_now"):
