@@ -55,26 +55,11 @@ def play_episodes(
     alone: frozenset[int],
     timers: Timers,
     stop: Callable[[], bool] = lambda: False,
-) -> list[EpisodeResult]:
-    """Play a fixed list of episodes to the end, a free row taking the next one. `alone` are the last of the episodes;
-    each is played with no other beside it. Once `stop` says so the decision in progress is the last one, and what is
-    not over is given up."""
-    turns = play_in_turns(env, episodes, action_source, recording, notes, alone, timers, stop)
-    return [result for ended in turns for result in ended]
-
-
-def play_in_turns(
-    env: VectorEnv,
-    episodes: list[EpisodeSpec],
-    action_source: ActionSource,
-    recording: Recording,
-    notes: Channel,
-    alone: frozenset[int],
-    timers: Timers,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[EpisodeResult]]:
-    """The same, decision by decision: yields the episodes that have ended since the last time, while the next decisions
-    are requested and not waited for yet."""
+    """Play a fixed list of episodes to the end, a free row taking the next one, decision by decision: yields the
+    episodes that have ended since the last time, while the next decisions are requested and not waited for yet. `alone`
+    are the last of the episodes; each is played with no other beside it. Once `stop` says so the decision in progress
+    is the last one, and what is not over is given up."""
     player, waiting = EpisodePlayer(env, timers), deque(episodes)
     outcomes: list[EpisodeResult] = []
 

@@ -31,7 +31,7 @@ from embodied.core.types import (
 from embodied.envs import env_class, make_env
 from embodied.envs.action_sources import ExpertActions, PolicyActions
 from embodied.envs.episode_player import Record, Refill, Stage, step_stages
-from embodied.envs.evaluation import play_episodes, play_in_turns
+from embodied.envs.evaluation import play_episodes
 from embodied.envs.request_client import PolicyClient
 from embodied.envs.whole_episodes import EpisodeStream, PlayerWorker
 from embodied.runtime import Channel, Needs
@@ -176,14 +176,15 @@ class SimWorker(PlayerWorker):
             ExpertActions(self.eval_env.expert(expert, self.tick), client.source) if expert else PolicyActions(client)
         )
         stop = lambda: self.stopped  # noqa: E731
-        return play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)
+        turns = play_episodes(self.eval_env, episodes, action_source, recording, notes, alone, self.timers, stop)
+        return [result for ended in turns for result in ended]
 
     def _evaluating(self, share: EvaluationShare, servers: Servers) -> Iterator[list[EpisodeResult]]:
         """Play the episodes of an evaluation, a decision whenever the next item is wanted."""
         self.eval_spec()
         actions = PolicyActions(PolicyClient(servers), share.rule)
         about = (actions, share.recording, share.notes, frozenset[int](), self.timers)
-        return play_in_turns(self.eval_env, list(share.episodes), *about)
+        return play_episodes(self.eval_env, list(share.episodes), *about)
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Open episodes and, where the simulator can save it, its state: arrays with one row per env (empty: nothing

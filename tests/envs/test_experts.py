@@ -22,7 +22,8 @@ REST = np.array([0, np.pi / 8, 0, -np.pi * 5 / 8, 0, np.pi * 3 / 4, np.pi / 4])
 def play(env, count):
     action_source = ExpertActions(env.expert(), "expert")
     episodes = EpisodeList(0, "demonstrations", (env.config.task,)).first(count)
-    return play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    return [result for ended in turns for result in ended]
 
 
 def test_the_jacobian_tells_how_small_joint_steps_move_the_hand():
@@ -103,7 +104,8 @@ def test_liberos_expert_solves_stored_states_also_where_a_bowl_slips_as_the_epis
     env = LiberoEnv(LiberoConfig(name="libero", task=task), 2)
     episodes = EpisodeList(0, "eval", (task,), stored_states=50).first(2)
     action_source = ExpertActions(env.expert(), "expert")
-    played = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    played = [result for ended in turns for result in ended]
     env.close()
     assert all(result.success_once for result in played)
 

@@ -60,7 +60,7 @@ def test_a_recorder_sees_every_episode_and_every_step_of_it():
     env, lines = make_env(config, 2), []
     recording = Recording(recorders=(partial(Notebook, lines),))
     episodes = EpisodeList(0, "eval", ("reach",)).first(3)
-    play_episodes(env, episodes, Still(), recording, SimpleQueue(), frozenset(), Timers())
+    [*play_episodes(env, episodes, Still(), recording, SimpleQueue(), frozenset(), Timers())]
     assert lines == [
         "episode 0 begins",
         "episode 1 begins",

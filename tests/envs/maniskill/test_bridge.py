@@ -194,6 +194,7 @@ def test_the_expert_puts_the_carrot_on_its_plate():
     env = build(2, cameras=(), max_episode_steps=40, action_units=(0.05, 0.35))
     episodes = [EpisodeSpec(CARROT, state, state, number) for number, state in enumerate((0, 1, 10, 23))]
     action_source = ExpertActions(env.expert(), "expert")
-    played = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    played = [result for ended in turns for result in ended]
     assert all(result.success_once for result in played)
     env.close()

@@ -58,7 +58,8 @@ def played(task, mode, count, rows, **options):
     env = ManiSkillEnv(ManiSkillConfig(task=task, control_mode=mode, **options), rows)
     episodes = EpisodeList(0, "demonstrations", (task,)).first(count)
     action_source = ExpertActions(env.expert("planner"), "expert")
-    results = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    turns = play_episodes(env, episodes, action_source, Recording(), SimpleQueue(), frozenset(), Timers())
+    results = [result for ended in turns for result in ended]
     env.close()
     return results
 
