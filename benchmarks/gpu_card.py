@@ -182,12 +182,14 @@ def swap(asked: argparse.Namespace) -> Figures:
     from embodied.profiling.role_probe import moves_of, real, used_bytes
     from embodied.runtime.weights import new_name
 
-    width, device = (64, "cpu") if asked.tiny else (16384, "cuda")
-    policy = MLPConfig(hidden=(width,) * 3)
+    width, device = (64, "cpu") if asked.tiny else (4096, "cuda")  # wider ones take minutes to draw
+    policy = MLPConfig(hidden=(width,) * (3 if asked.tiny else 8))
     learner = real(LearnerWorker, policy, PPOConfig(), LearnerConfig(device=device), 0, None, device, tick=lambda: None)
     learner.build(EnvSpec(ActionSpec(8), state_dim=42), new_name(), snapshot=False)
     for parameter in learner.policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
+    for master in learner.optimizer.masters:
+        learner.optimizer.adam.state_of(master)
     gb = lambda: used_bytes(device) / 1e9  # noqa: E731
     figures = {"before_GB": gb()}
     moved = moves_of(learner)

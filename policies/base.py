@@ -46,6 +46,7 @@ class Policy(nn.Module):
     max_length: int | None = None  # tokens of a whole conversation, at most
     any_image_size = False  # whether it scales images itself
     takes_device_noise = False  # whether `act` takes its noise as a tensor of its device
+    is_recordable = False  # whether `act` on tensors may be recorded as a graph: it reads none of their numbers
     value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
     own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
     auxiliary_loss: str = ""  # the name in the metrics of the second loss that `imitate` returns, where there is one

@@ -94,7 +94,7 @@ class ActorCritic(Policy):
     """A family sets `features`: what it makes of an observation, `width` numbers for each row, without the privileged
     ones."""
 
-    takes_device_noise = True
+    takes_device_noise = is_recordable = True
     value_names = ("critic.",)
 
     def __init__(self, config: ActorCriticConfig, spec: EnvSpec, width: int) -> None:

@@ -33,6 +33,7 @@ from embodied.core.errors import DeadlineExceeded, Unusable, WrongShape
 from embodied.core.types import ActReply, ActRequest, Array, EnvSpec, Merging, PolicyOutput
 from embodied.policies import device_noise, make_policy
 from embodied.runtime import Channel, Needs, Worker, served_while_busy
+from embodied.runtime.device_graphs import Recordings
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.runtime.published_weights import Publication
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
@@ -45,9 +46,16 @@ COMPILING_S = 900.0  # at most, on a busy machine
 
 class PolicyWorker(Worker):
     def __init__(
-        self, config, seed: int, precision: str = "full", device: str = "cpu", merging: Merging = ONE_BY_ONE
+        self,
+        config,
+        seed: int,
+        precision: str = "full",
+        device: str = "cpu",
+        merging: Merging = ONE_BY_ONE,
+        graphs: str = "off",
     ) -> None:
-        """`precision` is the learner's: log-probs must agree."""
+        """`precision` is the learner's: log-probs must agree. `graphs`: whether acting is recorded, where that can be:
+        with tensors on their device."""
         self.config = config
         self.seed = seed
         self.device = device
@@ -58,6 +66,8 @@ class PolicyWorker(Worker):
         self.shares = False  # its weights are a learner's
         self.cache_bytes = 0  # the most that it acted in so far
         self.checks = FiniteChecks()  # of answers on a device, until a rollout ends
+        plain = graphs == "off" or self.bf16 or config.compile
+        self.recordings = None if plain else Recordings(device)
 
     def build(self, spec: EnvSpec) -> None:
         self.belongings = DeviceTensors(self.timers)
@@ -190,10 +200,9 @@ class PolicyWorker(Worker):
         if not requests:
             return {}
         asked = list(requests.values())
-        noise = self._noise(asked, rule.stream)
         obs = join_rows([request.obs for request in asked])
-        output = self.policy.act(text_lists(obs), noise, rule.temperature)
-        check_output(output, len(noise), self.action_dim)
+        output = self._decided(obs, *self._noise_keys(asked), rule)
+        check_output(output, num_rows(obs), self.action_dim)
         numbers = {"actions": output.actions, "log-probs": output.logprobs, "values": output.values}
         self._check_finite(numbers, obs, all(request.checked_later for request in asked))
         rows = zip(requests, spans([request.rows for request in asked]), strict=True)
@@ -210,10 +219,25 @@ class PolicyWorker(Worker):
         self._check_finite({"values": values}, obs, checked_later)
         return {i: values[mine] for i, mine in zip(observations, spans(counts), strict=True)}
 
-    def _noise(self, requests: list[ActRequest], stream: str) -> Array:
+    def _decided(self, obs: Observation, episodes: Array, decisions: Array, rule: SamplingRule) -> PolicyOutput:
+        def decide(obs: Observation, episodes: Array, decisions: Array) -> Observation:
+            noise = self._noise(episodes, decisions, rule.stream)
+            return vars(self.policy.act(text_lists(obs), noise, rule.temperature))
+
+        inputs = {"obs": obs, "episodes": episodes, "decisions": decisions}
+        there = self.noise_device and self.policy.is_recordable and all(map(is_tensor, leaves(inputs)))
+        if self.recordings is None or not there:
+            return PolicyOutput(**decide(**inputs))
+        return PolicyOutput(**self.recordings.run((rule.stream, rule.temperature), decide, inputs, self._weights()))
+
+    def _noise_keys(self, requests: list[ActRequest]) -> tuple[Array, Array]:
+        """The episodes and decisions that key the noise."""
         alike = len({is_tensor(request.episodes) for request in requests}) == 1
         parts = zip(*((r.episodes, r.decisions) for r in requests), strict=True)
         episodes, decisions = (concatenate(part if alike else [*map(host, part)]) for part in parts)
+        return episodes, decisions
+
+    def _noise(self, episodes: Array, decisions: Array, stream: str) -> Array:
         where = (self.seed, f"act/{stream}")
         if self.noise_device:
             return device_noise.draw(self.noise.kind, *where, episodes, decisions, self.noise.width, self.noise_device)
@@ -230,8 +254,9 @@ class PolicyWorker(Worker):
         for part in leaves(obs):
             if is_tensor(part) and part.is_floating_point():
                 seen.note("seen", part)
+        but = [mark.isnan() for mark in seen.wrong.values()]
         for what, each in numbers.items():
-            self.checks.note(what, each, *seen.wrong.values())
+            self.checks.note(what, each, *but)
 
     def _check_noted(self) -> None:
         """Raise where answers were not finite since the last call."""

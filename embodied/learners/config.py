@@ -51,7 +51,8 @@ class LearnerConfig(Strict):
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Record gradient steps as CUDA graphs and repeat them; minibatches are padded to few sizes. auto: "
-        "on GPUs, for policies of up to 10 million weights that take numbers. Weights are equal up to rounding.",
+        "on GPUs, for policies of up to 10 million weights that take numbers. Weights are equal up to rounding. Small "
+        "policies that act on what a simulator keeps on their GPU are recorded there too, unless off.",
     )
     checkpoint_activations: bool = Field(
         False, description="Compute activations again in the backward pass instead of keeping them, block by block."

@@ -22,11 +22,12 @@ from embodied.core.arrays import is_tensor, leaves
 from embodied.core.errors import ConfigError, Diverged, EmbodiedError, WrongShape
 from embodied.core.rng import minibatches
 from embodied.core.types import BatchEnd, Trajectory
-from embodied.learners.graphs import FixedPass, moved, padded_size, record, tensors_of
+from embodied.learners.graphs import FixedPass, moved, padded_size, tensors_of
 from embodied.learners.model import KEPT_BYTES, Model, PolicyOptimizer, lr_factor
 from embodied.learners.train_batch import RankBatch, step_items
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
+from embodied.runtime.device_graphs import record
 
 SMALL = 10_000_000  # weights of a policy whose steps are recorded on a GPU
 MISMATCH = ("mismatch_k3", "mismatch_error")  # of log-probs with those at act time, in the first step

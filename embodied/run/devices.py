@@ -155,6 +155,12 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
                 f"placement: {' and '.join(host.roles)} on {where}, but learner.device={wanted}; "
                 "try learner.device=auto"
             )
+    learning = [device for host in plan.hosts if "learner" in host.roles for device in host.held if "gpu:" in device]
+    if shared := [device for device in learning if learning.count(device) > 1]:
+        raise ConfigError(
+            f"placement: {len(shared)} learners on {shared[0]}, but NCCL, which sums gradients on GPUs, takes one of "
+            f"a GPU; try learner: {shared[0]}"
+        )
 
 
 def divides_requests(config: RunConfig) -> bool:

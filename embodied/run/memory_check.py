@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 COPIES = 4
 EXACT = 4  # bytes of a float32
 PROCESS_BYTES = 0.5e9  # of a process of a run, with torch and a simulator; assumed
-CUDA_BYTES = 0.5e9  # what CUDA itself takes for every process on a GPU; assumed
+CUDA_BYTES = 0.78e9  # what CUDA and cuBLAS take for every process on a GPU: 739 MiB on an H200, CUDA 13.0
 DRAWING_BYTES = 0.3e9  # of a GPU, for every process whose simulator draws there; assumed
-NCCL_BYTES = 0.5e9  # of a GPU, for the buffers by which a learner there exchanges gradients with others; assumed
+NCCL_BYTES = 0.63e9  # of a GPU, for what a learner there exchanges gradients by: 598 MiB there, NCCL 2.28, a rank
 LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
 ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
 TEXT_SIMS = 4  # for each GPU

@@ -374,8 +374,13 @@ class _WorkerThread(threading.Thread):
         return "failed", call_id, cause, text[-_MAX_CAUSE_CHARS * 8 :], follows, retry, code
 
 
+OF_THIS_RANK = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError")  # two ranks on a GPU, no memory
+
+
 def rank_is_lost(error: BaseException) -> bool:
     """True if torch says that ranks are no longer connected: a consequence of what happened to another rank."""
+    if any(name in str(error) for name in OF_THIS_RANK):
+        return False
     dist = sys.modules.get("torch.distributed")
     known: Any = (RuntimeError,) if "gloo/" in str(error) else ()
     return isinstance(error, known if dist is None else (*known, dist.DistError))

@@ -66,7 +66,8 @@ def sim_arguments(workers: Workers) -> tuple:
 def policy_arguments(workers: Workers) -> tuple:
     config = workers.config
     merging = Merging(config.merged_rows, config.pipeline.merge_wait_s)
-    return config.policy, config.seed, config.learner.precision, workers.torch_device("policy"), merging
+    device, learner = workers.torch_device("policy"), config.learner
+    return config.policy, config.seed, learner.precision, device, merging, learner.graphs if device == "cuda" else "off"
 
 
 def learner_arguments(workers: Workers, algo: Any = None) -> tuple:

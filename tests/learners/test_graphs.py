@@ -1,6 +1,7 @@
 """Recorded gradient steps (learner.graphs) learn what other steps do; and what an update reads of its device."""
 
 import importlib.util
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from fake_cuda import WHERE, Card, fetched
 from torch._subclasses.fake_tensor import FakeTensor
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.core.arrays import host
 from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, env_blocks
 from embodied.learners.config import LearnerConfig
@@ -27,7 +29,14 @@ toy = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(toy)
 
 PPO = {"rollout_decisions": toy.T, "epochs": 2, "minibatch_size": 17, "lr": 1e-2, "max_grad_norm": 0.3}
+DEVICE = "cpu"
 CAMERA = EnvSpec(ActionSpec(3), state_dim=5, images={"top": (36, 36, 3)}, privileged_dim=2)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def on_devices(request, monkeypatch):
+    """On a CPU its stand-in for graphs is tested, on a GPU CUDA's."""
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", request.param)
 
 
 def data_for(policy, iteration, spec):
@@ -39,13 +48,13 @@ def data_for(policy, iteration, spec):
     count = toy.T * toy.N
     obs = data.obs | {"images": {"top": r.integers(0, 256, (count, 36, 36, 3), np.uint8)}}
     obs["privileged"] = r.normal(size=(count, 2))
-    found = policy.encode({name: obs[name] for name in ("images",)}).detach().numpy()
+    found = host(policy.encode({name: obs[name] for name in ("images",)}))
     return replace(data, obs=obs, replay={"estimates": found})
 
 
 def learner(graphs, collective, policy_config=None, spec=toy.ENV, algo=None, **options):
     """A model and its optimizer."""
-    policy = make_policy(policy_config or MLPConfig(hidden=(12, 12), chunk=toy.C, dtype="float64"), spec, 0)
+    policy = make_policy(policy_config or MLPConfig(hidden=(12, 12), chunk=toy.C, dtype="float64"), spec, 0).to(DEVICE)
     model = Model(policy, LearnerConfig(graphs=graphs, **options))
     return model, PolicyOptimizer(policy, algo or PPOConfig(**PPO), collective)
 
@@ -87,6 +96,7 @@ WAYS = {
 }
 
 
+@pytest.mark.usefixtures("on_devices")
 @pytest.mark.parametrize("way", WAYS)
 def test_recorded_steps_learn_what_others_learn(way):
     options = dict(WAYS[way])
@@ -113,6 +123,7 @@ def test_ranks_with_recorded_steps_learn_what_one_learner_does():
     assert all(torch.equal(tensor, found[1][0][name]) for name, tensor in found[0][0].items())
 
 
+@pytest.mark.usefixtures("on_devices")
 @pytest.mark.parametrize("change", ["gradients", "optimizer"])
 def test_what_was_recorded_is_recorded_again_where_memory_has_moved(change, tmp_path):
     """As after a learner gave up its device, or read a checkpoint."""
@@ -127,6 +138,7 @@ def test_what_was_recorded_is_recorded_again_where_memory_has_moved(change, tmp_
     assert_alike(learned("on", between=between), learned("off"))
 
 
+@pytest.mark.usefixtures("on_devices")
 @pytest.mark.parametrize("graphs", ["on", "off"])
 def test_from_the_first_step_on_whose_numbers_are_not_finite_weights_stay(graphs):
     algo = PPOConfig(**PPO | {"minibatch_size": 9})
@@ -149,6 +161,7 @@ def reads_its_numbers(policy):
     policy.forward = forward
 
 
+@pytest.mark.usefixtures("on_devices")
 def test_steps_that_no_graph_can_hold_are_refused_and_with_graphs_auto_learned_from_as_ever(monkeypatch):
     """What reads a number meanwhile cannot be recorded."""
     algo, found = PPOConfig(**PPO), {}

@@ -109,10 +109,11 @@ def test_networks_compute_on_gpus_where_there_are_any_and_it_pays(name, argument
     [
         ('{sim: gpu:0, "policy,learner": cpu:0}', 'try sim: {devices: "cpu:0", render: "gpu:0"} to draw on the GPU'),
         ('{"sim,policy": cpu:0, learner: gpu:0}', "learner on gpu:0, but learner.device=cpu; try learner.device=auto"),
+        ("{sim: cpu:0, policy: gpu:0, learner: gpu:0*2}", "2 learners on gpu:0, but NCCL"),
     ],
 )
 def test_placements_that_contradict_the_recipe_are_refused(placement, answer):
-    config = recipe(f"placement={placement}", "learner.device=cpu")
+    config = recipe(f"placement={placement}", f"learner.device={'auto' if '*2' in placement else 'cpu'}")
     plan = make_plan(config.placement, read_topology("1xGPU"), 8)
     with pytest.raises(ConfigError) as caught:
         check_devices(config, plan)

@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_with_a_recipe_that_does(counted_as):
         planned("libero_grpo_openvla_oft", "1xGPU")  # in shards, of which there would be one
     counted_as(weights=10e9, training=20e9, activations=20e9)
     _, plan = planned("libero_grpo_openvla_oft", "8xGPU")
-    assert plan.memory[0].startswith("gpu:0 and 7 more alike: 8 x drawing 0.3 + CUDA 0.5 + NCCL 0.5 + learner ")
+    assert plan.memory[0].startswith("gpu:0 and 7 more alike: 8 x drawing 0.3 + CUDA 0.78 + NCCL 0.63 + learner ")
     assert {host.render for host in plan.hosts if "sim" in host.roles} == {f"gpu:{i}" for i in range(8)}
 
 

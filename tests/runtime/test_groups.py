@@ -10,6 +10,7 @@ import pytest
 
 from embodied.core.errors import ChannelClosed, DeadlineExceeded, WorkerFailed
 from embodied.runtime import Cluster, HostPlan, Worker, served_while_busy
+from embodied.runtime.host import rank_is_lost
 from embodied.runtime.payload import own_gpu
 
 
@@ -388,3 +389,11 @@ def test_the_driver_notices_notes_and_other_calls_while_a_long_one_goes_on(backe
         go_on.put("the rest")
         assert cluster.settle(long, until=lambda: notes.qsize() > 0) == {}
         assert long.wait() == ["the rest"]
+
+
+def test_what_nccl_refuses_this_rank_is_its_own_failure_and_the_loss_of_another_is_not():
+    import torch.distributed as dist
+
+    refused = "NCCL error in: NCCLUtils.cpp:93, invalid usage\nncclInvalidUsage: ...\nDuplicate GPU detected : rank 0"
+    lost = "NCCL error in: NCCLUtils.cpp:93, remote process exited or there was a network error\nncclRemoteError: ..."
+    assert [rank_is_lost(dist.DistBackendError(text)) for text in (refused, lost)] == [False, True]

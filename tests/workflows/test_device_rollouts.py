@@ -13,6 +13,7 @@ from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
+from embodied.runtime.device_graphs import Recordings
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # ManiSkill's and SAPIEN's own
@@ -27,7 +28,7 @@ def noise_of_tensors(monkeypatch):
 
     def on_device(self, spec):
         build(self, spec)
-        self.noise_device = torch.device("cpu")
+        self.noise_device, self.recordings = torch.device("cpu"), Recordings("cpu")
 
     monkeypatch.setattr(PolicyWorker, "build", on_device)
 

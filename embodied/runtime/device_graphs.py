@@ -1,0 +1,102 @@
+"""Graphs: operations of a device that are recorded once and then repeated on the same memory, without Python.
+
+A pass of a small network is some hundred operations, and each takes a GPU less time than Python needs to ask for it.
+`record` makes a CUDA graph. On a CPU it makes a `HostGraph`, which keeps to the same rules: inputs are copied into
+buffers that stay where they are, sizes never change, and nothing that is computed may be read meanwhile. No pass is
+faster by that; it lets tests compare what was recorded with what was not where there is no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from embodied.core.arrays import Observation, flat_dict, is_tensor, leaves, map_obs
+
+WARM_UP = 3  # runs before CUDA records: libraries take their memory in the first
+READS = ("_local_scalar_dense", "item", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select")
+MOST = 4  # graphs of a function, which keep their memory
+
+
+class HostGraph(TorchDispatchMode):
+    """Records the operations that run inside of it, and repeats them into the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            raise RuntimeError(f"{func} reads what is only being recorded")
+        result = func(*args, **(kwargs or {}))
+        known = tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs or {}, tree_leaves(result)))
+        self.calls.append((func, *known))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, results in self.calls:
+            for old, new in zip(results, tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # neither in place nor a view
+                    old.copy_(new)
+
+
+def record(work: Callable[[], None], device: str, pool: Any = None) -> Any:
+    """A graph of the operations of `work`, with a method `replay`. They may run several times on the way."""
+    if device != "cuda":
+        with HostGraph() as graph:
+            work()
+        return graph
+    stream, cuda_graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    # Other threads of this process, which may act or simulate, go on meanwhile.
+    with torch.cuda.graph(cuda_graph, pool=pool, capture_error_mode="thread_local"):
+        work()
+    return cuda_graph
+
+
+class Recordings:
+    """Graphs of a function of tensors, by their shapes and by where its weights are."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.graphs: dict[tuple, Any] = {}  # inputs, graph and results; None: came once; False: cannot be recorded
+
+    def run(
+        self, name: Hashable, work: Callable[..., Observation], inputs: Observation, weights: Iterable[Tensor]
+    ) -> Observation:
+        """The results of `work(**inputs)`; from the second time on that such inputs come, those of its graph."""
+        shapes = [(path, each.dtype, each.shape) for path, each in flat_dict(inputs).items()]
+        key = (name, *shapes, *(weight.data_ptr() for weight in weights))
+        with torch.inference_mode():
+            if key not in self.graphs:
+                results = work(**inputs)
+                self.graphs[key] = None if all(map(is_tensor, leaves(results))) else False
+                while len(self.graphs) > MOST:
+                    del self.graphs[next(iter(self.graphs))]
+                return results
+            if self.graphs[key] is None:
+                self.graphs[key] = self._recorded(work, inputs)
+            if not self.graphs[key]:
+                return work(**inputs)
+            held, graph, results = self.graphs[key]
+            map_obs(lambda room, array: room.copy_(array), held, inputs)
+            graph.replay()
+            return map_obs(torch.clone, results)
+
+    def _recorded(self, work: Callable[..., Observation], inputs: Observation) -> Any:
+        held, results = map_obs(torch.clone, inputs), dict[str, Any]()
+        try:
+            return held, record(lambda: results.update(work(**held)), self.device), results
+        except RuntimeError as err:
+            print(f"acting is not recorded: {err}", flush=True)
+            return False
