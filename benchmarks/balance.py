@@ -82,6 +82,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--measure", action="store_true")
     arguments.add_argument("--widths", type=int, nargs="+", default=[64, 128])
+    arguments.add_argument("--batches", nargs="+", choices=MEASURED, default=[*MEASURED], help="to be measured")
     arguments.add_argument("--rounds", type=int, default=3)
     arguments.add_argument("--draws", type=int, default=200)
     arguments.add_argument("--tflops", type=float, default=400.0, help="that a rank does, for predicted seconds")
@@ -92,7 +93,7 @@ def main() -> None:
     )
     print(markdown(["lengths", "ranks", *NAMES, "step, neighbours", "step, cut"], table(found)))
     if given.measure:
-        found["measured"] = measured(given.widths, given.rounds)
+        found["measured"] = measured(given.widths, given.batches, given.rounds)
         head = ["lengths", "width", *MEASURED_WAYS, "halves", "packing / dealt", "packing / divided"]
         head += ["halves / divided", "by the clock: packing", "divided", "packing / divided"]
         print(markdown(head, rows_of(found["measured"])))
@@ -161,11 +162,12 @@ def table(found: dict) -> list[list[str]]:
 # Two learner processes
 
 
-def measured(widths: Sequence[int], rounds: int) -> list[dict]:
+def measured(widths: Sequence[int], batches: Sequence[str], rounds: int) -> list[dict]:
     """Seconds of updates, and of halves: all work divided by two."""
     found = []
     for width in widths:
-        for name, lengths in MEASURED.items():
+        for name in batches:
+            lengths = MEASURED[name]
             cost = PassCost(float(3 * (4 * width**2 + 9 * width**2)), float(3 * width))
             costs = [cost.of([length]) for length in lengths]
             ways = {way.__name__: way(costs, lengths, 2) for way in (neighbours, packing, dealt)}
@@ -218,7 +220,7 @@ def rank_of_two() -> None:
     from embodied.learners.update import GradientSteps
     from embodied.policies import make_policy
     from embodied.policies.config import LanguageConfig
-    from embodied.policies.language import policy as language
+    from embodied.policies.language import shapes
     from embodied.runtime.collective import Gloo
     from embodied.runtime.rank_groups import form_groups
     from embodied.runtime.rendezvous import RendezvousFile
@@ -226,8 +228,9 @@ def rank_of_two() -> None:
 
     asked, rank = json.loads(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    language.DIM, language.MLP, language.POSITIONS = asked["width"], 3 * asked["width"], 16 * K
+    shapes.DIM, shapes.MLP, shapes.POSITIONS = asked["width"], 3 * asked["width"], 16 * K
     policy = make_policy(LanguageConfig(name="language"), EnvSpec(ActionSpec(1), max_episode_steps=1, text=True), 0)
+    assert policy.model.config.hidden_size == asked["width"]
     config = GRPOConfig(name="grpo", epochs=1, minibatch_size=None).model_copy(update={"group_size": 1})
     meeting = RendezvousFile(str(Path(asked["folder"]) / "meet"), 600.0)
     collective = Gloo(meeting, rank, 2)
