@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import ErrorDetails
+from typing_extensions import is_typeddict
 
 from embodied.config.key_tree import Section, choices, leaves
 from embodied.config.merge import Tree
-from embodied.config.suggestions import hint
+from embodied.config.suggestions import FAR, hint
 from embodied.core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -96,10 +97,20 @@ def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -
         chosen = (tree.section(above) or {}).get("name", "the default")
         variants = " or ".join(f"{section_path}.name={tag}" for tag in owners)
         return f"{path} is a key of {variants}, but {section_path}.name is {chosen}{came_from([path], tree)}"
+    if fields := fields_of(above, root, tree):
+        near = nearest(name, fields, FAR, ", ") or ";"
+        return f"{path}: unknown key{near} known: {', '.join(fields)}{came_from([path], tree)}"
     known = [key for key, _, only in leaves(root) if not only or only == chosen_variant(key, root, tree)]
     if command:
         known = ["recipe", *command.own, *(key for key in known if not command.ignores(key))]
     return f"{path}: unknown key{hint(path, list(dict.fromkeys(known)))}{came_from([path], tree)}"
+
+
+def fields_of(path: list[str], root: Section, tree: Tree) -> list[str]:
+    """The fields of a value that is a map of fixed fields; none of another value."""
+    section = root.at(path[:-1])
+    field = section.field(path[-1], tree.section(path[:-1])) if section and path else None
+    return [*getattr(field.annotation, "__annotations__", ())] if field and is_typeddict(field.annotation) else []
 
 
 def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:

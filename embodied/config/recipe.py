@@ -80,7 +80,9 @@ class RunConfig(Strict):
         if "policy" not in unused and not isinstance(self.env, ExternalEnvConfig):  # which may be a text env of yours
             problems += self.language_gap(isinstance(self.env, TextConfig))
         if "algo" not in unused:
-            problems += [*broken_rules(TRAINING, self), *self.algo.misfits(self.env.num_envs), *self._too_much()]
+            odd = [*broken_rules(OF_ANSWERS, self)]
+            rest = self.with_values("algo", groups=None) if odd else self  # without what follows from this mistake
+            problems += [*odd, *broken_rules(TRAINING, rest), *rest.algo.misfits(self.env.num_envs), *rest._too_much()]
         elif "sft" not in unused:
             problems += broken_rules(IMITATION, self)
         if problems:
@@ -154,6 +156,7 @@ ALWAYS = (
         "its norms are float32; try policy.dtype=float32, with learner.precision=bf16 for speed",
     ),
 )
+OF_ANSWERS = (never_with("algo.groups algo.group_size", {"algo.name": "ppo", **ACTIONS}, NO_ANSWERS),)
 TRAINING = (
     never_with("pipeline.granularity", EPISODES, "which episodes count is known at their end; leave it out"),
     never_with(
@@ -181,7 +184,6 @@ TRAINING = (
     never_with("env.stagger", EPISODES, "it cuts the first episodes short; try env.stagger=false"),
     never_with("env.retries", EPISODES, "all episodes of a group begin alike; try env.retries=0"),
     # Options of actions, and of conversations.
-    never_with("algo.groups algo.group_size", {"algo.name": "ppo", **ACTIONS}, NO_ANSWERS),
     only_with("algo.truncated algo.overlong algo.pools algo.prompts", LANGUAGE, NO_ANSWERS),
     never_with({"algo.logprob_level": "episode", "algo.weighting": "constant"}, ACTIONS, NO_ANSWERS),
     only_with(

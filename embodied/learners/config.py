@@ -96,12 +96,12 @@ class LearnerConfig(Strict):
             return [self.sequence_degree]
         return [degree for degree in DEGREES if not any(count % degree for count in (ranks, *heads))]
 
-    def check_ranks(self, ranks: int, backend: str) -> None:
-        """Raise ValueError when the plan's learners cannot do this."""
+    def check_ranks(self, ranks: int, backend: str, works: str) -> None:
+        """Raise ValueError when the plan's learners cannot do this. `works`: a placement with several."""
         if self.shard and ranks == 1:
             raise ValueError(
                 "learner.shard=true splits the weights over several learners, but this placement has 1; "
-                "try learner.shard=false, or a placement with more learners"
+                f"try learner.shard=false, or {works}"
             )
         if self.shard and backend == "inline":
             raise ValueError(

@@ -204,11 +204,21 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
             )
     try:
         ranks = plan.count("learner"), config.cluster.backend
-        config.learner.check_ranks(*ranks)
+        config.learner.check_ranks(*ranks, with_two_learners(machines))
         if config.learner.sequence_degree != 1:
             config.learner.check_degree(*ranks, policy_class(config.policy.name).attention_heads(config.policy))
     except ValueError as err:
         raise ConfigError(str(err)) from None
+
+
+def with_two_learners(machines: Topology) -> str:
+    """A placement with two learners, where the first of these machines has devices for them."""
+    node = machines.nodes[0]
+    cores, gpus = node.core_numbers, [gpu.index for gpu in node.gpus]
+    if len(gpus) < 2 and len(cores) < 2:
+        return "a machine with more devices"
+    learners = f"gpu:{gpus[0]},gpu:{gpus[1]}" if len(gpus) > 1 else f"cpu:{cores[0]},cpu:{cores[1]}"
+    return f"""placement='{{"sim,policy": "cpu:{cores[0]}", learner: "{learners}"}}'"""
 
 
 def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bool:

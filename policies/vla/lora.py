@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.core.files import reading
 from embodied.policies.policy_folder import own_layer, read_json, write_tensors
 from embodied.policies.vla.config import LORA_FIELDS, LoraOptions
@@ -60,7 +60,7 @@ def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterabl
     kept = {id(p) for layer in whole for p in layer.parameters() if p.requires_grad}
     saved = [layer for prefix, part in parts.items() for layer in saved_layers(part, config, prefix)]
     untouched = {id(layer) for layer in [*whole, *(part for layer in saved for part in layer.modules())]}
-    adapted = 0
+    names: list[str] = []
     for prefix, part in parts.items():
         layers = {name: layer for name, layer in part.named_modules() if id(layer) not in untouched}
         frozen = not any(p.requires_grad and id(p) not in kept for p in part.parameters())
@@ -70,16 +70,27 @@ def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterabl
             inject_adapter_in_model(peft_config(config, chosen, prefix), part, adapter_name=ADAPTER)
         for parameter in (p for p in part.parameters() if id(p) in kept):
             parameter.requires_grad_(True)
-        adapted += len(chosen)
+        names += [f"{prefix}.{name}" for name in chosen]
     for layer in saved:
         layer.requires_grad_(True)
     if whole_names(config) and not saved:
         raise ConfigError(
             f"policy.lora_config: modules_to_save={list(whole_names(config))} names no module; leave it out"
         )
-    if not adapted:
-        names = f"policy.lora_targets={config.lora_targets}"
-        raise ConfigError(f"{names} names no layer of what is trained; try reference or linear")
+    if not names:
+        targets = f"policy.lora_targets={config.lora_targets}"
+        raise ConfigError(f"{targets} names no layer of what is trained; try reference or linear")
+    check_patterns(config, names)
+
+
+def check_patterns(config: LoraOptions, layers: Collection[str]) -> None:
+    """Refuse a pattern of rank_pattern or alpha_pattern that fits none of these layers, which have adapters."""
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in config.lora_config.get(key, ()):
+            if not any(of_layer({pattern: True}, layer, False) for layer in layers):
+                ends = dict.fromkeys([*map(last_name, layers), *(layer.lstrip(".") for layer in layers)])
+                hint = nearest(pattern, ends, 0.6, count=3) or "; leave it out"
+                raise ConfigError(f"policy.lora_config: {key}: {pattern!r} fits no layer that has an adapter{hint}")
 
 
 def chosen_layers(layers: Mapping[str, nn.Module], targets: str | Collection[str], prefix: str = "") -> list[str]:

@@ -251,6 +251,15 @@ def test_targets_can_be_named_and_must_exist():
         build(lora_path="somewhere")
 
 
+def test_a_pattern_that_fits_no_adapted_layer_is_answered_with_one_that_does():
+    for key in ("rank_pattern", "alpha_pattern"):
+        with pytest.raises(ConfigError, match=rf"lora_config: {key}: 'q_prj' fits no layer .*did you mean 'q_proj'"):
+            build(lora_rank=4, lora_config={key: {"q_prj": 2}})
+    with pytest.raises(ConfigError, match="'q_proj' fits no layer that has an adapter; did you mean"):
+        build(lora_rank=4, lora_targets=("k_proj", "v_proj"), lora_config={"rank_pattern": {"q_proj": 2}})
+    assert build(lora_rank=4, lora_config={"rank_pattern": {r".*layers\.0\..*": 2}})
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [("3", "should be linear, reference, or names of layers such as"), ("foo", "('foo',) names no layer of what is")],
