@@ -56,6 +56,8 @@ def start(argv: list[str]) -> None:
     config = read([word for word in argv if word not in protocol])
     if config is None:
         return
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     check_device(config.device)
     if (language := find_language(config.checkpoint, named)) is not None:
         asyncio.run(serve_language(config, language, protocol))

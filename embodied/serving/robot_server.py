@@ -35,6 +35,10 @@ from embodied.serving.robot_protocol import (
 ANSWER_S, SEND_S = 120.0, 30.0  # limits for making an answer, and for sending it
 # Codes of closing; 1007: the request is bad, 1011: the policy failed
 AWAY, REFUSED, BROKEN, FULL = 1001, 1007, 1011, 1013
+NOT_HTTP = (
+    "this server answers robots, over openpi's websocket protocol; policy.url takes servers of language models, such as"
+    " python -m embodied.serve with the checkpoint of one"
+)
 ANY_SIZE_MB = 32
 CLIENTS = 8
 
@@ -170,7 +174,7 @@ class Client:
     """A connection that has a place."""
 
     connection: Any
-    silent_since: float | None = field(default_factory=time.monotonic)  # None while it is being answered
+    silent_since: float | None = field(default_factory=lambda: time.monotonic())  # None while it is being answered
     farewell: asyncio.Task | None = None
 
     @property
@@ -212,6 +216,8 @@ class PolicyServer:
             return connection.respond(http.HTTPStatus.FORBIDDEN, f"{FOREIGN_HOST}\n")
         if request.path == "/healthz":
             return connection.respond(http.HTTPStatus.OK, "OK\n")
+        if not any(value.lower() == "websocket" for value in request.headers.get_all("Upgrade")):
+            return connection.respond(http.HTTPStatus.UPGRADE_REQUIRED, f"{NOT_HTTP}\n")
         if self.config.token is not None:
             shown = request.headers.get_all("Authorization")
             if not is_token_shown(shown, "Api-Key", self.config.token):
