@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from embodied.algorithms.config import Beta
+from embodied.core.errors import ConfigError
 from embodied.core.options import LocalPath, Strict, only_with
 
 
@@ -80,6 +81,15 @@ class SFTConfig(Strict):
         """The iterations of a run over so many items."""
         every = -(-items // self.minibatch_size)
         return self.epochs * -(-every // (self.steps or every))
+
+    def check_warmup(self, items: int, described: str) -> None:
+        """Raise ConfigError where the learning rate would climb all the time, over so many items."""
+        steps = -(-items // self.minibatch_size) * self.epochs
+        if self.warmup_steps >= steps:
+            raise ConfigError(
+                f"sft.warmup_steps={self.warmup_steps} is not less than the {steps} gradient steps of "
+                f"sft.epochs={self.epochs} over {items:,} {described}; try sft.warmup_steps={steps // 10}"
+            )
 
     section = "sft."
     rules = (only_with("final_lr", {"lr_schedule": "cosine"}),)

@@ -50,7 +50,6 @@ class ImitationLearner(LearnerWorker):
         dataset = read_dataset(self.algo.data, images=bool(policy.spec.images), names=self.algo.names)
         count = min(self.algo.episodes or len(dataset), len(dataset))
         lengths = [entry["length"] for entry in dataset.entries[:count]]
-        self.check_warmup(sum(lengths), f"{sum(lengths):,} env steps")
         mine = env_blocks(count, self.world_size)[self.rank]
         self.demos = Demonstrations(policy.spec, policy.horizon, sum(lengths[: mine.start]), sum(lengths))
         own = sum(lengths[mine.start : mine.stop])
@@ -65,15 +64,6 @@ class ImitationLearner(LearnerWorker):
         """The numbers of every rank's items."""
         rows = self.collective.gather(np.array([[self.demos.first, len(self.demos)]]))
         return [np.arange(first, first + count) for ((first, count),) in (row.tolist() for row in rows)]
-
-    def check_warmup(self, items: int, described: str) -> None:
-        """Refuse a learning rate that would climb all the time."""
-        steps = -(-items // self.algo.minibatch_size) * self.algo.epochs
-        if self.algo.warmup_steps >= steps:
-            raise ConfigError(
-                f"sft.warmup_steps={self.algo.warmup_steps} is not less than the {steps} gradient steps of "
-                f"sft.epochs={self.algo.epochs} over {described}; try sft.warmup_steps={steps // 10}"
-            )
 
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
         """A pass over all demonstrations, or the part of one that is an iteration."""

@@ -39,7 +39,6 @@ class TextImitationLearner(ImitationLearner):
             raise ConfigError(f"{self.world_size} learners share {total} examples; give more, or use fewer learners")
         mine = env_blocks(total, self.world_size)[self.rank]
         found = solved(self.env, self.seed, mine) if given is None else given[mine.start : mine.stop]
-        self.check_warmup(total, f"{total:,} conversations")
         self.demos = ExampleTokens(self.policy, found, mine.start, total)
         self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # of all ranks' conversations
         self.blocks = self.blocks_of_ranks()

@@ -89,7 +89,9 @@ def imitation_of(config: RunConfig) -> type[ImitationLoop]:
     from embodied.datasets import read_dataset
 
     if config.sft.data is not None:  # or this is a dry run of what comes after collecting
-        read_dataset(config.sft.data, images=False, names=config.sft.names).check_whole(config.sft.episodes)
+        dataset = read_dataset(config.sft.data, images=False, names=config.sft.names)
+        dataset.check_whole(config.sft.episodes)
+        config.sft.check_warmup(sum(each["length"] for each in dataset.entries[: config.sft.episodes]), "env steps")
     return ImitationLoop
 
 
@@ -98,15 +100,17 @@ def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
     sft = config.sft
     if given := [f"sft.{key}={getattr(sft, key)}" for key in ("names", "cache") if getattr(sft, key)]:
         raise ConfigError(f"{' and '.join(given)}: only demonstrations on disk have these; leave it out")
+    count = sft.episodes
     if sft.data is not None:
-        read_examples(sft.data, sft.episodes)  # refuses what is none
+        count = len(read_examples(sft.data, sft.episodes))  # refuses what is none
     elif kind.solution is TextEnv.solution:
         raise ConfigError(no_solution(config.env))
-    elif sft.episodes is None:
+    if count is None:
         raise ConfigError(
             f"how many of env.name={config.env.name}'s prompts? try sft.episodes=20000; "
             "or give examples with sft.data=FILE.jsonl"
         )
+    sft.check_warmup(count, "conversations")
 
 
 def check_dataset(config: SFTConfig, spec: EnvSpec, learners: int) -> None:

@@ -11,6 +11,7 @@ from imitating_policy import Characters
 from tiny_language import PLAIN, publish
 
 from embodied.algorithms.sft_config import SFTConfig
+from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeSpec
@@ -24,6 +25,7 @@ from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous
 from embodied.runtime.timers import Timers
 from embodied.sft import main
+from embodied.workflows.imitation import imitation_of
 
 HERE = "tests.learners.test_text_imitation"
 
@@ -262,9 +264,11 @@ def test_answers_that_the_policy_could_not_say_are_refused():
         ExampleTokens(policy, [(("123456=", "5"),)], 0, 1)
 
 
-def test_a_warm_up_that_never_ends_and_too_few_examples_are_refused():
+def test_a_warm_up_that_never_ends_is_refused_before_anything_starts_and_too_few_examples_are():
+    late = load(["recipe=sums_sft", "sft.episodes=45", "sft.minibatch_size=16", "sft.epochs=2"], entry="sft").config
     with pytest.raises(ConfigError, match=r"6 gradient steps of sft\.epochs=2 over 45 conversations"):
-        learner(sft(warmup_steps=6)).open_data()
+        imitation_of(late.with_values("sft", warmup_steps=6))
+    assert imitation_of(late.with_values("sft", warmup_steps=5))
     with pytest.raises(ConfigError, match="2 learners share 1 examples"):
         of_two().open_data()
 
