@@ -72,7 +72,8 @@ class Offloader:
         seen = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if not storage.nbytes() or storage.data_ptr() in seen or not storage.resizable():
+            shared = storage.device.type == "cpu" and storage.is_shared()  # then it is not this process's to free
+            if not storage.nbytes() or storage.data_ptr() in seen or shared or not storage.resizable():
                 continue
             seen.add(storage.data_ptr())
             copy = self._copy_for(tensor, storage) if self.keeps else None

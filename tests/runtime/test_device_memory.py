@@ -28,6 +28,14 @@ def test_weights_that_were_published_can_leave_still():
     assert Offloader().offload([weights]) == 32
 
 
+def test_memory_that_processes_share_stays():
+    own, shared = torch.ones(8), torch.ones(8).share_memory_()
+    offloader = Offloader()
+    assert offloader.offload([own, shared]) == 32 and not own.untyped_storage().nbytes()
+    offloader.onload()
+    assert own.sum() == shared.sum() == 8
+
+
 def test_what_was_offloaded_takes_no_memory_and_comes_back_with_its_views():
     network, adam, view = trained()
     tensors = tensors_of(network, adam)
