@@ -108,9 +108,10 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
         free |= {("algo", key) for key in ("kl_coef", "kl_estimator", "kl_in")}
     if not config.algo.whole_episodes:
         free |= {("algo", key) for key in ("truncated", "overlong", "pools", "weighting")}
-    # Nor where nothing is computed for stale decisions; and profiles from before there were the last three keys hold.
-    optional = ("algo", "decoupled"), ("algo", "episode_mask"), ("env", "modules"), ("env", "robot")
-    for section, key in (*optional, ("policy", "value_head"), ("policy", "expert_bias_rate")):
+    # Nor where nothing is computed for stale decisions; and profiles from before there were the other keys hold.
+    optional = {"algo": ("decoupled", "episode_mask"), "env": ("modules", "robot", "solve_rate")}
+    optional["policy"] = ("value_head", "expert_bias_rate")
+    for section, key in ((section, key) for section, keys in optional.items() for key in keys):
         free |= {(section, key)} if said[section].get(key) in (None, False, "none", [], "") else set()
     said = {
         section: {key: value for key, value in values.items() if (section, key) not in free}

@@ -82,6 +82,15 @@ def test_a_profile_of_robots_knows_nothing_of_conversations():
     assert cost_key(language) != cost_key(language.model_copy(update={"policy": plain}))
 
 
+def test_a_profile_from_before_an_option_holds_where_it_is_not_set():
+    new = load(["recipe=math_grpo"]).config
+    old = new.env.model_copy()
+    del old.__dict__["solve_rate"]
+    with pytest.warns(UserWarning, match="Expected `MathConfig`"):
+        assert cost_key(new) == cost_key(new.model_copy(update={"env": old}))
+    assert cost_key(new) != cost_key(new.with_values("env", solve_rate=(0.1, 0.9)))
+
+
 def test_gradient_steps_are_measured_on_whole_groups():
     assert share_of_step(recipe(), 8, 1) == 8
     assert share_of_step(recipe("algo.minibatch_size=8"), 4, 1) == 4
