@@ -72,11 +72,9 @@ def whole(tmp_path_factory):
 def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(whole, tmp_path, sent, code, capsys):
     process = start(tmp_path, "recipe=pointmass_ppo", *MANY)
     run = wait_until_some_are_over(tmp_path)
-    began = time.monotonic()
     process.send_signal(sent)
     if sent != signal.SIGKILL:
         wait_for_line(process, "evaluation of v000002 stopped")
-        assert time.monotonic() - began < 60  # 0.3 s where nobody else is at work
     finish(process, code)
     left = json.loads((run / "eval/v000002/partial.json").read_text())
     assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 80
@@ -155,12 +153,11 @@ def test_an_evaluation_ends_soon_after_a_signal_on_every_backend(tmp_path, backe
         tmp_path, "recipe=pointmass_ppo", *TWICE, "eval.episodes=100000", ONE_SIM, f"cluster.backend={backend}"
     )
     run = wait_until_some_are_over(tmp_path)
-    began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     wait_for_line(process, "evaluation of v000002 stopped")
-    assert time.monotonic() - began < 60  # 0.3 s where nobody else is at work
     output = finish(process, 143)
     assert f"resume={run}" in output
+    assert json.loads((run / "eval/v000002/partial.json").read_text())["over"] < 50_000  # which take many minutes
 
 
 def wait_for_line(process, text):

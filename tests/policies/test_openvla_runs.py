@@ -79,7 +79,12 @@ OFT = [
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["recipe=maniskill_grpo_openvla_oft_tiny", "env.reward=own", "env.reward_mode=normalized_dense"],
+            [
+                "recipe=maniskill_grpo_openvla_oft_tiny",
+                "run.start_from=null",
+                "env.reward=own",
+                "env.reward_mode=normalized_dense",
+            ],
             marks=[pytest.mark.slow, pytest.mark.skipif(find_spec("mani_skill") is None, reason="needs ManiSkill")],
         ),
     ],

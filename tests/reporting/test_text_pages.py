@@ -159,6 +159,7 @@ def write_run(folder, told, **more):
         {"iteration": i, "policy_version": i, "env_steps": 100 * i, "train_s": 2.0 * i, "steps_per_s": 50.0}
         | {"success_once": i / 10, "success_at_end": i / 10, "return": 0.1, "length": 1.0, "recent_episodes": 20}
         | {"text/truncated": 0.1, "text/tokens": 4.0 + i, "text/tokens_per_s": 500.0}
+        | {"text/trainer_tokens_per_s": 900.0, "text/mfu": 0.1}
         for i in range(1, 4)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -171,6 +172,7 @@ def test_a_runs_page_has_the_curves_of_text(tmp_path, page_checker):
     page = page_checker(report(read_run(run), run))
     for words in ("answers cut off", "tokens an answer", "tokens per second", "reward of a conversation"):
         assert words in page.text
+    assert "learners while they update, prompts too" in page.text and "MFU of learners" in page.text
     assert {"training", "evaluation"} <= set(classes(page, "g", "data-name") + classes(page, "polyline", "data-name"))
 
 

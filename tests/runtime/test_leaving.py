@@ -39,7 +39,8 @@ class Stuck(Worker):
     def get(self, channel):
         return channel.get()
 
-    def ignore_everything(self, seconds):
+    def ignore_everything(self, seconds, begun):
+        begun.put(True)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             pass
@@ -56,8 +57,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def gone_within(seconds: float, pids: list[int]) -> bool:
-    until = time.monotonic() + seconds
+def gone(pids: list[int]) -> bool:
+    until = time.monotonic() + 120
     while any(is_running(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
     return not any(is_running(pid) for pid in pids)
@@ -77,8 +78,6 @@ def test_closing_wakes_those_who_wait(backend):
         for group in (a, b):
             group.onload().wait()
         handles = [a.get(here), b.get(there)]
-        started = time.monotonic()
-    assert time.monotonic() - started < 30, "a wait may last 600 s"
     for handle in handles:
         with pytest.raises((WorkerFailed, ChannelClosed), match="clos"):
             handle.wait()
@@ -87,16 +86,22 @@ def test_closing_wakes_those_who_wait(backend):
     cluster.close()
 
 
-def test_a_host_that_does_not_stop_is_killed_with_what_it_started(processes):
+def test_a_host_that_does_not_stop_is_killed_with_what_it_started(processes, tmp_path):
     with Cluster(processes, HOSTS) as cluster:
-        a, b = cluster.launch(Stuck, "a"), cluster.launch(Stuck, "b")
+        a, b = cluster.launch(Stuck, "a", tmp_path), cluster.launch(Stuck, "b", tmp_path)
         (program,) = b.start_program().wait()
-        a.ignore_everything(30)
-        b.ignore_everything(30)
-        started = time.monotonic()
+        keep_busy(cluster, a, b)
         cluster.close(seconds=0.2)
-    assert time.monotonic() - started < 25, "of the 30 s for which they are busy"
-    assert gone_within(2, [program])
+    assert gone([program])
+    assert not [*tmp_path.iterdir()], "nobody waited until they were done"
+
+
+def keep_busy(cluster, *groups):
+    """They ignore everything for some minutes from now on."""
+    begun = cluster.channel("begun")
+    for group in groups:
+        group.ignore_everything(300, begun)
+        begun.get()
 
 
 def test_a_program_in_a_session_of_its_own_ends_with_its_host_and_with_no_other(processes):
@@ -106,9 +111,9 @@ def test_a_program_in_a_session_of_its_own_ends_with_its_host_and_with_no_other(
         (of_a,), (of_b,) = a.start_daemon().wait(), b.start_daemon().wait()
         cluster.supervise([a, b], [], Budget(1, 600, 60))
         assert list(cluster.settle(a.die())) == ["one"]
-        assert gone_within(5, [of_a]) and is_running(of_b)
+        assert gone([of_a]) and is_running(of_b)
         assert b.start_daemon().wait() != [of_b]
-    assert gone_within(5, [of_b])
+    assert gone([of_b])
 
 
 def test_a_long_log_loses_its_beginning_while_it_is_written(tmp_path):
@@ -123,18 +128,17 @@ def test_a_long_log_loses_its_beginning_while_it_is_written(tmp_path):
     assert log.stat().st_size < 1 << 20 and [int(line[:6]) for line in others][-1] == 99_999
 
 
-def test_a_failing_program_closes_its_cluster_quickly(backend, monkeypatch):
+def test_a_failing_program_does_not_wait_for_its_workers(processes, tmp_path, monkeypatch):
     monkeypatch.setattr("embodied.runtime.cluster.CLOSE_S", 600.0)  # which a program that ends well would wait
 
     def program():
-        with Cluster(backend, HOSTS) as cluster:
-            cluster.launch(Stuck, "a").get(cluster.channel("never"))
+        with Cluster(processes, HOSTS) as cluster:
+            keep_busy(cluster, cluster.launch(Stuck, "a", tmp_path))
             raise ZeroDivisionError
 
-    started = time.monotonic()
     with pytest.raises(ZeroDivisionError):
         program()
-    assert time.monotonic() - started < 60
+    assert not [*tmp_path.iterdir()]
 
 
 def test_large_arrays_flow_without_growing_anything(processes):
@@ -205,8 +209,8 @@ def test_hosts_end_with_a_killed_driver(driver, number, tmp_path):
         assert "memfd:embodied" in maps
         assert "/dev/shm" not in maps
     os.kill(driver.pid, number)
-    driver.wait(10)
-    assert gone_within(10, driver.pids)
+    driver.wait(120)
+    assert gone(driver.pids)
     assert "main is run as __mp_main__" in (tmp_path / "logs" / "one.log").read_text()
 
 
@@ -214,6 +218,6 @@ def test_ctrl_c_reaches_the_driver_while_it_waits(driver):
     for pid in driver.pids:
         os.kill(pid, signal.SIGINT)  # hosts ignore it
     os.kill(driver.pid, signal.SIGINT)
-    _, errors = driver.communicate(timeout=10)
+    _, errors = driver.communicate(timeout=120)
     assert "KeyboardInterrupt" in errors
-    assert gone_within(1, driver.pids)
+    assert gone(driver.pids)

@@ -1,6 +1,6 @@
 """What a worker measures: sums, sums without what is inside, and single pieces while they are recorded."""
 
-from time import perf_counter
+from time import thread_time
 
 import pytest
 
@@ -75,9 +75,9 @@ def test_measuring_costs_microseconds():
     timers.record(True)
     best = float("inf")
     for _ in range(20):
-        start = perf_counter()
+        start = thread_time()  # of a core: other programs do not count
         for _ in range(100):
             with timers.measure("act"):
                 pass
-        best = min(best, (perf_counter() - start) / 100)
+        best = min(best, (thread_time() - start) / 100)
     assert best < 20e-6
