@@ -60,7 +60,7 @@ def examine(machine: Machine, as_json: bool, checks: Sequence[Check] | None = No
                     findings.append(finding)
                     if not as_json:
                         print(describe(finding), flush=True)
-        except BaseException:  # Ctrl-C: nobody waits for what a simulator is still drawing
+        except BaseException:  # Ctrl-C: do not wait for a simulator's frame
             pool.shutdown(wait=False, cancel_futures=True)
             machine.stop()
             raise
@@ -97,7 +97,7 @@ def set_up() -> str:
     return f"cd {ROOT} && rm -f .venv/set-up-for && make setup"
 
 
-# The checks: each is a function of a `Machine` alone, which answers with what it found and, if need be, the fix
+# The checks: each takes a `Machine` alone and returns findings with fixes
 
 # Python and its packages
 
@@ -110,7 +110,7 @@ def check_python(machine: Machine) -> list[Finding]:
 
 
 def check_packages(machine: Machine) -> list[Finding]:
-    """Finds packages that are missing, and those of another version than the locked one."""
+    """Finds missing packages, and packages of another version than the locked one."""
     have, lock = machine.installed(), machine.lock()
     findings = []
     missing = [name for name in machine.required() if normal(name) not in have]
@@ -132,7 +132,7 @@ def check_packages(machine: Machine) -> list[Finding]:
 
 
 def check_unwanted(have: dict[str, str]) -> list[Finding]:
-    """Finds packages that break others by being installed."""
+    """Finds installed packages that break other packages."""
     unwanted = {}
     if have.get("torch", "").endswith("+cpu"):
         unwanted |= {name: "it does not fit a torch without CUDA" for name in CUDA_ONLY if name in have}

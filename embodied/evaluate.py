@@ -1,9 +1,9 @@
 """Evaluate policies on a fixed episode list: python -m embodied.evaluate checkpoint=RUN_DIR eval.episodes=200
 
-Training evaluates through `write_evaluation` as well, so a version gives the same episodes there and here. One that was
-interrupted goes on when the same command is given again: only what is missing is played. Several
-policies (`checkpoint=[A,B,random]`) play the same episodes and are compared on them; several tasks (`env.task=[A,B]`)
-are played one after the other where the simulator cannot mix them.
+Training also evaluates through `write_evaluation`, so a version plays the same episodes there and here. The same
+command continues an interrupted evaluation: only missing episodes are played. Several policies
+(`checkpoint=[A,B,random]`) play the same episodes and are compared on them; several tasks (`env.task=[A,B]`) are played
+one after the other where the simulator cannot mix them.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def start(argv: list[str]) -> None:
 
 
 def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluate from Python, as the command does; returns what results.json says (for several policies
-    comparison.json): embodied.evaluate(run, "eval.episodes=200"). `policy` is all that `checkpoint=` may be."""
+    """Evaluate from Python, as the command does; returns the content of results.json (for several policies
+    comparison.json): embodied.evaluate(run, "eval.episodes=200"). `policy` is anything that `checkpoint=` accepts."""
     checkpoint = policy.folder if isinstance(policy, Run) else policy
     loaded = load([f"checkpoint={checkpoint}", *from_python(words)], entry="evaluate")
     if loaded is None or loaded.dry_run:
@@ -146,7 +146,7 @@ def compare(
 
 
 def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> None:
-    """An evaluation that measured nothing is not a success, though it came to its end and what it found is kept."""
+    """An evaluation without a measured episode fails, though it finished and its results are kept."""
     for name, episodes in played.items():
         if all(episode.error for episode in episodes):
             failed = f"{name} was not evaluated, every episode ended in an error"
@@ -162,7 +162,7 @@ def one_env_each(config: RunConfig) -> list[RunConfig]:
     return [config.with_values("env", task=task) for task in dict.fromkeys(tasks)]
 
 
-# What is said and opened before episodes are played
+# Printed lines and opened folders, before episodes are played
 
 
 def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> None:
@@ -209,8 +209,8 @@ def as_played(plan: PlacementPlan, config: RunConfig) -> PlacementPlan:
 
 @contextmanager
 def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
-    """The folder in which the same evaluation was interrupted, if no other process is at it. Otherwise this
-    one, or with a number where others are: nothing is overwritten, and no empty one stays, nor one of a refusal."""
+    """The folder of the same, interrupted evaluation, if no other process uses it. Otherwise `path`, numbered if it
+    exists: nothing is overwritten, and empty folders and folders of refused evaluations are removed."""
     new_parent = [] if path.parent.exists() else [path.parent]
     for attempt in count(1):
         out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
@@ -241,21 +241,21 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
 
 def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], out: Path) -> list[EpisodeResult]:
     """Play all tasks with fresh workers, write and print the results of one policy."""
-    # One env after the other, each with workers of its own; `kept` goes on where an earlier command was interrupted.
+    # One env after the other, each with its own workers; `kept` continues an interrupted command.
     tasks = tuple(task for config, _ in parts for task in env_class(config.env).tasks(config.env))
     kept: PartialEvaluation | None = None
     episodes: list[EpisodeResult] = []
     evaluators: list[Evaluator] = []
     for part in parts:
         with opened(part, parts, source, tasks, out) as evaluator:
-            if kept is None:  # what is refused leaves nothing behind
+            if kept is None:  # a refused evaluation leaves no files
                 kept = PartialEvaluation(out, asked_for(parts, source.config, policy), policy, notify=launch.say)
                 if kept.finished:
                     print(f"going on    {kept} were over already", flush=True)
             with going_on_later(kept):
                 episodes += evaluator.evaluate(out, out / "dataset" / name_of_part(part, parts), kept)
             evaluators.append(evaluator)
-            if part is parts[-1]:  # results are there as soon as all is played, and only of whole evaluations
+            if part is parts[-1]:  # results are written at once, and only of whole evaluations
                 show_results(source, write_evaluation(kept, evaluators, episodes), out)
                 film_failures(evaluator, out, episodes)
     for part, evaluator in zip(parts[:-1], evaluators):
@@ -334,7 +334,7 @@ def players(config: RunConfig, cluster: Cluster, source: PolicySource, **options
 
 @contextmanager
 def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
-    """Keep what was played when an evaluation ends early."""
+    """Keep finished episodes when an evaluation ends early."""
     try:
         yield
     except BaseException:
@@ -346,8 +346,8 @@ def going_on_later(kept: PartialEvaluation) -> Iterator[None]:
 def begin_in_run(
     evaluator: Evaluator, out: Path, checkpoint: Path, notify: Callable[[str], None] = launch.say
 ) -> PartialEvaluation:
-    """The evaluation of the version that acts now and was saved there, new or begun earlier. `notify` gets lines that
-    say how far it is."""
+    """The evaluation of the acting version, saved in `checkpoint`; new or continued. `notify` gets lines on its
+    progress."""
     policy = {
         "name": checkpoint.name,
         "family": evaluator.config.policy.name,
@@ -403,7 +403,7 @@ def write_evaluation(
 
 
 def asked_for(parts: Sequence[tuple[RunConfig, Any]], played: Any, policy: dict[str, Any]) -> dict[str, Any]:
-    """All that the outcome of an episode follows from, and what is kept of it. How many rows play does not matter."""
+    """Everything that decides an episode's outcome and its records. The number of rows does not matter."""
     config, _ = parts[0]
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
     env = protocol.apply(config.env).model_dump(mode="json", exclude={"num_envs", "side_by_side"})

@@ -1,13 +1,13 @@
 """Plan before you have the machine: python -m embodied.plan recipe=maniskill_ppo cluster=8xGPU profile=FILE
 
-Reads what the parts of a recipe cost (a profile), tries every way to place them on a cluster, and says how fast each
-mode would be, which one wins, and why. Nothing is started; neither torch nor a simulator is imported.
+Reads the costs of a recipe's parts (a profile), tries every placement on a cluster, and prints the speed of each mode,
+the winner, and why it wins. Nothing is started; neither torch nor a simulator is imported.
 
 usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
 
   recipe    {recipes}; its profile is the one measured here last
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
-  profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of those that come with the package:
+  profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of the package's own:
             published_maniskill_openvla, published_libero_openvla_oft,
             published_reasoning_8b
   cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
@@ -88,7 +88,7 @@ class Planned:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Why the others do not fit."""
+        """Why the other modes do not fit."""
         return {mode: reasons.why_not(self.planner, mode) for mode in MODES[:3] if self.modes.get(mode) is None}
 
     @property
@@ -98,13 +98,13 @@ class Planned:
 
     @property
     def why(self) -> list[str]:
-        """Why the fastest wins over those that are not predicted as fast."""
+        """Why the fastest mode wins over slower ones."""
         slower = {mode: choice for mode, choice in self.modes.items() if choice and mode not in self.equal}
         return reasons.why_it_wins(self.planner.pricer, self.winner, slower)
 
     @property
     def verdict(self) -> str:
-        """Says which mode wins; those that are predicted equal have no winner among them."""
+        """Names the winning mode; modes that are predicted equal have no winner."""
         return f"{reasons.words(self.equal)} are predicted equal" if len(self.equal) > 1 else f"{self.equal[0]} wins"
 
     def steps_per_s(self, choice: Choice) -> float:
@@ -112,7 +112,7 @@ class Planned:
 
 
 def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
-    """The command; `roles`: those that the program declares."""
+    """The command; `roles` are the program's."""
     return launch.run(partial(start, roles=roles_of(roles)), argv, USAGE)
 
 
@@ -127,7 +127,7 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> Path:
-    """Plan, say what came out; returns the folder of the results."""
+    """Plan and print the result; returns the folder of the results."""
     named_program = "".join(f"{word} " for word in argv if word.startswith("program="))
     program, argv = program_of(argv, EmbodiedLoop)
     roles = roles if program is EmbodiedLoop else roles_of(program.roles)
@@ -156,7 +156,7 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
     return out
 
 
-# What is planned: a recipe, a profile of it, machines
+# Inputs: a recipe, its profile, machines
 
 
 def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
@@ -179,8 +179,8 @@ def own_folder(rest: list[str]) -> Path:
 def find_profile(
     named: str | None, config: RunConfig | None, topology: Topology, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[Profile, str]:
-    """The one that is named, else one of this recipe: measured on such machines, or the newest. -> also its name. With
-    a recipe it has that one's dataflow."""
+    """The named profile, else one of this recipe: measured on such machines, or the newest. -> also its name. With a
+    recipe the profile gets the recipe's dataflow."""
     if named:
         path = packaged(named)
     else:
@@ -192,8 +192,8 @@ def find_profile(
 def why_not_measured(
     profile: Profile, topology: Topology, name: str, where: Mapping[str, Sequence[DeviceClass]] | None = None
 ) -> str:
-    """Says what has to be measured before this profile can price these machines; "" if nothing is missing. `where`: the
-    devices that each role of the recipe runs on."""
+    """Names the missing measurements before this profile can price these machines; "" if none. `where`: the devices of
+    each role of the recipe."""
     classes = [c for c in topology.classes() if c.count]
     found = gather((str(on), role) for role, on in profile.missing(classes, where))
     if not found:
@@ -266,7 +266,7 @@ def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> C
     return found or reasons.why_not_apart(planner)
 
 
-# What it found, in words, as a drawing, as JSON and as a page
+# The result in words, as a drawing, as JSON and as a page
 
 
 def describe(planned: Planned, name: str) -> list[str]:
@@ -297,7 +297,7 @@ def describe(planned: Planned, name: str) -> list[str]:
 
 
 def waits(planned: Planned) -> list[str]:
-    """Says what the winner loses because answers differ in length."""
+    """Says how much time the winner loses because answers differ in length."""
     return reasons.describe_lengths(planned.planner.pricer, planned.winner.layout)
 
 

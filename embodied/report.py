@@ -1,12 +1,12 @@
 """Write the report of a run, or compare several: python -m embodied.report RUN [RUN ...]
 
-Writes report.html of a run or an evaluation: curves, tables, videos, where the time went, provenance.
-Of several: one page that compares them, by name, date, commit and what differs in their recipes.
+Writes report.html of a run or an evaluation: curves, tables, videos, timings, provenance. For several runs: one page
+that compares them, by name, date, commit and differences between their recipes.
 
 usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
 
   RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100), or
-                                that of a group of seeds or settings, which counts as what it reaches on average
+                                that of a group of seeds or settings, which counts as its average
   out=FILE                      where the page goes; else report.html in the folder of the one RUN, or
                                 comparison.html beside the first of several
   --live                        write the page again every few seconds until no RUN is running any more; an open page

@@ -1,10 +1,10 @@
 """Answer robots and other programs with a policy: python -m embodied.serve checkpoint=RUN_DIR
 
-Policies of actions speak openpi's websocket protocol, so its client (the package openpi-client) and programs built on
-it work with every one of them; language models speak OpenAI's HTTP protocol.
+Robot policies speak openpi's websocket protocol, so its client (the package openpi-client) works; language models speak
+OpenAI's HTTP protocol.
 
 usage: python -m embodied.serve checkpoint=... [key=value ...] [--help]
-       env.name=... env.task=... policy.KEY=...: how a model that others published is asked for actions
+       env.name=... env.task=... policy.KEY=...: options of a published model that acts
        policy.max_running=... policy.max_length=... and the like: how a language model answers
        {token}=SECRET in the environment makes clients show this token (api_key=SECRET); only with one does
        a language model's server take new weights

@@ -1,7 +1,7 @@
 """Train several recipes at the same time on devices that they share: python -m embodied.share pointmass_ppo sums_grpo
 
-Each is an ordinary run, with its folder, its log and its end. A device belongs to one run, which has it whenever it has
-work for it; while it is idle, language runs generate on it. What a run learns is what it learns alone.
+Each is an ordinary run, with its own folder and log. A device belongs to one run, which uses it whenever it has work;
+language runs generate on idle devices. Sharing does not change what a run learns.
 
 usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE ... [--plan | --dry-run | --help]
        python -m embodied.share resume=FOLDER
@@ -10,12 +10,12 @@ usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE ..
   RECIPE    {recipes}; or a file. Keys before the first recipe hold for all runs that do not
             set them, keys after a recipe for that run
   weights   1,2: the second run owns twice as many devices [equal]
-  devices   those that are shared, cpu:0-3, gpu:0,gpu:1 or node1/gpu:0 [all GPUs; all cores where there are none]
+  devices   shared devices: cpu:0-3, gpu:0,gpu:1 or node1/gpu:0 [all GPUs; all cores where there are none]
   rule      lend: a device is lent while its run has no work for it; remaining: generation goes to the run with the
             most work left, whoever owns the device [lend]
   folder    the folder that names the runs [runs/share-DATE]
-  resume    a folder of runs that were stopped: all that are not finished go on
-  join      a folder of runs that go on: this one begins beside them
+  resume    a folder of stopped runs: all unfinished runs continue
+  join      a folder of current runs: this one begins beside them
   --plan    predict when every run would end under each rule, by their profiles (python -m embodied.profiling), and stop
   --dry-run say which run owns which devices, and stop
 
@@ -87,7 +87,7 @@ def start(argv: list[str]) -> int:
 
 @dataclass
 class ShareOrder:
-    """What a command line asks for."""
+    """The options of a command line."""
 
     runs: list[list[str]] = field(default_factory=list)  # the arguments of each
     weights: tuple[float, ...] = ()
@@ -235,7 +235,7 @@ def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:
 
 
 def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
-    """Have the command that goes on with this folder begin another run."""
+    """Ask this folder's running command to begin another run."""
     path = read_shared_runs(folder).socket
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:

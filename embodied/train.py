@@ -1,7 +1,6 @@
 """Train a policy: python -m embodied.train recipe=maniskill_ppo [key=value ...]
 
-`train` is the whole story of a run; each step is one word further down in `workflows/` and `reporting/`. What it drives
-is any `Workflow`.
+`train` is the whole story of a run; its steps are in `workflows/` and `reporting/`. It runs any `Workflow`.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def start(argv: list[str]) -> int:
 
 
 def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> Run:
-    """Train from Python, as the command does, and return what is in the run's folder. Mistakes raise EmbodiedError.
+    """Train from Python, as the command does, and return the run. Mistakes raise EmbodiedError.
 
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
@@ -154,7 +153,7 @@ def follow(
 
 
 def newest_of(folder: RunFolder, error: WorkerFailed, lives: Supervisor, console: Console) -> Path | None:
-    """The checkpoint with which all workers begin again after one that held a learner died; None: at the beginning."""
+    """The checkpoint from which all workers restart after a learner's death; None: from the beginning."""
     checkpoint = newest(folder.path) if any(folder.checkpoints.glob("v[0-9]*")) else None
     saved, played = read_counters(checkpoint)["iteration"] if checkpoint else 0, folder.log.last_iteration()
     again = f"iterations {saved + 1} to {played} are" if played > saved + 1 else f"iteration {saved + 1} is"
@@ -232,7 +231,7 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
 
 
 def origin_of(start: Path, config: RunConfig, run: Path | None, checkpoint: Path | None) -> PolicySource | None:
-    """The policy to start from; None where the checkpoint that a run goes on from holds all that is needed of it."""
+    """The policy to start from; None if the checkpoint of a resumed run holds everything needed."""
     compared = config.algo.kl_coef
     if checkpoint and not compared:
         return None
@@ -281,7 +280,7 @@ def train(
         total = loop.total_iterations()
         if state["iteration"] >= total:
             console.nothing_left(state["iteration"], total, evaluated_otherwise(config, folder, state["version"]))
-        # Iteration by iteration, each followed by what is due: saving, evaluating. It stops between two of them.
+        # Each iteration is followed by saving and evaluating, if they are due. The run stops between iterations.
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
             saves.saved(state["version"], state["train_s"])
@@ -343,13 +342,13 @@ def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console
 
 
 def noted(folder: RunFolder, console: Console, line: str) -> None:
-    """Say what the workflow reports; where it is no warning, run.json counts a restart."""
+    """Print a line of the workflow; unless it is a warning, run.json counts a restart."""
     if not line.startswith(WARNING):
         folder.count_restart()
     console.say(line)
 
 
-# An iteration, and what is due after it
+# An iteration, then saving and evaluating
 
 
 def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console: Console, clock) -> None:
@@ -382,7 +381,7 @@ def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, conso
 def saving_what_is_learned(
     loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console
 ) -> Iterator[None]:
-    """Save what the learners have learned before a run ends with a sim or policy worker that failed for good."""
+    """Save the learners' state before a run ends because a sim or policy worker failed for good."""
     try:
         yield
     except WorkerFailed as err:
@@ -436,7 +435,7 @@ def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: in
 
 
 def evaluated_otherwise(config: RunConfig, folder: RunFolder, version: int) -> list[str]:
-    """Options of evaluations, as arguments, that differ from those with which this version has been evaluated."""
+    """Evaluation options, as arguments, that differ from those of this version's evaluation."""
     then: dict[str, Any] = {}
     with suppress(EmbodiedError):  # which reports say
         then = (read_results(folder.evaluation(version))[0].get("protocol") or {}).get("eval") or {}

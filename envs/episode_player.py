@@ -1,7 +1,7 @@
 """A vector env, the episodes that its rows play, and the record of what they play.
 
-`EpisodePlayer` is what rollouts and evaluations (`evaluation.py`) share: rows without an episode stay frozen and are
-shown to no policy. Which episodes are played, and what happens in each, does not depend on how many rows there are.
+`EpisodePlayer` is the common part of rollouts and evaluations (`evaluation.py`): rows without an episode stay frozen
+and are shown to no policy. Episodes and their outcomes do not depend on the number of rows.
 
 `Stage` plays rollouts for training. The cycle of a decision is ask -> take -> ask: `ask` sends the current observation
 to the policy, `take` receives its actions, plays and records them, and begins new episodes on the rows that are done.
@@ -82,7 +82,7 @@ class EpisodeTracker:
             setattr(self, name, with_rows(getattr(self, name), begun, at_reset))
 
     def noise_keys(self, at: np.ndarray, obs: Observation) -> tuple[Array, Array]:
-        """The episodes and decisions of these rows, which draw their noise: on the device of what they observe."""
+        """The episodes and decisions of these rows, as keys of their noise, on the device of their observations."""
         first = next(leaves(obs))
         if not is_tensor(first):
             return self.episode[at], self.decision[at]
@@ -105,7 +105,7 @@ class EpisodeTracker:
             self.total_reward = tensor_of(self.total_reward, result.rewards.device) + result.rewards.sum(dim=1)
         else:
             self.total_reward += (result.rewards * mask).sum(axis=1)
-        if is_tensor(result.success):  # of steps that nobody took, what it was at the last one
+        if is_tensor(result.success):  # steps not taken repeat the last step's success
             self.success_once = tensor_of(self.success_once, result.success.device) | result.success.any(dim=1)
             self.success_now = with_rows(self.success_now, live, result.success[:, -1])
         elif result.success is not None:
@@ -136,7 +136,7 @@ class EpisodeTracker:
             success_at_reset=at_reset,
         )
 
-    # What a checkpoint keeps; the specs follow from the episode numbers.
+    # The content of a checkpoint; the specs follow from the episode numbers.
     ARRAYS = "episode started decision length total_reward success_once success_now success_at_reset".split()
 
     def get_state(self) -> dict[str, np.ndarray]:
@@ -149,7 +149,7 @@ class EpisodeTracker:
 
 
 class EpisodePlayer:
-    """A vector env, which of its rows play, and what they see."""
+    """A vector env, its playing rows, and their observations."""
 
     def __init__(self, env: VectorEnv, timers: Timers) -> None:
         self.env = env
@@ -172,7 +172,7 @@ class EpisodePlayer:
         self.playing[rows] = True
 
     def seen(self) -> tuple[np.ndarray, Observation]:
-        """The rows that play, and what they see."""
+        """The playing rows and their observations."""
         at = np.flatnonzero(self.playing)
         return at, self.obs if self.playing.all() else take_rows(self.obs, at)
 
@@ -197,7 +197,7 @@ def of_rows(array: Array, at: np.ndarray) -> Array:
 
 
 def spread(actions: Array, at: np.ndarray, num_rows: int) -> Array:
-    """These rows' actions among those of all rows; the others stand still."""
+    """The actions of all rows: these rows' actions, and zeros for frozen rows."""
     if len(at) == num_rows:
         return actions
     everywhere = room_for(actions, num_rows)
@@ -231,7 +231,7 @@ class Stage(EpisodePlayer):
         self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
 
-    # Where rollouts are of a fixed number of decisions, every row goes on to its own next episode
+    # In rollouts of a fixed number of decisions, every row continues with its own next episode
 
     def reset(
         self,
@@ -269,7 +269,7 @@ class Stage(EpisodePlayer):
         tried = (self.rows.episode[done] - self.initial[done]) // self.num_envs_total
         return ~host(self.rows.success_once)[done] & (tried < self.env.config.retries)
 
-    # Where whole episodes are played, a free row takes the next one that waits
+    # With whole episodes, a free row takes the next waiting episode
 
     def refill(self, free: np.ndarray, _: ChunkResult | None = None, *, waiting: deque[EpisodeSpec]) -> None:
         """Begin waiting episodes on free rows."""
@@ -285,7 +285,7 @@ class Stage(EpisodePlayer):
         self.env.checks = FiniteChecks() if horizon else None
 
     def ask(self, value_only: bool = False) -> None:
-        """Send the policy what the playing rows see."""
+        """Send the policy the observations of the playing rows."""
         self.at, self.shown = self.seen()
         self.client.ask(
             self.shown,
@@ -377,7 +377,7 @@ class Record:
         self.finished += outcomes
 
     def value(self, stage: Stage, reply: ActReply) -> None:
-        """Note the values of what was seen after the last decision."""
+        """Record the values of the observations after the last decision."""
         if self.decisions:
             _, arrays = self.decisions[-1]
             arrays["next_values"][:] = reply.values

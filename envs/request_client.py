@@ -12,8 +12,8 @@ from embodied.core.types import ActReply, ActRequest, PolicyOutput, Servers
 
 
 class RequestClient:
-    """A player's end of the requests of one round. A worker that dies or leaves is known by news of those that answer
-    from now on: what it had is sent to them."""
+    """A player's end of the requests of one round. When a worker dies or leaves, the player is told the remaining
+    workers and sends them its requests."""
 
     def __init__(self, servers: Servers, room: float = float("inf")) -> None:
         """A worker has at most so many rows of its requests at a time."""
@@ -46,7 +46,7 @@ class RequestClient:
                 self.channels[worker].put(message)
 
     def messages(self, requests: list[Any]) -> Sequence[Any]:
-        """What is put into a worker's channel."""
+        """The messages for a worker's channel."""
         return requests
 
 
@@ -74,7 +74,7 @@ class PolicyClient(RequestClient):
 
 
 def joined(parts: list[ActReply]) -> ActReply:
-    """The answer to a request of which workers answered parts."""
+    """The answer to a request that several workers answered in parts."""
     if len(parts) == 1:
         return parts[0]
     parts.sort(key=lambda part: part.key[1])

@@ -47,7 +47,7 @@ class SimWorker(PlayerWorker):
         self.away: dict[str, np.ndarray] | None = None  # state of the envs, while their simulators are freed
 
     def spec(self) -> EnvSpec:
-        """Build the envs (the first call takes seconds with a real simulator) and say what they offer."""
+        """Build the envs (seconds, with a real simulator) and return their spec."""
         if not self.num_stages:
             return self.eval_spec()
         if not self.stages:
@@ -79,7 +79,7 @@ class SimWorker(PlayerWorker):
         return self.whole_episodes or all(stage.env.saves_state for stage in self.stages)
 
     def offload(self) -> None:
-        """Free the simulators; what they need to go on is saved."""
+        """Free the simulators, after saving their state."""
         if self.memory.num_bytes and self.away is None and self._can_leave():
             self.away = {} if self.whole_episodes else self.get_state()
             self.close()
@@ -87,7 +87,7 @@ class SimWorker(PlayerWorker):
             give_back_unused()
 
     def onload(self) -> None:
-        """Build the simulators again, which go on as if they had stayed."""
+        """Build the simulators again, in the saved state."""
         if self.away is None:
             return
         state, self.away = self.away, None
@@ -133,13 +133,13 @@ class SimWorker(PlayerWorker):
         elif not noted:
             for played in [record.trajectory() for record in records if record.decisions]:
                 self.kept_episodes |= dict.fromkeys(played.ids.tolist(), played)
-        deque(evaluation, maxlen=0)  # play what is left of it
+        deque(evaluation, maxlen=0)  # play its remaining episodes
         finished = tuple(result for record in records for result in record.finished)
         spent = self.timers.seconds_since(before, "step", "reset", "wait")
         return RolloutStats(sum(record.env_steps for record in records), finished, *spent)
 
     def _go_on(self, episodes: EpisodeList) -> list[Refill]:
-        """Open episodes go on; every row has its own next one."""
+        """Open episodes continue; every row has its own next episode."""
         for stage in self.stages:
             if stage.obs is None:
                 stage.reset_all(episodes)

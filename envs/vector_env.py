@@ -1,9 +1,9 @@
-"""The env contract: N rows side by side, driven from outside, never reset by themselves. Rollouts of them are in
-`episode_player.py`, evaluations in `evaluation.py`.
+"""The env contract: N rows side by side, driven from outside, never reset by themselves. `episode_player.py` plays
+rollouts with them, `evaluation.py` evaluations.
 
 A plug-in implements `_reset_rows`, `_step`, `_observe`, for videos `render_rows` and for images `_paint`; resets, time
-limits, action chunks, freezing of finished rows and the meaning of success live here, once. What may surprise: a row
-that is done stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
+limits, action chunks, freezing of finished rows and the meaning of success live here, once. Surprising: a row that is
+done stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ TEXT = "".join(chr(code) for code in range(32, 127))
 
 @dataclass(frozen=True)
 class StepResult:
-    """One env step of all rows. What it says of rows that are not active is ignored.
+    """One env step of all rows. Its values for inactive rows are ignored.
 
     Tensors stay on their device, but for flags that can end an episode: the host reads these in every step. Where only
     the step limit ends episodes (`on_success=continue`, and `terminated` an array), the host reads nothing.
 
-    `terminated` may include ends by success: `on_success` decides what becomes of those. A simulator whose episodes can
-    go on after success (`on_success=continue`) reports failures only.
+    `terminated` may include success: `on_success` decides whether success ends the episode. A simulator whose episodes
+    can continue after success (`on_success=continue`) reports failures only.
     """
 
     rewards: Array  # float [N]
@@ -93,7 +93,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._rewards: Array = np.zeros(num_envs, self.dtype)
         self.checks: FiniteChecks | None = None  # of tensors, where `check_noted` is called later for many decisions
 
-    # What a plug-in implements. Arrays it returns are its own no longer: it never writes to them again.
+    # Methods of a plug-in. It never writes again to an array that it has returned.
 
     def _reset_rows(self, rows: np.ndarray, episodes: list[EpisodeSpec]) -> Array | None:
         """Start these episodes on these rows, in one batch, leaving other rows alone.
@@ -145,7 +145,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
     def _set_state(self, state: dict[str, np.ndarray]) -> None:
         raise NotImplementedError
 
-    # What the outside uses.
+    # Methods for callers.
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -241,7 +241,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
 
     @property
     def saves_state(self) -> bool:
-        """True if `get_state` has what it takes to go on."""
+        """True if `get_state` holds everything needed to continue."""
         return type(self)._get_state is not VectorEnv._get_state
 
     def get_state(self) -> dict[str, np.ndarray]:
@@ -318,7 +318,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         return replace(step, **{name: array if name == "rewards" else array.astype(bool) for name, array in read})
 
     def _counted(self, given: Array, moved: np.ndarray) -> Array:
-        """The rewards of the rows that moved, and 0 of others, in the env's dtype."""
+        """The rewards of the rows that moved, and 0 for other rows, in the env's dtype."""
         if not is_tensor(given):
             rewards = np.zeros(self.num_envs, self.dtype)
             np.copyto(rewards, given, where=moved, casting="same_kind")
@@ -337,7 +337,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             raise NotFinite(self._where(what, wrong))
 
     def _checked(self, actions: Any) -> Any:
-        """Actions as `_step` wants them: right shape and kind, clipped; those of frozen rows never matter."""
+        """Actions for `_step`: right shape and kind, clipped; actions of frozen rows never matter."""
         spec = self.env_spec.action
         actions = actions if is_tensor(actions) and not spec.discrete else host(actions)
         fits = actions.ndim == 3 and actions.shape[::2] == (self.num_envs, spec.dim) and actions.shape[1] > 0
@@ -393,7 +393,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         return {"success": copy_of(self._success)} if self.env_spec.has_success else {}
 
     def _check(self, obs: Observation, rows: np.ndarray) -> None:
-        """Refuse observations of these rows that are not finite or not what the spec promises, in shape."""
+        """Refuse observations of these rows that are not finite or do not have the spec's shapes."""
         if self.env_spec.state_dim is not None:
             self._check_shape("state", obs.get("state"), (self.env_spec.state_dim,))
         if self.env_spec.privileged_dim is not None:
@@ -450,10 +450,10 @@ def action_space(spec: EnvSpec) -> spaces.Space:
 class Reward:
     """The reward of an env step, as `env.reward` says, the same way for every simulator.
 
-    own: what the simulator says. success: 1 in the env step that solves the task for the first time, else 0.
-    difference: what the simulator says minus what it said one step before (nothing, before the first step), so that an
-    episode's return is its last reward however long it takes. Any other name is that of a function, which takes the
-    env, its actions [N, A] and the `StepResult` and returns [N].
+    own: the simulator's reward. success: 1 in the env step that solves the task for the first time, else 0. difference:
+    the simulator's reward minus its previous reward (0 before the first step), so that an episode's return is its last
+    reward, whatever its length. Any other name is a function that takes the env, its actions [N, A] and the
+    `StepResult` and returns [N].
 
     Rewards 0.2, 0.5, 0.5, 1 with success in the last step: success gives 0, 0, 0, 1, difference 0.2, 0.3, 0, 0.5.
     """

@@ -21,7 +21,7 @@ class EpisodeKeeper(Worker):
 
     @cached_property
     def kept_episodes(self) -> dict[int, Trajectory]:
-        """By episode, the trajectory that it is in, with others maybe."""
+        """By episode, the trajectory that contains it, perhaps with other episodes."""
         return {}
 
     @served_while_busy
@@ -65,8 +65,9 @@ class PlayerWorker(EpisodeKeeper):
         eval_rows: int = 1,
         whole_episodes: bool = False,
     ) -> None:
-        """Every training episode, or its end, is noted in `journal`. Evaluations go on in `eval_rows` separate envs of
-        `eval_config`; without stages there are no others. With `whole_episodes` none is open between rollouts."""
+        """`journal` records every training episode, or its end. Evaluations use `eval_rows` separate envs of
+        `eval_config`; without stages there are no other envs. With `whole_episodes` no episode is open between
+        rollouts."""
         self.config, self.num_stages, self.journal = config, stages, journal
         self.eval_config, self.eval_rows = eval_config or config, eval_rows
         self.whole_episodes = whole_episodes
@@ -79,7 +80,7 @@ class PlayerWorker(EpisodeKeeper):
 
 
 def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:
-    """These episodes, of the trajectory that each is in, and no others."""
+    """The trajectories of `kept`, with these episodes only."""
     wanted = gather((id(part), episode) for episode, part in kept.items()).values()
     return [choose(kept[ids[0]], sorted(ids)) for ids in wanted]
 
@@ -90,7 +91,7 @@ class EpisodeStream(Record):
     def __init__(self, source: str, store: dict[int, Trajectory], journal: Channel) -> None:
         super().__init__(source)
         self.store, self.journal = store, journal
-        # By episode, its decisions: the arrays of all that were taken together, and its row in them.
+        # By episode, its decisions: the arrays of a joint step, and the episode's row in them.
         self.open: dict[int, list[tuple[Observation, int]]] = {}
 
     def add(self, ids: np.ndarray, arrays: Observation) -> None:
@@ -127,7 +128,7 @@ def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
 
 
 def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of an older checkpoint, which named whole episodes once each, with what was not kept."""
+    """The arrays of an older checkpoint, which named each whole episode once, completed by the missing arrays."""
     if "ids" in arrays:
         return arrays
     unknown = np.zeros_like(arrays["mask"])

@@ -1,6 +1,5 @@
-"""A plan: which processes there are, which roles each runs, on which cores and other devices.
-
-The same placement, cores and numbers always give the same plan; nothing is started or probed here.
+"""A plan: the processes, their roles, their cores and other devices. The same placement, cores and numbers always give
+the same plan; nothing is started or probed here.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class PlannedHost:
     cores: tuple[int, ...]
     threads: int
     node: str = ""  # of a cluster; "" is the machine the run is started on
-    device: str = ""  # gpu:3, fake:0, arm:0: what it holds besides cores
+    device: str = ""  # gpu:3, fake:0, arm:0: its device besides cores
     render: str = ""  # gpu:0: where its simulator draws
-    gpu: Gpu | None = None  # what it holds or draws on, as its machine describes it
+    gpu: Gpu | None = None  # its GPU, for computing or rendering, as its machine describes it
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -45,14 +44,14 @@ class PlacementPlan:
     num_envs: int
     reason: str = ""  # why this and not another, where the planner chose
     idle: tuple[int, ...] = ()  # cores that no host uses
-    memory: tuple[str, ...] = ()  # in words: what is known to be held where
+    memory: tuple[str, ...] = ()  # in words: the known uses of memory
 
     def count(self, role: str) -> int:
         """The number of workers of a role."""
         return sum(role in host.roles for host in self.hosts)
 
     def apart(self, *roles: str) -> bool:
-        """True if the workers of these roles share no device with others."""
+        """True if the workers of these roles share no device with other roles."""
         mine = {name for host in self.hosts if {*roles} & {*host.roles} for name in host.held}
         return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
 
@@ -148,7 +147,7 @@ def make_plan(
 
 
 def working_map(machines: Topology, num_envs: int, stages: int, networks: str, *how: Any) -> str:
-    """A map that holds on the machine that the run is started on, if it has what the networks compute on."""
+    """A map that works on the machine that starts the run, if it has the networks' devices."""
     here = Topology(machines.nodes[:1])
     where = machines if networks == "gpu" and not here.gpus else here
     return json.dumps(mode_rules.choose("auto", where, num_envs, stages, networks, *how)[0])
@@ -191,7 +190,7 @@ def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) 
 
 
 def node_of(name: str, machines: Topology) -> Node:
-    """The machine of that name; without one that which the run is started on."""
+    """The machine of that name; without a name the one that starts the run."""
     if not name:
         return machines.nodes[0]
     if found := next((node for node in machines.nodes if node.name == name), None):
@@ -256,7 +255,7 @@ def cores_of(devices: tuple[int, ...], node: Node) -> tuple[int, ...]:
 
 
 def cores_beside(device: str, node: Node) -> tuple[int, ...]:
-    """The cores that go with a device: GPUs share out the cores of their NUMA node in order, others may use all."""
+    """The cores of a device: GPUs divide the cores of their NUMA node in order, other devices may use all."""
     kind = device.partition(":")[0]
     if kind != "fake" and device not in node.named:
         raise PlacementError(not_there(device, node))

@@ -121,11 +121,11 @@ class Policy(nn.Module):
         return {}
 
     def cache_tensors(self) -> list[Tensor]:
-        """Memory that acting keeps from one decision to the next, not what is in it: a device may take it back."""
+        """Memory that acting keeps between decisions. Its content does not matter, so a device may free it."""
         return []
 
     def row_bytes(self, words: int) -> int:
-        """Bytes of it for one env row whose decision reads and writes so many tokens besides those of images."""
+        """Bytes of that memory for one env row whose decision has so many tokens besides image tokens."""
         return 0
 
     @property
@@ -138,10 +138,10 @@ class Policy(nn.Module):
         return None
 
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor | tuple[Tensor, Tensor]:
-        """The loss of demonstrated actions [B, horizon, A]: one for each number [B, horizon, A], or one for each
-        item [B]; and beside it, where `auxiliary_loss` names one, what else is learned of each item [B]. `inputs`
-        holds "obs", "actions", which of these there are, "mask" [B, horizon], and where there are states those of
-        "keyframes" [B, 2, S]: the next one, and the last."""
+        """The loss of demonstrated actions [B, horizon, A]: one for each number [B, horizon, A], or one for each item
+        [B]; with `auxiliary_loss` also an auxiliary loss for each item [B]. `inputs` holds "obs", "actions", "mask" [B,
+        horizon] of the existing actions, and, if there are states, the states of the next and the last keyframe,
+        "keyframes" [B, 2, S]."""
         return -self.forward(inputs).logprobs
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
@@ -167,7 +167,7 @@ class Policy(nn.Module):
         return {}
 
     def reference(self) -> Policy:
-        """The policy as it is now, for comparisons later on. What is not trained is not copied but shared."""
+        """A copy of the policy for later comparisons. Untrained weights are shared, not copied."""
         frozen = [p for p in self.parameters() if not p.requires_grad]
         return copy.deepcopy(self, {id(p): p for p in frozen}).requires_grad_(False)
 
@@ -193,8 +193,8 @@ class Policy(nn.Module):
         tensors: Iterable[tuple[str, Tensor]] | None = None,
         specs: Mapping[str, Spec] | None = None,
     ) -> None:
-        """`tensors` are the whole weights, one by one, where this process holds only shards of them; `specs` say what
-        they are like."""
+        """`tensors` are the whole weights, one by one, if this process holds only shards of them; `specs` are their
+        shapes and dtypes."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         own, saved = self.state_dict(), self.saved()

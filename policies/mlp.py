@@ -45,8 +45,8 @@ class ObservationNormalizer(nn.Module):
         return torch.where(self.count < 2, state, normal)  # the device decides: nobody waits for it
 
     def spread(self, first: int, least: float) -> Tensor:
-        """The deviation of what `forward` gives, of the numbers from `first` on; of those that vary by less than
-        `least`, in units of the state, what that makes."""
+        """The deviation of `forward`'s numbers from `first` on. Numbers that vary by less than `least`, in units of the
+        state, have the deviation that `least` corresponds to."""
         found = (self._deviation(least) / self._deviation(self.floor))[first:]
         return torch.where(self.count < 2, torch.ones_like(found), found)
 
@@ -91,8 +91,7 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 class ActorCritic(Policy):
-    """A family sets `features`: what it makes of an observation, `width` numbers for each row, without the privileged
-    ones."""
+    """A family sets `features`: `width` numbers for each row of an observation, without its privileged numbers."""
 
     takes_device_noise = is_recordable = True
     value_names = ("critic.",)
@@ -190,7 +189,7 @@ class ActorCritic(Policy):
         return self._normal(obs["privileged"], self.spec.state_dim or 0)
 
     def _normal(self, numbers: Any, first: int) -> Tensor:
-        """Numbers that are the `first` and following ones of all that is normalised."""
+        """Normalises numbers whose statistics begin at number `first`."""
         numbers = tensor_of(numbers, self.device).to(self.dtype)
         return numbers if self.normalizer is None else self.normalizer(numbers, first)
 

@@ -84,7 +84,7 @@ class PolicyWorker(Worker):
     # Memory and weights
 
     def needs(self, shared: bool = False) -> Needs:
-        """Its weights, unless it acts with those of a learner, and the memory it acts in: as much as it took so far."""
+        """The policy's weights, unless it uses a learner's, and its largest working memory so far."""
         self.shares = shared
         weights = [] if shared else self._weights()
         self.cache_bytes = max(self.cache_bytes, num_bytes(self.policy.cache_tensors()))
@@ -179,7 +179,8 @@ class PolicyWorker(Worker):
             return batcher.take()
 
     def _answer(self, requests: list[ActRequest], rule: SamplingRule) -> list[ActReply]:
-        """One call of the policy for all decisions, one for values alone, one for those of final observations."""
+        """One call of the policy for all decisions, one for requests of values, one for the values of final
+        observations."""
         numbered = dict(enumerate(requests))
         with torch.autocast(self.device, torch.bfloat16, enabled=self.bf16):
             later = all(r.checked_later for r in requests)
@@ -245,8 +246,8 @@ class PolicyWorker(Worker):
         return draw(*where, host(episodes), host(decisions), self.noise.width)
 
     def _check_finite(self, numbers: dict[str, Array], obs: Observation, later: bool) -> None:
-        """Refuse numbers that are not finite; where they are on a device, maybe `later`, with those of all decisions.
-        Then what is observed was not checked either: nobody blames the policy for answers to NaN."""
+        """Refuse numbers that are not finite; on a device, perhaps `later`, together with all decisions. Then
+        observations were not checked either, so NaN observations are not blamed on the policy."""
         if not later or not all(map(is_tensor, numbers.values())):
             check_finite(numbers)
             return
@@ -301,7 +302,7 @@ class RequestBatcher:
         self.sources = sources
         self.merging = merging
         self.sims = {sim_of(source) for source in (sources if mine is None else mine)}  # that are waited for
-        self.next: ActRequest | None = None  # taken already, and too large for what was answered before it
+        self.next: ActRequest | None = None  # taken already, but too large for the previous answer
         self.over = False
 
     def take(self) -> list[ActRequest]:
@@ -355,6 +356,6 @@ def sim_of(source: str) -> str:
 
 
 def spans(counts: Sequence[int]) -> list[slice]:
-    """The rows of each request among those of all."""
+    """The rows of each request among the rows of all requests."""
     ends = np.cumsum(counts).tolist()
     return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]

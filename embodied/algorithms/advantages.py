@@ -1,4 +1,4 @@
-"""Advantages: generalised advantage estimation (PPO), those of a group's scores (GRPO), and their normalisation.
+"""Advantages: generalised advantage estimation (PPO), comparison within groups (GRPO), and normalisation.
 
 In numpy and float64, because trajectories arrive as numpy arrays and this is a few thousand numbers once per iteration:
 whatever the policy's dtype, every placement gets the same advantages.
@@ -29,10 +29,10 @@ def gae(
     """Advantages and returns (value targets), float64 [T, N]: T decisions of N sequences side by side, as
     `learners/train_batch.py` lays them out (`gae_of`); a shorter sequence ends in decisions that nobody played.
 
-    After an episode that terminated inside a decision comes nothing, after a truncated one `final_values`; otherwise
-    `values[t+1]` comes and the recursion goes on. With level "step" gamma and lambda act once per env step instead of
-    once per decision: rewards inside a chunk are discounted too, and k played steps count gamma^k and lambda^k.
-    A decision without a played step is not an item: its advantage is 0 and nothing passes through it.
+    The value after a decision is 0 if its episode terminated, `final_values` if it was truncated, otherwise
+    `values[t+1]`, and the recursion continues. With level "step" gamma and lambda act once per env step instead of once
+    per decision: rewards inside a chunk are discounted too, and k played steps count gamma^k and lambda^k. A decision
+    without a played step is not an item: its advantage is 0 and nothing passes through it.
 
     Three decisions of one env step (C=1), two envs, gamma = lambda = 1/2, all values 4, all rewards 1. Env 0 is
     truncated at t=1 with a final value of 8, env 1 terminates at t=1:
@@ -59,7 +59,7 @@ def gae(
         discount = np.full(played.shape, float(gamma))
         decay = np.full(played.shape, float(lam))
 
-    # What comes after each decision, and how much of the next advantage passes on to it
+    # The value after each decision, and the factor of the next advantage
     following = np.where(truncated, final_values, values[1:])
     following = np.where(terminated, 0.0, following)
     delta = rewards.sum(axis=2) + discount * following - values[:-1]
@@ -81,9 +81,9 @@ def token_gae(
     gamma: float,
     lam: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns (value targets), float64 [K], of conversations, one after the other; 0 for what the env
-    said, which is not a step: the recursion goes from one sampled token to the next. Nothing comes after the last one,
-    also where an answer was cut off.
+    """Advantages and returns (value targets), float64 [K], of conversations, one after the other; 0 for the env's
+    tokens, which are no steps: the recursion goes from one sampled token to the next. The value after the last one is
+    0, also for a cut-off answer.
 
     Prompt, answer, env, answer, with gamma = lambda = 1/2, all values 4, and a reward of 1 and of 2 at the ends:
 
@@ -95,7 +95,7 @@ def token_gae(
     counts = np.bincount(of, minlength=len(lengths))
     at = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts), of
     steps, rows = int(counts.max(initial=0)), len(lengths)
-    terminated = np.zeros((steps + 1, rows, 1), bool)  # before the first token of those that have none: in nobody's way
+    terminated = np.zeros((steps + 1, rows, 1), bool)  # of rows without tokens: an unread step
     terminated[counts - 1, np.arange(rows)] = True
 
     def side_by_side(numbers: np.ndarray) -> np.ndarray:
@@ -129,7 +129,7 @@ def group_advantages(
     else:
         compared = scores - scores.mean(axis=1, keepdims=True)
         compared[np.ptp(scores, axis=1) <= EQUAL] = 0.0
-    if baseline == "leave_one_out":  # score - mean of the others = (score - mean of all) * S / (S - 1)
+    if baseline == "leave_one_out":  # score - mean of the other scores = (score - mean of all) * S / (S - 1)
         compared *= scores.shape[1] / (scores.shape[1] - 1)
     left_out = 1 if deviation == "sample" else 0
     if scale == "group":

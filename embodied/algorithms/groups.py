@@ -95,8 +95,8 @@ class GroupPool:
         self.solved = {episode: success for episode, success in self.solved.items() if episode in held}
 
     def lose(self, episodes: Collection[int]) -> None:
-        """Drop the groups of episodes that nobody can bring any more. Call it when all that were dealt and can be
-        brought are added: of a group that is not dealt whole yet, the rest is skipped."""
+        """Drop the groups of lost episodes. Call it after all dealt episodes that still exist have been added: the rest
+        of a partly dealt group is skipped."""
         self.playing.difference_update(episodes)
         for number in {episode // self.config.group_size for episode in episodes}:
             self.counts["kept"] -= self.ready.pop(number, None) is not None or number in self.handed
@@ -124,7 +124,7 @@ class GroupPool:
         self.handed.add(number)
 
     def take(self) -> list[Group]:
-        """Takes the groups that this iteration learns from besides those that were handed on."""
+        """Takes the groups of this iteration that were not yet sent to learners."""
         left = self.config.groups - len(self.handed)
         taken = [self.ready.pop(number) for number in sorted(self.ready)[:left]]
         self.handed.clear()
@@ -233,7 +233,7 @@ class PromptPools:
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Go on from `state`."""
+        """Restore `state`."""
         self.rates = dict(zip(state["prompts"].tolist(), state["rates"].tolist(), strict=True))
         self.drawn = dict(state["drawn"].tolist())
         self.solved = {}

@@ -6,9 +6,9 @@ decision (summed over C and A). An item counts as the mean over its units, so it
 the level. Steps that were not played (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it adds
 nothing, but must hold finite numbers.
 
-Items may be stale, taken with older weights than those that an update starts from, or sampled by an engine whose
-log-probs differ for the same weights. The options against either, which `learners/update.py` feeds, are in
-`policy_loss_sum` and `out_of_bounds`; they concern the policy's loss alone, since values are regressed on returns.
+Items may be stale (taken with older weights than the update's first ones), or sampled by an engine whose log-probs
+differ numerically. `policy_loss_sum` and `out_of_bounds` correct for both, in the policy's loss alone, since values are
+regressed on returns.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def policy_loss_sum(
     importance_cap: float | None = None,
     answers: Tensor | None = None,  # int [B], with level "episode"
 ) -> tuple[Tensor, Stats]:
-    """Minus what units gain, of which each has a ratio to the policy that acted.
+    """Minus the gain of the units, each with a probability ratio to the acting policy.
 
     two_sided: min(ratio * A, clip(ratio) * A), and for A < 0 no less than dual_clip * A. One unit with clip 0.2 and
     dual clip 3: ratio 1.5, A=1 costs -1.2 and ratio 0.5, A=-1 costs 0.8 (clipped: no gradient); ratio 1.5, A=-1 costs
@@ -153,9 +153,9 @@ def policy_loss_sum(
     tis: of the same value, but the capped ratio is a constant weight: the gradient is min(ratio, ratio_cap) * A times
     that of the log-prob, also above the cap.
 
-    With `proximal`, the log-probs of the weights that the update starts from, the ratio is to these and the gain is
-    multiplied by what that leaves out, min(proximal / old, importance_cap), a constant (decoupled PPO). Proximal
-    twice as likely as old, ratio 1.5, A=1, clip 0.2: costs -2 * 1.2.
+    With `proximal`, the log-probs of the weights at the start of the update, the ratio is to these, and the gain is
+    multiplied by the constant min(proximal / old, importance_cap) (decoupled PPO). Proximal twice as likely as old,
+    ratio 1.5, A=1, clip 0.2: costs -2 * 1.2.
 
     With level "episode" (GSPO) all tokens of an answer have its ratio, the geometric mean of theirs: with ratios 2 and
     8 and A=1 each of the two gains clip(4).

@@ -38,14 +38,14 @@ class Source:
 
 @dataclass
 class Tree:
-    """The values of all sources so far, where each came from, and what is wrong."""
+    """The values of all sources so far, with their sources, and the mistakes."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # dotted key -> where it was set
     problems: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)  # printed only if there are problems
-    evaluates: bool = False  # then the policy sees what it was trained with
-    left_out: list[str] = field(default_factory=list)  # what the recipe sets for another task than the command line's
+    evaluates: bool = False  # then the policy keeps the observations of its training
+    left_out: list[str] = field(default_factory=list)  # settings of the recipe for another task than the command line's
 
     def section(self, key: Key) -> dict | None:
         """The values below a key; None where there are none."""
@@ -67,7 +67,7 @@ class Tree:
         self.sources[".".join(key)] = where
 
     def drop(self, key: Key) -> None:
-        """Remove a key with all that is below it."""
+        """Remove a key and all keys below it."""
         path, values = ".".join(key), self.section(key[:-1])
         if not values or key[-1] not in values:
             return
@@ -76,7 +76,7 @@ class Tree:
             del self.sources[known]
 
 
-# Recipes and what they extend
+# Recipes and their bases
 
 
 def recipe_of_task(task: str) -> str | None:
@@ -140,7 +140,7 @@ def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -
 
 
 def display(path: Path) -> str:
-    """A recipe file's name in messages: short for ours, a path for others."""
+    """A recipe file's name in messages: short for ours, a path for the user's."""
     if path.is_relative_to(RECIPES):
         return f"recipes/{path.relative_to(RECIPES)}"
     here = Path.cwd()
@@ -166,7 +166,7 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-# Checking what they say
+# Checking values
 
 
 def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
@@ -257,7 +257,7 @@ def lay(tree: Tree, root: Section, source: Source) -> None:
 
 
 def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
-    """Drop what was set for the old variant if a source names another one, except keys that both share."""
+    """If a source names another variant, drop the old variant's settings, except keys that both share."""
     values = tree.section(prefix)
     if section is None or not values or values.get("name") == name:
         return
@@ -281,8 +281,8 @@ def same_key(old: type, new: type, key: str) -> bool:
 
 
 def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Source) -> None:
-    """Drop what earlier sources set and this value replaces: the alternatives of its key (`one_of`); where it names
-    another task or engine, what they set for theirs alone (`of_task`, `view_of_task`, `of_engine`)."""
+    """Drop earlier settings that this value replaces: the alternatives of its key (`one_of`), and, if it names another
+    task or engine, the settings of the old one (`of_task`, `view_of_task`, `of_engine`)."""
     *above, name = key
     section, before = root.at(above), tree.section(tuple(above)) or {}
     if section is None:
@@ -310,8 +310,8 @@ def settings(above: list[str], names: list[str], values: dict) -> list[str]:
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
-    """The value, where it is a path (or a task's file) relative to the folder of its source. What can be no path stays
-    as it is, for the model to refuse."""
+    """The value; a path (or a task's file) is made relative to the folder of its source. A value that cannot be a path
+    stays unchanged, for the model to refuse."""
     with suppress(BadPath):
         return _own_path(root, key, value, folder)
     return value

@@ -22,8 +22,8 @@ def is_tensor(array: Any) -> bool:
 
 
 def tensor_of(array: Any, device: torch.device | str) -> torch.Tensor:
-    """The array as a tensor on this device, in the same memory if it is there already; maybe read-only, so never write
-    to it."""
+    """The array as a tensor on this device, without a copy if it is already there. It may be read-only: never write to
+    it."""
     import torch
 
     return torch.as_tensor(array).to(device)
@@ -41,7 +41,7 @@ def as_asked(answer: torch.Tensor, obs: dict[str, Any]) -> Any:
 
 
 def room_for(array: Any, count: int) -> Any:
-    """Zeros for `count` rows like those of this array, on its device."""
+    """Zeros for `count` rows of this array's shape and dtype, on its device."""
     shape = (count, *array.shape[1:])
     return array.new_zeros(shape) if is_tensor(array) else np.zeros(shape, array.dtype)
 
@@ -127,7 +127,7 @@ class FiniteChecks:
         self.wrong[key] = self.wrong[key] + wrong if key in self.wrong else wrong
 
     def read(self) -> dict[str, np.ndarray]:
-        """The rows by name, of all that was noted since the last call; empty if everything was finite."""
+        """By name, the rows with non-finite numbers since the last call; empty if everything was finite."""
         noted, self.wrong = self.wrong, {}
         found = ((what, np.isnan(rows)) for (what, _), rows in zip(noted, on_host([*noted.values()]), strict=True))
         return {what: np.flatnonzero(rows) for what, rows in found if rows.any()}

@@ -32,7 +32,7 @@ TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # 
 
 
 def parts_of(message: Message) -> list[dict[str, str]]:
-    """The parts of a message's content, of which text alone is one."""
+    """The parts of a message's content; plain text is one part."""
     content = message["content"]
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
@@ -90,11 +90,11 @@ class WrittenTokens:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that a policy worker is to continue: all that was said before, and what the env says now."""
+    """A conversation that a policy worker has to continue: its earlier tokens, and the env's new message."""
 
     number: int  # of the request, unique within its source and round
     episode: int  # EpisodeSpec.index: with a token's place in the stream it keys the token's noise
-    said: Said  # new; empty where an answer was interrupted and goes on
+    said: Said  # the new message; empty if an interrupted answer continues
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
     pictures: tuple[str, ...] = ()  # that `tokens` show
     max_tokens: int | None = None  # of the answer; None: the policy's own limit
@@ -113,8 +113,8 @@ class PromptBatch:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that follow a prompt's `tokens`: what the env said, encoded, and the answer. P + A tokens; none where
-    what the env said left no room for an answer in a conversation that had begun."""
+    """The tokens after a prompt's `tokens`: the env's message, encoded, and the answer. P + A tokens; none if the
+    message left no room for an answer."""
 
     number: int  # of the request
     tokens: np.ndarray  # int32 [P + A]
@@ -151,7 +151,7 @@ class Vacancy:
 
 @dataclass(frozen=True)
 class EvaluationShare:
-    """Episodes of an evaluation that a sim worker plays beside those that it collects."""
+    """Evaluation episodes that a sim worker plays beside its rollout."""
 
     episodes: tuple[EpisodeSpec, ...]
     rule: SamplingRule

@@ -32,7 +32,7 @@ CHANGED = object()  # stands for every value but the default
 
 @dataclass(frozen=True)
 class Rule:
-    """Refuses each of the `refused` options beside the `others`: where all of these hold, or where one does not."""
+    """Refuses each of the `refused` options if all of the `others` hold, or if one of them does not."""
 
     refused: Mapping[str, Any]
     others: Mapping[str, Any]
@@ -60,12 +60,12 @@ class Rule:
 
 
 def only_with(refused: str | Mapping[str, Any], needed: Mapping[str, Any], advice: str = "") -> Rule:
-    """These options mean something only where all that is needed holds."""
+    """These options need all of the `needed` options."""
     return Rule(options(refused), needed, False, advice)
 
 
 def never_with(refused: str | Mapping[str, Any], others: Mapping[str, Any], advice: str = "") -> Rule:
-    """These options are impossible where all of the others hold."""
+    """These options are impossible if all of the `others` hold."""
     return Rule(options(refused), others, True, advice)
 
 
@@ -116,9 +116,7 @@ class Strict(BaseModel):
     # Building a model costs milliseconds, and --help looks at their fields only: each is built when it is first used.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
-    one_of: ClassVar[
-        tuple[str, ...]
-    ] = ()  # keys that replace each other: a later source that sets one unsets the others
+    one_of: ClassVar[tuple[str, ...]] = ()  # alternative keys: a later source that sets one unsets the other ones
 
     of_task: ClassVar[tuple[str, ...]] = ()  # keys that belong to `task`: a later source that sets another unsets them
 
@@ -128,10 +126,10 @@ class Strict(BaseModel):
 
     section: ClassVar[str] = ""  # what stands before these keys in messages, such as `algo.`
 
-    rules: ClassVar[tuple[Rule, ...]] = ()  # between these options; those of a base class count as well
+    rules: ClassVar[tuple[Rule, ...]] = ()  # between these options; a base class's rules also apply
 
     def conflicts(self) -> Iterator[str]:
-        """Yields what is wrong with options that have to be compared with each other."""
+        """Yields the mistakes between options."""
         return iter(())
 
     def usual(self, key: str) -> Any:
@@ -207,8 +205,8 @@ class Requirement:
 
 @dataclass(frozen=True)
 class BelongsToFile:
-    """Marks a path: a relative one means relative to the recipe file that states it, or to the working directory.
-    `or_recipe`: where nothing is there, the name of a recipe stays as it is."""
+    """Marks a path, relative to the recipe file that states it, or to the working directory. `or_recipe`: if no such
+    file exists, the name of a recipe stays unchanged."""
 
     or_recipe: bool = False
 

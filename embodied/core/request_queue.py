@@ -1,8 +1,8 @@
 """Where the requests of a player wait until a policy worker takes them.
 
-Nobody assigns requests. A worker that takes part is given what waits, as much as it has room for, so that all have
-about as many rows; one that has died or left gives back what it had; one that joins begins to take. An answer depends
-on the request alone, so whoever gives it is as good as another, and a second answer to the same request is ignored.
+Nobody assigns requests. Participating workers take waiting requests as far as they have room, about equally many rows
+each. The requests of a worker that dies or leaves wait again. An answer depends on the request alone, so any worker may
+give it, and a second answer to the same request is ignored.
 
     queue = RequestQueue()
     queue.workers({"policy-0": inf, "policy-1": inf})
@@ -29,8 +29,8 @@ class Waiting:
     key: Hashable  # by which its answer is known
     request: Any
     rows: int = 1
-    conversation: Hashable = None  # that it goes on with, best by the worker that has it in its cache
-    goes_on: bool = False  # whether another request of this conversation may follow
+    conversation: Hashable = None  # that it continues, best on the worker with its cache
+    goes_on: bool = False  # another request of this conversation may follow
 
     def split(self, count: int) -> tuple[Waiting, Waiting]:
         """The first `count` rows, and the rest."""
@@ -40,7 +40,7 @@ class Waiting:
 
 
 class RequestQueue:
-    """Requests that wait, in the order in which they came, and those that workers have."""
+    """Waiting requests in order of arrival, and the requests of each worker."""
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting] = deque()
@@ -56,8 +56,8 @@ class RequestQueue:
         self.waiting = deque(one for one in self.waiting if not unwanted(one))
 
     def workers(self, most: Mapping[str, float], others: Collection[str] = ()) -> None:
-        """From now on these take requests, at most so many rows at a time. `others` take no more and still answer what
-        they have; what anybody else had waits again, in front."""
+        """Set the workers that take requests, each with its largest number of rows. `others` only finish their own
+        requests; all other workers' requests wait again, in front."""
         self.most = dict(most)
         for gone in [worker for worker in self.taken if worker not in most and worker not in others]:
             self.waiting.extendleft(reversed(self.taken.pop(gone).values()))
@@ -82,8 +82,8 @@ class RequestQueue:
         return sum(one.rows for one in self.taken.get(worker, {}).values())
 
     def take(self) -> dict[str, list[Waiting]]:
-        """What workers take now. A conversation goes on where it is cached, if there is room. Of the others all workers
-        have about as many rows, neighbours together."""
+        """The requests that workers take now. A conversation continues on the worker that has it cached, if there is
+        room. Other rows are divided equally, neighbours together."""
         if not self.waiting or not self.most:
             return {}
         loads = {worker: self.load(worker) for worker in self.most}

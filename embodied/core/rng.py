@@ -102,7 +102,7 @@ def episode_seeds(seed: int, stream_name: str, turns: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def episode_seed(seed: int, stream_name: str, turn: int) -> int:
-    """The seed of the episodes that begin alike; those of a group ask for it one after the other."""
+    """The seed of a group's episodes, which begin alike and ask for it one after the other."""
     return int(generator(seed, "episode", stream_name, turn).integers(SEED_BOUND))
 
 

@@ -1,8 +1,8 @@
 """What flows between workers: small frozen carriers with their shapes.
 
 Letters used everywhere: N envs, T decisions, C env steps per decision (the action chunk), A action dimensions. Arrays
-are numpy between processes; float arrays keep the run's dtype. At the end is what is done to trajectories: joining
-them, taking parts of them.
+are numpy between processes; float arrays keep the run's dtype. Functions that join and divide trajectories are at the
+end.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class ActionSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """All that a policy must know of an env, without the simulator."""
+    """Everything that a policy must know about an env, without the simulator."""
 
     action: ActionSpec
     state_dim: int | None = None
@@ -167,7 +167,7 @@ class ChunkResult:
         return (self.terminated | self.truncated).any(axis=1)
 
 
-# What a policy answers
+# A policy's answers
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class PolicyOutput:
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # extra [N, ...] inputs that `forward` needs again
 
 
-# What was played
+# Played episodes and conversations
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class EpisodeResult:
     tokens: int = 0  # that a policy which speaks chose
     prompt_tokens: int = 0  # of the first prompt
     all_tokens: int = 0  # of the whole conversation
-    places: int = 0  # of these, those of pictures
+    places: int = 0  # of these, the picture tokens
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Trajectory:
     next_values: np.ndarray | None = None  # [K]
     replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...], what `forward` needs besides actions
     source: str = ""  # who sends it: worker, stage and round, as in `ActRequest`; of whole episodes worker#transfer
-    first: int = 0  # of the rollout's decisions, the one that this piece begins with
+    first: int = 0  # the first decision of this piece, counted in the rollout
     last: bool = True  # whether the rollout ends with it
 
 
@@ -264,7 +264,7 @@ class BatchEnd:
     seconds: float = 0.0  # since the learners began to wait for units
 
 
-ForLearner = Trajectory | Unit | BatchEnd  # what a learner's channel carries: from players or roles, and the driver
+ForLearner = Trajectory | Unit | BatchEnd  # items of a learner's channel: from players or roles, and the driver
 
 
 # What roles send each other while they collect
@@ -274,8 +274,8 @@ ForLearner = Trajectory | Unit | BatchEnd  # what a learner's channel carries: f
 class ActRequest:
     """A player's request, or some rows of one: what should these N env rows do next?
 
-    `final_obs` is what rows `final_rows` of these showed last, whose episode was truncated in the decision before; only
-    its value is wanted. With `value_only` the same holds for `obs` (the end of a rollout).
+    `final_obs` are the last observations of rows `final_rows`, whose episodes were truncated in the previous decision;
+    only their values are needed. With `value_only` the same holds for `obs` (the end of a rollout).
     """
 
     source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
@@ -326,14 +326,14 @@ class ActReply:
 
 @dataclass(frozen=True)
 class Servers:
-    """The policy workers that a source's requests go to from now on, each with the channel that it takes them from.
+    """The policy workers of a source's next requests, each with its channel of requests.
 
-    Every successor has a name of its own, so what a worker had that is not named here waits again.
+    Every replacement has a new name, so the requests of a worker that is not named here wait again.
     """
 
     source: str
     channels: dict[str, Any]
-    others: frozenset[str] = frozenset()  # that take no more from it, and still answer what they have
+    others: frozenset[str] = frozenset()  # workers that only finish their own requests
     replies: Any = None  # the Channel of the answers, where a source begins to ask
 
 
@@ -347,7 +347,7 @@ class Merging:
     """The limits within which a policy worker answers requests of several sim workers together."""
 
     rows: int = 1  # env rows that are answered together at most; a request of more is answered by itself
-    wait_s: float = 0.0  # how long a request waits for those of other sims
+    wait_s: float = 0.0  # how long a request waits for other sims' requests
 
 
 @dataclass(frozen=True)
@@ -364,20 +364,20 @@ class Note:
 class Recording:
     """The videos and buffers that are kept of an evaluation's episodes, besides their outcomes."""
 
-    video_episodes: frozenset[int] = frozenset()  # indices of the episodes of which there is a video
+    video_episodes: frozenset[int] = frozenset()  # indices of the recorded episodes
     videos: Path | None = None  # the folder of their videos
     failures_only: bool = False  # whether other videos are thrown away
     overlay: bool = False  # instruction, step, reward, value and success in every frame
-    cameras: bool = False  # what the policy's cameras see, beside the scene
+    cameras: bool = False  # the policy's cameras, beside the scene
     buffers: Path | None = None  # the folder in which every episode is recorded for a dataset
-    noise: float = 0.0  # deviation of what is added to the actions that are played, not to those that are recorded
+    noise: float = 0.0  # deviation of the noise on played actions, not on recorded ones
     seed: int = 0  # of that noise
     recorders: tuple[Callable[..., Any], ...] = ()  # that keep all this; the sim worker makes one of each
 
 
 @dataclass(frozen=True)
 class RolloutStats:
-    """One sim worker's seconds in one rollout, by what they were spent on, and how much it did."""
+    """One sim worker's seconds in one rollout, by activity, and its counts."""
 
     env_steps: int
     finished: tuple[EpisodeResult, ...]  # episodes that ended in this rollout
@@ -397,7 +397,7 @@ DECISIONS = (*FIELDS, "values", "next_values")  # arrays with a row per decision
 
 
 def decisions_of(trajectory: Trajectory) -> Observation:
-    """All that has a row per decision, as one tree of arrays; without values where there are none."""
+    """All arrays with a row per decision, as one tree; without values if there are none."""
     found = {name: getattr(trajectory, name) for name in ("obs", "replay", *DECISIONS)}
     return {name: part for name, part in found.items() if part is not None}
 
@@ -453,7 +453,7 @@ def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.nd
     room = map_obs(lambda array: room_for(array, len(of)), decisions[0][1])
     decisions.reverse()
     begin = 0
-    while decisions:  # what is written is let go: memory does not double
+    while decisions:  # freed as soon as copied, so memory does not double
         sequences, arrays = decisions.pop()
         write(room, place[begin : begin + len(sequences)], arrays)
         begin += len(sequences)
@@ -461,7 +461,7 @@ def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.nd
 
 
 def in_rows(decisions: list[tuple[np.ndarray, Observation]]) -> Observation:
-    """The same of decisions of the same sequences: what is on a device stays there, without an index from the host."""
+    """The same for decisions of the same sequences: tensors on a device stay there, without an index from the host."""
     count, steps = len(decisions[0][0]), len(decisions)
     room = map_obs(lambda array: room_for(array, count * steps), decisions[0][1])
     table = map_obs(lambda array: array.reshape(count, steps, *array.shape[1:]), room)  # of the same memory
@@ -477,8 +477,8 @@ def env_blocks(num_envs: int, ranks: int) -> list[range]:
 
 
 def rows_of_sims(num_envs: int, num_sims: int, num_tasks: int) -> list[np.ndarray]:
-    """The env rows that each sim worker owns: neighbours, or where tasks divide the rows those of as few tasks as can
-    be, since row e always plays task e % num_tasks then.
+    """The env rows of each sim worker: neighbours, or, if the number of tasks divides the rows, rows of as few tasks as
+    possible, since row e then always plays task e % num_tasks.
 
     Six rows of three tasks for two sims: 0 3 1 and 4 2 5.
     """

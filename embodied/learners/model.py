@@ -1,5 +1,5 @@
-"""The policy as the learner trains it: how it is run (precision, compiled or not, frozen features), and Adam over what
-it trains. The gradient is summed over all learner ranks and clipped as a whole.
+"""The policy as the learner trains it: precision, compilation, frozen features, and Adam over its trained weights. The
+gradient is summed over all learner ranks and clipped as a whole.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Model:
             return {name: tensor.cpu() for name, tensor in self.policy.frozen_features(obs).items()}
 
     def imitate(self, inputs: dict, noise) -> tuple[Tensor, Tensor | None]:
-        """The losses of actions, and of what is learned beside them."""
+        """The losses of actions, and the auxiliary losses."""
         self.tick()
         with self.cast():
             found = self.policy.imitate(inputs, noise)
@@ -252,7 +252,7 @@ class PolicyOptimizer:
                     local(p).copy_(master)
 
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All that it keeps from step to step, by name."""
+        """All state between steps, by name."""
         for name, p in self._named():
             for key, value in self._state(name, p).items():
                 yield f"{name}/{key}", value
@@ -262,7 +262,7 @@ class PolicyOptimizer:
         return [master for p, master in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]
 
     def tensors(self) -> list[Tensor]:
-        """All that it keeps from step to step besides the parameters."""
+        """All state between steps, except the parameters."""
         return [*self.masters_aside(), *(value for state in self.adam.state.values() for value in state.values())]
 
     def forget_gradients(self) -> None:
@@ -414,7 +414,7 @@ class Adam:
 
 def norm_of(flat: Tensor) -> Tensor:
     """The norm of a long vector, in float64. A sum of 100 million float32 squares would be 2% short: small squares
-    vanish beside what has been summed up."""
+    vanish beside the running sum."""
     return torch.stack([torch.linalg.vector_norm(part) for part in flat.split(NORM_PART)]).double().norm()
 
 

@@ -1,8 +1,8 @@
-"""The pieces of rollouts and whole episodes that come to a learner rank for one batch: put together by source, and
-encoded by frozen parts of the policy as they come.
+"""The pieces of rollouts and whole episodes of a learner rank's batch: joined by source, and encoded by frozen parts of
+the policy as they arrive.
 
-Where learners have devices of their own, this is done while the rollout is in progress. Frozen features depend on no
-weights that change and are computed in fixed microbatches, so where pieces end cannot change what is learned.
+Learners on devices of their own do this while the rollout is in progress. Frozen features do not depend on trained
+weights and are computed in fixed micro-batches, so the division into pieces cannot change the result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RolloutBuffer:
         self.have[source] = end
 
     def has(self, sources: Iterable[str]) -> bool:
-        """True if all that these sources have played has come."""
+        """True if all data of these sources have arrived."""
         return all(s in self.whole and self.have[s] == self.whole[s].lengths.max() for s in sources)
 
     def take(self, sources: Iterable[str]) -> Trajectory:
@@ -96,7 +96,7 @@ class RolloutBuffer:
                 self.seen[source] = part.stop
 
     def encoded(self, ids: np.ndarray) -> dict[str, Tensor]:
-        """Frozen features of these rows: others were lost with their sim worker."""
+        """Frozen features of these rows; the missing rows were lost with their sim worker."""
         assert self.features is not None
         if len(ids) == len(self.rows):
             return self.features.kept
@@ -126,8 +126,8 @@ def copied(array: Array) -> Array:
 
 
 def take(array: Array, items: Tensor) -> Array:
-    """These items of an array. Only items in the host's memory may be taken of an array that is there; items go to
-    another device without a wait."""
+    """These items of an array. An array in the host's memory needs `items` there, too; items are sent to other devices
+    without waiting."""
     if not is_tensor(array):
         return array[items.numpy()]
     return array.index_select(0, items.to(array.device, non_blocking=True))

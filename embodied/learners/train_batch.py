@@ -1,13 +1,13 @@
-"""The batch of one learner rank: what trajectories hold as items, each with its advantage.
+"""The batch of one learner rank: items of trajectories, each with its advantage.
 
-An item is a decision, in text a token. Minibatches deal *units*: items or, where the policy speaks, conversations in
-whole groups, which share a prompt and pass through the network together. A rank has any set of sequences. Units are
-numbered in the order of their sequences' ids over all ranks, and what is normalised is normalised over all ranks in
-that order: who has a sequence, and who delivered first, changes nothing.
+An item is a decision, in text a token. Minibatches deal *units*: items, or for language policies whole groups of
+conversations, which share a prompt and pass through the network together. A rank has any set of sequences. Units are
+numbered by their sequences' ids over all ranks, and statistics are computed over all ranks in that order: neither the
+owner of a sequence nor the order of arrival changes the result.
 
 PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups. Of a
-conversation only the tokens that the policy chose (`envs/text/worker.py` marks them) count in anything. Its values are
-asked of the weights that the update starts from, once: engines know no value head.
+conversation only the sampled tokens count (`envs/text/worker.py` marks them). Its values are computed once, by the
+weights at the start of the update, since engines have no value head.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class RankBatch:
     current: Tensor  # bool [items], taken with the weights that the update starts from
     replay: dict[str, Tensor]
     of: Tensor  # int [items], 0, 1, ...: decisions of one episode, or tokens of one conversation, have the same number
-    numbers: np.ndarray  # int [units], ascending: each unit's number among those of all ranks; -1: counts nothing
+    numbers: np.ndarray  # int [units], ascending: each unit's number over all ranks; -1: counts nothing
     groups: np.ndarray | None = None  # int [units], of conversations: which may share a prompt
     group_size: int = 1  # units that minibatches keep together
     # Of all ranks
     num_units: int = 0
     num_items: int = 0  # that count
     weight_sum: float = 0.0  # of their weights
-    loss_count: float = 0.0  # what the loss of the whole batch is divided by
+    loss_count: float = 0.0  # divisor of the whole batch's loss
     # What items are worth
     advantages: Tensor | None = None  # [items]
     weights: Tensor | None = None  # [items]
     values: Tensor | None = None  # [items], at act time; where a value function learns
     returns: Tensor | None = None  # [items]
     reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
-    proximal: Tensor | None = None  # [items, C, A], those of the weights that the update starts from, for ratios
+    proximal: Tensor | None = None  # [items, C, A], log-probs at the start of the update, for ratios
     masked: Tensor | None = None  # bool [items], left out of the policy's loss
     metrics: dict[str, float] = field(default_factory=dict)  # of the data
 
@@ -77,7 +77,7 @@ class RankBatch:
         return replace(self, obs={}, replay={}, **taken)
 
     def select(self, items: Tensor) -> RankBatch:
-        """These items with all that they have."""
+        """These items with all their arrays."""
         replay = {name: take(tensor, items) for name, tensor in self.replay.items()}
         seen = {"obs": self.observed(items), "actions": take(self.actions, items), "replay": replay}
         return replace(self.part(items), **seen)
@@ -132,9 +132,9 @@ class RankBatch:
         return text_lists(map_obs(lambda part: take(part, items), self.obs))
 
     def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[Pass]:
-        """Items of these units, part by part: where all ranks must run the network equally often, padding, which does
-        not count, makes up for the passes of others. `size` items at a time where the learner's options leave that
-        open. Where ranks divide sequences, some passes help with sequences of other ranks."""
+        """Items of these units, part by part. If all ranks must run the network equally often, a rank with fewer passes
+        adds padding, which does not count. `size` items at a time if the learner's options leave that open. If ranks
+        divide sequences, some passes help with sequences of other ranks."""
         if self.groups is None:
             parts = list(units.split(model.config.micro_batch_size or size or len(units))) if len(units) else []
             padding = torch.zeros(1, dtype=torch.int64)
@@ -159,7 +159,7 @@ class RankBatch:
     # Learning
 
     def teaching(self, units: Tensor) -> Tensor:
-        """Those of these units of which anything counts: conversations may be left out whole."""
+        """The units with a counted item: whole conversations may be left out."""
         if self.groups is None:
             return units
         return units[torch.from_numpy(np.bincount(self.of.cpu(), self.mask[:, 0].cpu()) > 0)[units]]
@@ -288,7 +288,7 @@ def build_batch(
 def items_of(
     trajectory: Trajectory, config: AlgoConfig, model: Model, trained: np.ndarray, version: int = -1
 ) -> RankBatch:
-    """The decisions of a trajectory, of which `trained` count, as items of a rank that has all there are."""
+    """The decisions of a trajectory (`trained` ones count), as items of a single rank."""
     speaks, lengths = model.policy.speaks, trajectory.lengths
     batch = RankBatch(
         obs=map_obs(copied, trajectory.obs),
@@ -307,8 +307,8 @@ def items_of(
 
 
 def numbered(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.ndarray:
-    """The numbers of this rank's units, given how many each of its sequences has and each of all: sequences of 2, 1 and
-    3 units, of which it has the outer ones: 0, 1, 3, 4, 5."""
+    """The numbers of this rank's units, from the number of units of its own sequences and of all sequences. Of
+    sequences with 2, 1 and 3 units, a rank with the first and the last has units 0, 1, 3, 4, 5."""
     if not all_ranks.num_own:
         return np.full(units.sum(), -1)
     first = (np.cumsum(of_all) - of_all)[all_ranks.places] - (np.cumsum(units) - units)
@@ -338,8 +338,8 @@ def episodes_within(trajectory: Trajectory) -> np.ndarray:
 
 
 def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
-    """The age in versions of the decisions of all ranks, of which these [K] are this one's: the mean, the largest,
-    and the share of each age that there is."""
+    """The age in versions of the decisions of all ranks, `ages` [K] on this one: the mean, the largest, and the share
+    of each age."""
     rows = np.stack(np.unique(ages, return_counts=True), axis=1)
     known_ages, counts = np.concatenate(collective.gather(rows)).T
     shares = {f"train/staleness_{age}": counts[known_ages == age].sum() / counts.sum() for age in np.unique(known_ages)}
@@ -386,8 +386,8 @@ def judged(
 
 
 def earned(trajectory: Trajectory, scores: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """Rewards [K, 1] of conversations with these scores [R]. A turn's reward is earned by its last token. What a score
-    has more or less than these rewards (an answer that was too long, or cut off) is earned by the last token of all."""
+    """Rewards [K, 1] of conversations with these scores [R]. A turn's reward is earned by its last token. The
+    difference between a score and these rewards (an answer too long, or cut off) is earned by the last token."""
     lengths = trajectory.lengths
     rewards = np.where(trained, trajectory.rewards[:, 0], 0.0).astype(np.float64)
     paid = np.add.reduceat(rewards, np.cumsum(lengths) - lengths)

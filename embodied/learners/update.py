@@ -1,8 +1,8 @@
 """One update: the same sequence of gradient steps on every rank, each rank adding the units it owns.
 
-The gradient and the step's statistics travel between ranks as one vector. Where units are learned from as they come
+The gradient and the step's statistics travel between ranks as one vector. With gradient accumulation
 (pipeline.schedule=periodic), sums of gradients and statistics are divided once, by counts that are known after the last
-unit: the step is the one that the gathered units would make, whatever the order in which they came.
+unit: the step equals that of the gathered units, in any order of arrival.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MISMATCH = ("mismatch_k3", "mismatch_error")  # of log-probs with those at act t
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a gradient step leaves for the log."""
+    """The statistics of a gradient step, for the log."""
 
     sums: Tensor  # float64, on the device: statistics, summed over all ranks, and the gradient's norm
     epoch: int
@@ -107,7 +107,7 @@ class GradientSteps:
             torch.maximum(self.largest, found, out=self.largest)
 
     def add_all(self, batch: RankBatch) -> None:
-        """Add a batch that is one of many; what the sums are to be divided by adds up too."""
+        """Add one batch of several; the divisors of the sums add up, too."""
         self.add(batch, batch.own_units)
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
 
@@ -123,8 +123,8 @@ class GradientSteps:
         return self.take_step(*self.optimizer.exchange(self.sums, count), lr_factor)
 
     def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
-        """Take a step by the summed gradients; returns `StepSums.sums`. The device decides whether these are finite: a
-        step that is not leaves the weights as they are, and so do all that follow."""
+        """Take a step by the summed gradients; returns `StepSums.sums`. The device checks that these are finite:
+        otherwise this step and all later ones leave the weights unchanged."""
         sums = torch.cat([totals.double(), norm.view(1)])
         torch.maximum(self.broken, (~sums.isfinite().all()).float(), out=self.broken)
         self.optimizer.step(norm, lr_factor, self.broken)
@@ -146,7 +146,7 @@ class GradientSteps:
         return self.metrics(end, 1) | ages
 
     def metrics(self, end: BatchEnd, epochs: int, batch: RankBatch | None = None) -> dict[str, float]:
-        """Means over the steps for the log, and what there is to say of a batch that was learned from."""
+        """Means over the steps for the log, and statistics of the batch."""
         num_masked = self.sums.new_zeros(1) if batch is None else batch.num_masked
         history, own = self.read(self.steps, self.optimizer.broken().view(1), self.largest, num_masked)
         for numbers, step in zip(history, self.steps, strict=True):
@@ -196,7 +196,7 @@ class GraphedSteps(GradientSteps):
         return self.optimizer.summed is self.room and self._addresses() == self.addresses
 
     def begin(self, batch: RankBatch) -> None:
-        """Begin an update; what is recorded first is recorded now."""
+        """Begin an update, and record the statistics of its beginning."""
         self.steps = []
         self.room.zero_()
         self.largest.fill_(-math.inf)
@@ -345,9 +345,9 @@ def mismatch_of(part: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tens
     """The distance of the log-probs [b, C, A] of these items from those at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
-    is the largest difference of a number, -inf for decisions of other weights than those that the update starts from.
-    The error [b] is the mean over the numbers of max(r, 1 / r), 0 for decisions without any.
-    A decision of two numbers with ratios 2 and 1/2: k3 2 - 1 - 0.693 + 1/2 - 1 + 0.693 = 0.5, gap 0.693, error 2.
+    is the largest difference of a number, -inf for decisions of older weights than the update's first ones. The error
+    [b] is the mean over the numbers of max(r, 1 / r), 0 for decisions without any. A decision of two numbers with
+    ratios 2 and 1/2: k3 2 - 1 - 0.693 + 1/2 - 1 + 0.693 = 0.5, gap 0.693, error 2.
     """
     played = part.mask[:, :, None]
     apart = torch.where(played, logprobs - part.logprobs, 0.0)
@@ -377,7 +377,7 @@ def mismatch_numbers(k3: float, error: float, largest: np.ndarray) -> dict[str, 
 
 
 def check_scores(scores: Scores, acted: Tensor) -> None:
-    """Refuse scores that would broadcast against what was stored at act time."""
+    """Refuse scores that would broadcast against the log-probs stored at act time."""
     wanted, found = list(acted.shape), [list(each.shape) for each in (scores.logprobs, scores.entropy, scores.values)]
     if found != [wanted, wanted, wanted[:1]]:
         raise WrongShape(
@@ -396,7 +396,7 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
 
 
 def check_weights(collective: Collective, iteration: int, broken: float, *numbers: float) -> np.ndarray:
-    """A step may be finite and still too large: what is published or saved must be usable. `broken`: 1 where some of
+    """A step may be finite and still too large, and published or saved weights must be usable. `broken`: 1 if some of
     this rank's weights are not finite. Returns the numbers of all ranks, a row each."""
     rows = np.concatenate(collective.gather(np.array([[float(broken), *numbers]])))
     if rows[:, 0].any():

@@ -57,7 +57,7 @@ class LearnerWorker(Worker):
         device: str = "cpu",
         reference_apart: bool = False,
     ) -> None:
-        """`reference_apart`: what is learned from comes with the reference's log-probs."""
+        """`reference_apart`: the data come with the reference's log-probs."""
         self.policy_config = policy
         self.algo = algo
         self.config = config
@@ -81,9 +81,9 @@ class LearnerWorker(Worker):
     def build(
         self, spec: EnvSpec, store: str, snapshot: bool, start: Path | None = None, in_turns: bool = True
     ) -> None:
-        """The policy with its initial weights (the same on every rank), those of the policy folder `start` if there is
-        one, and a fresh optimizer. Published weights are known under the name `store`. They need a snapshot if a worker
-        in another process acts, and one with room for two versions if acting and updating do not take turns."""
+        """The policy with the weights of the folder `start`, or equal initial weights on every rank, and a fresh
+        optimizer. Published weights are named `store`. They need a snapshot if a worker in another process acts, with
+        room for two versions if acting and updating do not take turns."""
         self.belongings = DeviceTensors(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
@@ -179,7 +179,7 @@ class LearnerWorker(Worker):
         return numbers | {"time/first_backward_s": self.model.first_backward - waited_s}
 
     def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None) -> None:
-        """Encode what has come of these env rows."""
+        """Encode the received data of these env rows."""
         if rows is not None and self._encodes_once():
             with self.timers.measure("look"):
                 buffer.encode(self.model, rows)

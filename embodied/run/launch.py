@@ -40,7 +40,7 @@ from embodied.run.rehearsal import files_missing_here
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
-LONGER = 4  # times as long is what a run without success is advised to be
+LONGER = 4  # a run without success is advised to be so many times as long
 
 UNSAVED = "; what came after the last checkpoint is lost"
 
@@ -48,9 +48,8 @@ UNSAVED = "; what came after the last checkpoint is lost"
 def run(
     body: Callable[[list[str]], int | None], argv: list[str] | None = None, usage: str | None = "", lost: str = ""
 ) -> int:
-    """Run a command with its arguments, whose body may return an exit code; mistakes of the user's side become a few
-    lines and one. `usage` is the answer to --help, where the recipe's keys are not; `lost`: what a second Ctrl-C
-    costs."""
+    """Run a command with its arguments, and return its body's exit code; user errors become a few lines and exit code 1
+    or 2. `usage` answers --help, unless the recipe's keys do; `lost` names the cost of a second Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else argv
     if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on there is something to close
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -80,7 +79,7 @@ def run(
 
 
 def say(line: str) -> None:
-    """Print at once, with escapes for what the terminal cannot show."""
+    """Print at once, with escapes for characters that the terminal cannot show."""
     try:
         print(line, flush=True)
     except UnicodeEncodeError:
@@ -88,20 +87,20 @@ def say(line: str) -> None:
 
 
 def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
-    """A command's own keys with their values, what is wrong with them, and the recipe's arguments."""
+    """A command's own keys with their values, their mistakes, and the recipe's arguments."""
     mine = [arg for arg in argv if arg.partition("=")[0] in keys]
     arguments = parse(mine, recipe_names())
     return dict(arguments.values), list(arguments.problems), [arg for arg in argv if arg not in mine]
 
 
-# What a recipe becomes on these machines
+# From a recipe to a plan for these machines
 
 
 def planned(
     config: RunConfig, learn: bool = True, dry: bool = False, roles: Iterable[Any] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The config with everything "auto" in the env decided, and the plan. Refuses what cannot run here; `dry`: nothing
-    will, so it may be planned for other machines. `roles`: those that the program declares."""
+    """The config with every "auto" of the env decided, and the plan. Refuses recipes that cannot run here; a `dry` run
+    may be planned for other machines. `roles` are the program's."""
     from embodied.run.text_checks import ACTING, check_pictures, check_speech, refuse
 
     roles = roles_of(roles)
@@ -112,7 +111,7 @@ def planned(
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} trains one task at a time; name one")
     if not speaks(kind):
         refuse(broken_rules(ACTING, config))
-    # The env decides what the recipe leaves open.
+    # The env decides the recipe's open options.
     there = machines(config)
     check_simulator(config, there)
     config = devices.for_all_gpus(config, there) if learn else config
@@ -222,8 +221,8 @@ def with_two_learners(machines: Topology) -> str:
 
 
 def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bool:
-    """True if only policy workers in processes of their own share the learners' devices, and others are left to act
-    while these do not."""
+    """True if only policy workers in separate processes share the learners' devices, and other policy workers can act
+    meanwhile."""
     mine = {device for host in plan.hosts if {*updating} & {*host.roles} for device in host.held}
     acting = [host for host in plan.hosts if "policy" in host.roles]
     sharing = [host for host in plan.hosts if not {*updating} >= {*host.roles} and mine & {*host.held}]
@@ -238,8 +237,7 @@ def overlap_key(config: RunConfig) -> str:
 
 
 def check_images_are_there(config: RunConfig) -> None:
-    """Refuse a policy that looks through cameras for an env whose options say that it has none, or that its images
-    are too small."""
+    """Refuse a policy with cameras for an env without cameras, or with too small images."""
     policy, env = config.policy, config.env
     if type(env).observed_images is not CommonEnvConfig.observed_images:
         policy.check_images(env.observed_images)
@@ -295,7 +293,7 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     return config.with_values("cluster", backend=backend)
 
 
-# What a command says before it begins
+# The first lines of a command
 
 
 def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
@@ -323,12 +321,12 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
 
 
 def notes(loaded: Loaded) -> list[str]:
-    """Lines that say what of the recipe does not hold for the task that the command line names."""
+    """Lines that name the recipe's settings dropped for the command line's task."""
     return [line for note in loaded.left_out for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)]
 
 
 def other_recipes(config: RunConfig) -> list[str]:
-    """The recipe with the settings of this task, where the same kind of policy learns it with others."""
+    """The recipe with this task's settings, if they differ and the policy is of the same kind."""
     name = recipe_of_task(env_class(config.env).tasks(config.env)[0])
     if name is None or config.run.name == name or config.sft.data:
         return []
@@ -341,7 +339,7 @@ def other_recipes(config: RunConfig) -> list[str]:
 
 
 def schedule_lines(config: RunConfig) -> list[str]:
-    """Lines that say when an update begins, where that is not at the end of its batch, and what to try then."""
+    """For schedules other than sync, lines that say when an update begins, with advice."""
     schedule, level, algo = config.pipeline.schedule, config.pipeline.async_level, config.algo
     if schedule == "periodic":
         how = "learners take finished groups while others are played, and make one step after the last"
@@ -435,7 +433,7 @@ def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
 
 
 def own_program(name: str) -> type:
-    """The workflow my_module:MyLoop. Raises ConfigError for what is none, and for roles that do not fit together."""
+    """The workflow my_module:MyLoop. Raises ConfigError if it is no workflow, or its roles do not fit together."""
     from embodied.workflows.contract import Workflow, check_roles
     from embodied.workflows.rl_loop import EmbodiedLoop
 
@@ -457,7 +455,7 @@ def own_program(name: str) -> type:
 
 
 def command_of(program: type) -> str:
-    """The words after `python -m embodied.` that run this workflow, and resume what it has run."""
+    """The words after `python -m embodied.` that run this workflow and resume its runs."""
     named = f" program={program.__module__}:{program.__qualname__}" * is_own(program)
     return f"{program.command}{named}"
 

@@ -2,8 +2,8 @@
 
 Counted are large policies where they act and where they learn, a language model's engine, the images of an iteration,
 simulators that load large scenes, and what drivers and communicators take of a GPU; not what simulators take there
-besides, and not small policies. Of layers whose width an option sets, weights are counted but no activations. What a
-worker holds of a GPU can leave it for the host's memory while others are at work there, as in the run
+besides, and not small policies. Of layers whose width an option sets, weights are counted but no activations. A
+worker's GPU memory can be offloaded to the host while other workers use the GPU, as in the run
 (`runtime/device_leases.py`).
 """
 
@@ -34,13 +34,13 @@ EXACT = 4  # bytes of a float32
 PROCESS_BYTES = 0.5e9  # of a process of a run, with torch and a simulator; assumed
 CUDA_BYTES = 0.78e9  # what CUDA and cuBLAS take for every process on a GPU: 739 MiB on an H200, CUDA 13.0
 DRAWING_BYTES = 0.3e9  # of a GPU, for every process whose simulator draws there; assumed
-NCCL_BYTES = 0.63e9  # of a GPU, for what a learner there exchanges gradients by: 598 MiB there, NCCL 2.28, a rank
+NCCL_BYTES = 0.63e9  # of a GPU, for a learner's gradient exchange: 598 MiB there, NCCL 2.28, a rank
 LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
 ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
 TEXT_SIMS = 4  # for each GPU
 LORA_RANK = 32  # of adapters that are advised where not all weights can be trained
 START, ROLLOUT, UPDATE = "start", "rollout", "update"
-counted: dict[str, Memory | None] = {}  # what was counted in this process, which takes seconds
+counted: dict[str, Memory | None] = {}  # cached in this process, since counting takes seconds
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Need:
-    """One memory, what is in it, and how much that is where it is fullest."""
+    """One memory, its content, and its peak use."""
 
     node: str
     device: str
@@ -71,7 +71,8 @@ class Need:
 
     @property
     def least(self) -> float:
-        """The largest share on a GPU, where workers take turns; their sum on a host, where all is there at once."""
+        """The largest share on a GPU, where workers take turns; the sum on a host, where all shares are present at
+        once."""
         return max(self._during(phase) for phase in (START, ROLLOUT, UPDATE)) if self.device else self.whole
 
     def _during(self, phase: str) -> float:
@@ -197,8 +198,8 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
 
 
 def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
-    """Bytes that a policy worker keeps while it acts on so many env rows: with conversations the keys and values of
-    those that go on at a time, within `policy.cache_gb`."""
+    """Bytes that a policy worker keeps while it acts on so many env rows; for language policies the keys and values of
+    open conversations, within `policy.cache_gb`."""
     policy = config.policy
     if not policy.speaks:
         return found.acting * rows
@@ -247,8 +248,8 @@ def check_memory(
     learn: bool,
     replan: Callable[[RunConfig, Topology], PlacementPlan],
 ) -> list[Need]:
-    """Raise ConfigError where a memory cannot hold what the plan puts there; -> every memory. `replan` gives the plan
-    of another recipe, to say one that can be held."""
+    """Raise ConfigError if a memory cannot hold the plan's workers; -> every memory. `replan` plans another recipe, to
+    suggest one that fits."""
     found = needs(config, plan, machines, learn)
 
     def fits(changed: RunConfig, there: Topology) -> bool:
@@ -267,7 +268,7 @@ def check_memory(
 
 
 def alternatives(config: RunConfig, machines: Topology, fits: Callable[[RunConfig, Topology], bool]) -> Iterator[str]:
-    """Recipes near this one that can be held here, then other machines that hold it."""
+    """Similar recipes that fit here, then other machines that fit this one."""
     for changed in variants(config):
         if fits(changed, machines):
             yield " ".join(differences(config, changed))
@@ -355,7 +356,7 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
 
 
 def sim_bytes(config: RunConfig, num_sims: int, learn: bool) -> float:
-    """Bytes of each of so many sim workers: of the one that plays most tasks."""
+    """Bytes of each of so many sim workers, for the one with most tasks."""
     env, tasks = config.env, most_tasks(config, num_sims, learn)
     if learn:
         return env.worker_bytes(-(-env.num_envs // num_sims), tasks)
@@ -364,8 +365,8 @@ def sim_bytes(config: RunConfig, num_sims: int, learn: bool) -> float:
 
 
 def most_tasks(config: RunConfig, num_sims: int, learn: bool) -> int:
-    """The most tasks that one of so many sim workers plays: those of its env rows, or all where tasks do not divide
-    them, and those of its share of an evaluation."""
+    """The most tasks of one of so many sim workers: the tasks of its env rows (all, if tasks do not divide the rows)
+    and of its share of an evaluation."""
     num_tasks = len(env_class(config.env).tasks(config.env))
     if num_tasks == 1:
         return 1
@@ -421,8 +422,8 @@ def smaller_simulators(config: RunConfig, num_sims: int, memory_bytes: float, le
 
 
 def most_sims(config: RunConfig, machines: Topology, learn: bool) -> int | None:
-    """The most sim workers beside GPUs that leave a third of the machines' memory to others, and of those that ask in
-    words a few for each GPU, which scoring keeps busier than asking; None: any number."""
+    """The most sim workers beside GPUs that leave a third of the machines' memory free; for text envs a few for each
+    GPU, since they mostly score; None: any number."""
     if config.policy.speaks:
         return TEXT_SIMS * machines.gpus or None
     memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3

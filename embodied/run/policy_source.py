@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
-HOW = "policy.compile"  # how a policy acts here, not what it is
+HOW = "policy.compile"  # a way to act, not a property of the policy
 SERVER = ("engine", *OF_SERVER)  # what makes answers
 ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # how one is made
 LEARNS = ("dtype", "detach_value", "expert_bias_rate", "keyframes", "noise_level", "train", "value_head")
-FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # what a start may do otherwise
-ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy holds what they name, and is its own
+FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # keys that may differ from the start's
+ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy contains what these keys name
 KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
 UNSEEN = (
     *("num_envs", "stagger", "retries", "backend", "on_success", "max_episode_steps", "reward"),
@@ -48,7 +48,7 @@ class PolicySource:
     name: str  # in tables and as a folder
     config: Any  # of the policy
     spec: EnvSpec | None = None  # the env it was made for; None: it takes any
-    weights: Weights | None = None  # None: those that a run begins with
+    weights: Weights | None = None  # None: a run's initial weights
     folder: Path | None = None  # of the policy
     out: Path | None = None  # where the results of this policy alone go; None: into `run.dir`
 
@@ -69,7 +69,7 @@ class PolicySource:
 
 
 def find_all(loaded: Loaded) -> list[PolicySource]:
-    """All that are to be evaluated, each under a name of its own."""
+    """All policies to evaluate, by unique names."""
     checkpoints = loaded.checkpoints
     sources: list[PolicySource] = []
     for checkpoint in checkpoints:
@@ -86,8 +86,8 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
 
 
 def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = None) -> PolicySource:
-    """`loaded` says how a model that others published is evaluated, and the options of a class of the user's. `trusted`
-    is the class that the user names apart from it."""
+    """`loaded` is the recipe for published models and for the user's own classes. `trusted` is a class that the user
+    named separately."""
     from embodied.policies.policy_folder import published_family, read_blobs, read_description
     from embodied.runtime.weight_sync import Weights
 
@@ -159,7 +159,7 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
 
 
 def find_class(checkpoint: str, loaded: Loaded | None) -> PolicySource:
-    """A policy class, ours without weights or the user's, with what the recipe or the command line sets for it."""
+    """A policy class, ours without weights or the user's, with its options from the recipe or the command line."""
     from embodied.policies import check_package
     from embodied.policies.config import ExternalPolicyConfig
 
@@ -190,8 +190,7 @@ def check_same_policy(start: str, there: Any, here: Any) -> None:
 
 
 def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> None:
-    """A run is resumed as what it is: its checkpoint, if there is one, holds this policy, these env rows and this
-    algorithm's state."""
+    """A resumed run must keep its policy, env rows and algorithm, since a checkpoint holds their state."""
     trained = find(str(checkpoint), trusted=config.policy.name).config if checkpoint else config.policy
     free = (*ORIGIN, *(f"policy.{key}" for key in SERVER))
     odd = [line for line in differing("policy", trained, config.policy) if line.partition("=")[0] not in free]
@@ -232,11 +231,11 @@ def differing(section: str, there: Any, here: Any) -> list[str]:
 
 
 def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
-    """A policy acts in the env it was made for, or in one that looks the same to it."""
+    """A policy acts in its own env, or in an env with the same observations and actions."""
     made = source.spec
     if made is None:
         return
-    offered = {camera: spec.images.get(camera) for camera in made.images}  # what it does not look at does not matter
+    offered = {camera: spec.images.get(camera) for camera in made.images}  # unused cameras do not matter
     words = {
         "actions": (made.action, spec.action),
         "state": (made.state_dim, spec.state_dim if made.state_dim else None),
@@ -249,7 +248,7 @@ def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
 
 
 def trained_in(source: PolicySource, env: Any) -> bool:
-    """True if the run of this policy had an env whose observations and actions are those of `env`."""
+    """True if this policy's run had an env with the observations and actions of `env`."""
     recipe = source.folder and stored_recipe(source.folder)
     trained = env_stored_in(recipe) if recipe else {}
     now = env.model_dump(mode="json")
@@ -292,7 +291,7 @@ def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) 
 
 
 def policy_of(folder: Path, loaded: Loaded) -> Any:
-    """The recipe's policy with this folder's weights, and what the folder and the task decide."""
+    """The recipe's policy with this folder's weights, and options decided by the folder and the task."""
     from embodied.policies import policy_class
 
     config = loaded.config.policy

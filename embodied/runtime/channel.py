@@ -30,7 +30,7 @@ hosts_of_runs: dict[str, Host] = {}  # the host of each running cluster in this 
 
 @dataclass(frozen=True)
 class Pair:
-    """The one worker that puts and the one that gets."""
+    """The worker that puts and the worker that gets."""
 
     source: str
     source_host: str
@@ -49,7 +49,7 @@ class Channel:
         gpu: str = "",
         pair: Pair | None = None,
     ) -> None:
-        """`gpu` is the one that the home holds, if it does."""
+        """`gpu` is the home's GPU, if it has one."""
         self.run = run
         self.name = name
         self.home = home

@@ -65,8 +65,8 @@ class Threads:
 
 
 class Gloo:
-    """Ranks in processes of their own, on one machine or several. `gpus`, the ranks' NCCL, sums what is on GPUs.
-    Every rank listens on a port, also after all have met, so that anybody who reaches it can hold connections open."""
+    """Ranks in processes of their own, on one machine or several. `gpus`, the ranks' NCCL, sums tensors on GPUs. Every
+    rank keeps listening on a port, so anybody who reaches it can hold connections open."""
 
     def __init__(
         self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, gpus: Any = None
@@ -96,7 +96,7 @@ class Gloo:
 
 class SharedMemory:
     """Sums and gathers of processes on one machine go through shared memory, several times faster than by gloo, and
-    without a port. The memory has no name and no place on a disk: one that is full would end the ranks by SIGBUS.
+    without a port. The memory has no name and no file: a full disk would end the ranks by SIGBUS.
 
     Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter,
     waits until all counters have come as far, and reads the parts in rank order. A slot is written again two rounds
@@ -145,7 +145,7 @@ class SharedMemory:
         return self.slots[:, self.round % 2]
 
     def _wait(self) -> None:
-        """Show the others that this rank has come as far, and wait for them."""
+        """Publish this rank's counter, and wait for all other ranks."""
         self._wait_for(0, self.round)
 
     def _wait_for(self, column: int, value: int) -> None:

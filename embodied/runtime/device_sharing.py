@@ -5,17 +5,16 @@
     with sharing.phase("update"):
         trainers.update().wait()
 
-The groups of a phase work at the same time and get their devices together. A worker holds the devices of its host.
-A phase waits for devices that another thread's phase holds, or that come back when a call ends (`ends_with`). It does
-not wait for workers that give way: they join it when another phase gives their devices back, and leave it when another
-wants them, as soon as the thread that is in it sees to that.
+The groups of a phase work at the same time and get their devices together. A worker holds the devices of its host. A
+phase waits for devices of another thread's phase, and for devices that come back when a call ends (`ends_with`). It
+does not wait for workers that give way: they join when another phase frees their devices, and leave when another phase
+wants them, as soon as the phase's own thread handles that.
 
-Where several runs share the devices (`embodied.share`), the process that started them is asked for all of this instead
-(`shared_leases.py`), and workers on devices that belong to other runs give way, too.
+When several runs share the devices (`embodied.share`), their parent process decides instead (`shared_leases.py`), and
+workers on other runs' devices give way, too.
 
-Memory moves only where a limit is known and what two phases need does not fit beside each other. `device_leases.py`
-decides which workers get which devices when; what a worker has on its device is counted and moved in
-`device_memory.py`.
+Memory moves only if a limit is known and two phases do not fit beside each other. `device_leases.py` decides which
+workers get which devices when; `device_memory.py` counts and moves a worker's memory.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class _Phase:
 
 
 class DeviceSharing:
-    """Gives devices to the groups of a phase and takes them back: carries out what the coordinator of the leases asks
-    for. Any thread may be in a phase."""
+    """Gives devices to the groups of a phase and takes them back, as the coordinator of the leases decides. Any thread
+    may be in a phase."""
 
     def __init__(
         self,
@@ -71,8 +70,8 @@ class DeviceSharing:
         self.workers = {name: group[i] for group in groups for i, name in enumerate(group.workers)}
         self.timers = timers
         self.timeout_s, self.wake = timeout_s, wake
-        self.moves: list[Action] = []  # all that were carried out
-        self.changes = 0  # counts what could make workers join or leave
+        self.moves: list[Action] = []  # all executed actions
+        self.changes = 0  # counts events that may let workers join or leave
         self._phases: dict[str, _Phase] = {}  # that hold their devices
         self._changed = threading.Condition(threading.RLock())
 
@@ -105,7 +104,8 @@ class DeviceSharing:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Lets its groups hold their devices inside; others' memory leaves only if there is no room for both."""
+        """Its groups hold their devices inside; other workers' memory is offloaded only if there is no room for
+        both."""
         with self._changed:
             self._carry_out(self.coordinator.acquire(name))
             self._wait_for(name, lambda: self.coordinator.granted(name))
@@ -153,8 +153,8 @@ class DeviceSharing:
             return part is None or (self.coordinator.granted(part) and part not in self.coordinator.leaving())
 
     def leave(self, busy: Collection[str]) -> None:
-        """Give back the devices of workers that should leave and are not among those still busy. They join again when
-        the others have had their turn."""
+        """Free the devices of workers that should leave and are not `busy`. They join again after the other phase's
+        turn."""
         with self._changed:
             for part in self.coordinator.leaving():
                 if not any(claim.worker in busy for claim in self._claims(part)):
@@ -162,7 +162,7 @@ class DeviceSharing:
                     self._carry_out(self.coordinator.acquire(part))
 
     def wait_for_one(self, workers: Sequence[str]) -> None:
-        """Block until one of these workers, of which none is busy, takes part."""
+        """Block until one of these idle workers joins."""
 
         def found() -> bool:
             self.leave(())
@@ -210,7 +210,7 @@ class DeviceSharing:
             raise DeadlineExceeded(f"{gang} has waited {self.timeout_s:g} s for devices that {held} still held")
 
     def _end(self, name: str) -> None:
-        """Give back all that a phase holds; its workers that waited for theirs do so no longer."""
+        """Free all devices of a phase; its workers stop waiting for devices."""
         with self._changed:
             if self._phases.pop(name, None) is None:
                 return
@@ -223,7 +223,7 @@ class DeviceSharing:
             self._carry_out(actions)
 
     def _carry_out(self, actions: list[Action]) -> None:
-        """Carries out all actions of a step at once, then what they make possible."""
+        """Execute all actions of a step at once, then the actions that they make possible."""
         with self.timers.measure("switch") if actions else nullcontext():
             while actions:
                 calls = [getattr(self.workers[action.worker], action.verb)() for action in actions]
@@ -249,9 +249,9 @@ def share_devices(
     """The sharing of a cluster's devices by the groups that work in each phase; phases in the order of an iteration.
 
     All groups are built, and so have their memory. `memory_gb` is the limit of every device, if there is one. Groups in
-    `sharing` use the same weights where two of them are in one process. Workers of groups in `giving_way` take part in
-    their phase while no other one wants their devices. Where several runs share the devices, so do those in
-    `borrowing`, and phases in `training` come before others.
+    `sharing` use the same weights if they share a process. Workers of groups in `giving_way` join their phase while no
+    other phase wants their devices. When several runs share the devices, groups in `borrowing` do the same, and phases
+    in `training` come first.
     """
     other_runs = parent()
     devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
@@ -281,9 +281,9 @@ def share_devices(
 def parts_of(
     leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str], lent: Collection[str] = ()
 ) -> dict[str, dict[str, list[Claim]]]:
-    """The gangs of workers that can come and go in a phase by themselves, by phase: they share devices with another
-    phase or with other runs, which have `lent` theirs, and with no worker of their own that has to stay. Those that
-    share devices with each other are one gang."""
+    """By phase, the gangs of workers that can join and leave: they share devices with another phase, or use `lent`
+    devices of other runs, and share none with a worker of their phase that must stay. Workers that share devices with
+    each other are one gang."""
     found: dict[str, dict[str, list[Claim]]] = {}
     for phase, claims in leases.items():
         elsewhere = {d for name, others in leases.items() if name != phase for c in others for d in c.devices} | {*lent}
@@ -319,8 +319,8 @@ def claims_of(
     devices: Mapping[str, tuple[str, ...]],
     survivors: bool = False,
 ) -> list[Claim]:
-    """Returns what the workers of these groups report to need, spread over the devices of each; `survivors`: without
-    those that have died."""
+    """Returns the memory that the workers of these groups report, divided over the devices of each; `survivors` leaves
+    out dead workers."""
     claims = []
     for group in groups:
         asked = group.needs.each([(worker in shared,) for worker in group.workers])

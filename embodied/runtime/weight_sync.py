@@ -28,12 +28,12 @@ class Weights:
 
 
 class WeightSync:
-    """Driver side: has every worker of a group load what is published, and knows the current version for those that
-    start again or did not hold their devices.
+    """Driver side: every worker of a group loads the published version; restarted workers, and workers without their
+    devices, get it later.
 
-    A worker's first answer says on which way it gets at weights; a successor on the same host takes the same way.
-    `deliver` makes a version the current one. Where rollouts lag behind, `announce` begins its way while the one before
-    it still acts.
+    A worker's first answer says how it gets weights; a replacement on the same host gets them in the same way.
+    `deliver` makes a version the current one. When rollouts lag behind, `announce` begins to send it while the previous
+    version acts.
     """
 
     def __init__(self, cluster: Cluster, readers: WorkerGroup, device_sharing: DeviceSharing) -> None:
@@ -67,8 +67,8 @@ class WeightSync:
             self.readers[rank].fetch_weights(publication, route, channel)
 
     def deliver(self, publication: Publication, send: Send, ask: Ask) -> list[Handle]:
-        """Bring a version to the workers, which use nothing else from now on; to those that do not hold their devices
-        when they do (`catch_up`)."""
+        """Send a version to the workers, which use it from now on; workers without their devices get it in
+        `catch_up`."""
         if not self.routes:
             self.routes = ask(lambda: self.readers.route(publication))
         self.current, self.send = publication, send
@@ -82,7 +82,7 @@ class WeightSync:
         return [] if self.current is None else self._load(list(ranks), whole=True)
 
     def catch_up(self, ranks: Iterable[int]) -> list[Handle]:
-        """Bring the current version to those of these workers to which it was not brought."""
+        """Send the current version to the workers among `ranks` that lack it."""
         return self.reload([rank for rank in ranks if self.brought.get(rank) != self.version])
 
     def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
@@ -96,7 +96,7 @@ class WeightSync:
         return load.seconds() if load and load.succeeded() else 0.0
 
     def _holds(self, rank: int, version: int) -> bool:
-        """True if a worker is known to have this version; one that was still building then may have missed it."""
+        """True if a worker is known to have this version; a worker that was still building may have missed it."""
         load = self.loads.get(rank)
         return load is not None and load.succeeded() and load.wait()[0] == version
 
@@ -114,7 +114,7 @@ class WeightSync:
         return list(new.values())
 
     def _send(self, ranks: Iterable[int], publication: Publication, send: Send, whole: bool) -> None:
-        """Begin to send to those of these workers that get weights through a channel."""
+        """Begin to send to the workers among `ranks` that get weights through a channel."""
         places = self._places(ranks, publication)
         for way in ("buckets", "handles"):
             if channels := tuple(channel for _, route, channel in places if route == way):

@@ -1,21 +1,20 @@
 """Versioned weights: written once by the trainer (`WeightStore`), seen by readers (`WeightReader`) only when published,
 and never half-changed. The driver brings each version to all readers (`weight_sync.py`).
 
-Where a reader is decides how it gets at a version:
+A reader's location decides how it gets a version:
 
     same process      "shared": the live tensors themselves, if training and acting take turns and nothing is sharded
     same GPU          "handles": the live tensors, copied by their CUDA handles, if the same holds (not measured)
     same machine      "snapshot": one copy in shared memory, mapped and used in place by all readers
     another machine   "buckets": pieces through a channel into memory of its own
 
-Where rollouts lag behind updates, a snapshot has two areas for the tensors that training changes: the next version is
-written and sent while the one before it acts (`WeightStore(changing=...)`, `WeightReader.fetch`).
+When rollouts lag behind updates, a snapshot has two areas for the tensors that training changes: the next version is
+written and sent while the previous one acts (`WeightStore(changing=...)`, `WeightReader.fetch`).
 
-Which tensors a version holds (all of them first and after a load, then those that training may change: a LoRA, nothing
-frozen) the worker that trains says, where it calls `WeightStore.publish`. How far behind a rollout's version may be is
-the loop's business (`workflows/rl_loop.py`); here an actor has the version it is meant to have, or an error. Besides
-the live tensors there is at most one snapshot and what is in flight. The snapshot is memory without a name (memfd):
-readers open it through the process that owns it, and the kernel frees it with its last user.
+The learner chooses a version's tensors when it calls `WeightStore.publish`: all of them first and after a load, then
+only the trained ones. The loop decides how old a rollout's version may be (`workflows/rl_loop.py`); a reader has
+exactly the requested version, or an error. There is at most one snapshot beside the live tensors. It is memory without
+a name (memfd): readers open it through its owner's process, and the kernel frees it with its last user.
 """
 
 from __future__ import annotations
@@ -75,20 +74,20 @@ class WeightStore:
         changing: Iterable[str] = (),
         gpu: str = "",
     ) -> None:
-        """`live` tensors are shared with readers in this process, and copied by readers that hold the same `gpu`.
-        Without a snapshot of every version, others take them in buckets, and one is written where the live tensors
-        leave their device (`keep`). With the names of `changing` tensors, those of every publication after the first,
-        the version before stays readable while the next one is written."""
+        """`live` tensors are shared with readers in this process, and copied by readers on the same `gpu`. Without a
+        `snapshot` of every version, other readers get buckets, and a snapshot is written only when the live tensors are
+        offloaded (`keep`). `changing` names the tensors of every publication after the first; then the previous version
+        stays readable while the next one is written."""
         self.name = name or new_name()
         self.specs = dict(specs)
         self.live = live
         self.version = NONE  # last published
-        self.visible = NONE  # what the live tensors are
+        self.visible = NONE  # the version of the live tensors
         self._updating = False
         self._acting = 0  # readers that use the live tensors right now
         self._sending = 0  # threads that send the live tensors right now
         self._turn = threading.Condition()
-        self._writing = threading.Lock()  # nobody sends what is being overwritten
+        self._writing = threading.Lock()  # no tensor is sent while it is overwritten
         self.changing = frozenset(changing)
         self._area = 0  # that holds the current version
         self._publications: dict[int, Publication] = {}  # by area

@@ -47,7 +47,7 @@ class Answering:
         self.how = (manager.weight_sync.version, sampling) if policies else ()
         self.moving = bool(policies) and any(map(self.device_sharing.gives_way, self.policies.workers))
         self.serving: dict[int, Handle] = {}
-        self.names: dict[int, str] = {}  # of those that serve; every successor has another one
+        self.names: dict[int, str] = {}  # names of the serving workers; every replacement has a new name
         self.lives = count()
         self.leaving: dict[int, float] = {}  # policy worker -> until when it may answer
         self.changes = -1  # of turns, that it knows of
@@ -128,7 +128,7 @@ class Answering:
         self.serving[policy] = self.policies[policy].serve(requests, dict(self.replies), *self.how, mine, *shared)
 
     def _tell(self) -> None:
-        """Tell the sources that still play who answers them, where that has changed."""
+        """Tell the playing sources who answers them, if that has changed."""
         if self.shared:
             self._hand_out(self.shared)
             return
@@ -217,7 +217,7 @@ class SharedPrompts:
         self.queue.drop(lambda one: one.key[0] not in playing)
 
     def hand_out(self, taking: Iterable[str], others: Collection[str]) -> dict[str, list[PromptBatch]]:
-        """What engines take that are `taking` prompts now; `others` still answer what they have."""
+        """The prompts that the `taking` engines get now; `others` only finish their own."""
         taking = [*taking]
         self.queue.workers({name: self.room[name] for name in taking if name in self.room}, others)
         if any(name in self.first and name not in self.room for name in taking):

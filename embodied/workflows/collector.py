@@ -1,9 +1,9 @@
-"""Collecting batches. `Collector` is what PPO's and GRPO's have in common: units of a batch go to the learner ranks
-under the batch's number, and learners begin when the batch is complete, or early, when the first unit may come.
+"""Collecting batches. `Collector` is the common part of PPO and GRPO: it sends units of a batch to the learner ranks
+under the batch's number. Learners begin when the batch is complete, or early, before the first unit.
 
-`HorizonCollector` collects rollouts of a fixed length, as PPO learns from: so many decisions of every env row, whose
-episodes go on in the next rollout. Sims put slices of env rows straight into the channels of the learner ranks that own
-the rows. `group_collector.py` collects whole episodes. `Relays` lets both pass through roles of a program's own.
+`HorizonCollector` collects PPO's rollouts: a fixed number of decisions of every env row. Episodes continue in the next
+rollout. Sims put slices of env rows into the channels of the learner ranks that own the rows. `group_collector.py`
+collects whole episodes. `Relays` passes both through a program's own roles.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Relays:
 
 
 class AskedRole:
-    """A role of language workers that answers what the workers of a relaying role ask."""
+    """A role of language workers that answers the requests of a relaying role."""
 
     def __init__(self, workers: Workers, asking: WorkerGroup, asked: WorkerGroup) -> None:
         self.asked, self.rollouts, channel = asked, workers.rollouts, workers.cluster.channel
@@ -225,8 +225,8 @@ class HorizonCollector(Collector):
         return max(1, run.env_steps // (config.env.num_envs * self.horizon * config.policy.chunk))
 
     def collect(self, version: int) -> RolloutParts:
-        """A rollout of all sims. Of those that die, the part is played again where half or more is missing, or all that
-        a learner rank would get; otherwise it is left out."""
+        """A rollout of all sims. A dead sim's part is played again if at least half of the rollout, or all data of a
+        learner rank, is missing; otherwise it is left out."""
         rollouts = self.rollouts
         self.batches += 1
         batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
@@ -288,7 +288,7 @@ class HorizonCollector(Collector):
         return self.rollouts.episode_counter.abandoned()
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
-        """Go on from `save`; returns the number of open episodes that had to be abandoned."""
+        """Restore the arrays of `save`; returns the number of abandoned open episodes."""
         check_rows(state, self.config.env.num_envs)
         self.rollouts.episode_counter.restore(state)
         return sum(self.rollouts.ask(lambda: self.rollouts.sims.set_state(state, self.episodes)))
@@ -309,7 +309,7 @@ class HorizonCollector(Collector):
 
 
 def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
-    """Refuse what is not the state of so many env rows."""
+    """Refuse a state that is not of `num_envs` env rows."""
     if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
         raise ValueError(f"env_ids should be those of {num_envs} env rows")
     if odd := [name for name, array in state.items() if len(array) != num_envs]:

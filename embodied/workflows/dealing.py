@@ -1,5 +1,5 @@
-"""Which learner rank learns from which episodes of a batch: dealt by what they cost, by the rules of
-`placement/balance.py`. The driver knows lengths alone: what was said or seen stays where it was played.
+"""Deals the episodes of a batch to learner ranks by cost, with the rules of `placement/balance.py`. The driver knows
+lengths only; the data stay with the workers that collected them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Dealer:
 
     def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool) -> None:
         self.config, self.learners, self.text = config, learners, text
-        # By episode, its items, those of its prompt, and those that are places of pictures.
+        # By episode, the numbers of its items, of its prompt's items, and of its picture tokens.
         self.lengths: dict[int, tuple[int, int, int]] = {}
 
     def add(self, results: Iterable[EpisodeResult]) -> None:
@@ -44,7 +44,7 @@ class Dealer:
         self.lengths = {episode: self.lengths[episode] for episode in episodes}
 
     def cost(self, episodes: Sequence[int]) -> float:
-        """What a learner rank computes that has these episodes of a group."""
+        """The cost of these episodes of a group on one learner rank."""
         lengths, prompts, places = zip(*(self.lengths[episode] for episode in episodes), strict=True)
         if not self.config.learner.share_prompts:
             return self.pass_cost.of(lengths, places=sum(places))
@@ -52,7 +52,7 @@ class Dealer:
 
     @cached_property
     def divides(self) -> tuple[Sequence[int], ExchangeCosts] | None:
-        """The numbers of ranks that may compute a sequence together, and what it costs them."""
+        """The numbers of ranks that may compute a sequence together, and the cost of their exchange."""
         if self.config.learner.sequence_degree == 1:
             return None
         found = self.learners[0].divides().wait()[0]
@@ -60,7 +60,7 @@ class Dealer:
 
     @cached_property
     def pass_cost(self) -> PassCost:
-        """What the learners' policy computes."""
+        """The cost of a pass of the learners' policy."""
         return PassCost(*self.learners[0].pass_cost().wait()[0])
 
     def deal(self, groups: Sequence[Group], iteration: int) -> dict[int, int]:
@@ -79,8 +79,8 @@ class Dealer:
         return found if steps or most < inf else self._deal_divided(together, found)
 
     def _deal_divided(self, groups: Sequence[Sequence[int]], dealt: dict[int, int]) -> dict[int, int]:
-        """Where ranks may compute a group together: the first of the ranks of each group, if that leaves the busiest
-        rank less to do than dividing what was `dealt`."""
+        """If ranks may compute a group together: the first rank of each group, if that lowers the busiest rank's load
+        more than dividing `dealt` does."""
         if self.divides is None:
             return dealt
         parts = [part for group in groups for part in gather((dealt[episode], episode) for episode in group).items()]
@@ -132,7 +132,6 @@ class Dealer:
         return np.array(rows, np.int64).reshape(-1, 4)
 
     def restore(self, state: np.ndarray, episodes: Collection[int]) -> None:
-        """Go on from `state`. Checkpoints from before it was kept do not know how long these episodes are, nor
-        their pictures."""
+        """Restore `state`. Older checkpoints lack the lengths and pictures of these episodes."""
         self.lengths = dict.fromkeys(episodes, (1, 0, 0))
         self.lengths |= {row[0]: (row[1], row[2], sum(row[3:])) for row in state.tolist()}

@@ -64,7 +64,7 @@ class EvaluationPlan:
 def evaluation_plan(
     config: RunConfig, tasks: tuple[str, ...], all_tasks: tuple[str, ...], num_sims: int
 ) -> EvaluationPlan:
-    """The episodes of an evaluation that are of these tasks, of all that the evaluation has."""
+    """The evaluation's episodes of `tasks`, among the episodes of `all_tasks`."""
     kind, options = env_class(config.env), config.eval
     protocol = choose_protocol(kind, config.env, options.protocol)
     # Where all are prompts, the same once more would say nothing new.
@@ -110,9 +110,9 @@ class Evaluator:
         kept: PartialEvaluation | None = None,
         stop: Callable[[], bool] = never,
     ) -> list[EpisodeResult]:
-        """Play those of the fixed evaluation episodes that `kept` lacks with the current version; all results in
-        episode order. Videos of the first go into `out/videos`, the dataset to its path (None: `out/dataset`); `stop`
-        as for `play_fixed`."""
+        """Play the fixed evaluation episodes that `kept` lacks with the current version; returns all results in episode
+        order. Videos of the first go into `out/videos`, the dataset to its path (None: `out/dataset`); `stop` as for
+        `play_fixed`."""
         results = dict(kept.finished) if kept else {}
         with self.workers.timers.measure("evaluate"):
             self.read_spec()
@@ -219,7 +219,7 @@ def play_fixed(
     stop: Callable[[], bool] = never,
 ) -> list[EpisodeResult]:
     """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`. `heard` gets
-    those that are over, soon and whatever happens. EvaluationStopped once `stop()` is true and something is missing.
+    finished episodes soon, also if a worker fails. EvaluationStopped once `stop()` is true and something is missing.
     Experts ask no policy worker, which would wait in vain."""
     num_sims = len(rollouts.sims)
     results: dict[int, EpisodeResult] = {}
@@ -261,7 +261,7 @@ def deal_to_sims(episodes: list[EpisodeSpec], num_sims: int, text: bool) -> dict
 
 
 class NoteListener:
-    """Collects the notes of the sims while they play, hands on what is finished, and stops them when asked to."""
+    """Collects the notes of the playing sims, passes on finished episodes, and stops the sims on request."""
 
     def __init__(self, rollouts: RolloutManager, notes: Channel, heard: Heard, stop: Callable[[], bool]) -> None:
         self.rollouts, self.notes, self.heard, self.stop = rollouts, notes, heard, stop
@@ -274,7 +274,7 @@ class NoteListener:
         return self.notes.qsize() > 0 or (not self.stopping and self.stop())
 
     def go_on(self) -> None:
-        """Hand on what is finished."""
+        """Pass on finished episodes."""
         new = [self.notes.get() for _ in range(self.notes.qsize())]
         self.noted += new
         for note in new:
@@ -288,7 +288,7 @@ class NoteListener:
             self.rollouts.sims.stop_playing()
 
     def all_notes(self) -> list[Note]:
-        """Those of a round that is over."""
+        """All notes of a finished round."""
         with suppress(ChannelClosed):  # by a worker that failed
             self.go_on()
         if self.problem:

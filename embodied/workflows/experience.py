@@ -48,7 +48,7 @@ class Experience:
 
     def __init__(self, rollouts: RolloutManager, in_step: bool, relays: Sequence[WorkerGroup] = ()) -> None:
         """With `in_step` all ranks take every group together, some of its episodes each, and run their passes together.
-        Sims keep what they have played, unless it passes on to the `relays`."""
+        Sims keep their episodes, unless these pass through the `relays`."""
         self.rollouts, self.in_step = rollouts, in_step
         self.keepers = [rollouts.sims, *relays]
         self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
@@ -56,7 +56,7 @@ class Experience:
         self.kept_by: dict[int, tuple[str, int]] = {}  # episode -> the worker that plays or keeps it, and its life
         self.sent = 0  # parts of groups, in all
         self.under_way: list[GroupTransfer] = []
-        self.loads = np.zeros(0)  # by rank, the cost of what it was sent of this batch as it came
+        self.loads = np.zeros(0)  # by rank, the cost of this batch's groups sent on arrival
 
     def begin(self, channels: list[Channel]) -> None:
         """A batch begins, whose groups go through these channels to the learner ranks."""
@@ -73,7 +73,7 @@ class Experience:
         self.rollouts.settle(*(group.forget_all_but(episodes) for group in self.keepers))
 
     def gone(self, episodes: Collection[int]) -> list[int]:
-        """Those of these whose worker has died since it played them."""
+        """The episodes whose worker has died since it played them."""
         return [one for one in episodes if not self._there(one)]
 
     def _there(self, episode: int) -> bool:
@@ -95,7 +95,7 @@ class Experience:
         return {name: np.concatenate([part[name] for part in parts]) for name in (parts[0] if parts else ())}
 
     def set_kept(self, arrays: dict[str, np.ndarray]) -> None:
-        """Go on with what `get_kept` returned."""
+        """Restore the arrays of `get_kept`."""
         keepers = self.keepers[-1]
         self.keep_at(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(arrays)), strict=True)))
 
@@ -112,8 +112,8 @@ class Experience:
         self._send(group, shares, batch, keep=False)
 
     def send_all(self, groups: Sequence[Group], batch: int, rank_of: Mapping[int, int]) -> None:
-        """Begin to send all groups of a batch, each episode to its rank. A rank without any is sent one that counts
-        nothing."""
+        """Begin to send all groups of a batch, each episode to its rank. A rank without episodes gets one that does not
+        count."""
         shares: dict[int, list[int]] = {rank: [] for rank in {*range(len(self.channels))} - {*rank_of.values()}}
         for group in groups:
             shares |= gather((rank_of[episode], place) for place, episode in enumerate(group.episodes))
@@ -131,7 +131,7 @@ class Experience:
         return over
 
     def wait(self) -> list[GroupTransfer]:
-        """The same of all that are under way."""
+        """Wait for all transfers, and return them."""
         self.rollouts.settle(*(call for transfer in self.under_way for call in transfer.handles))
         return self.arrived()
 

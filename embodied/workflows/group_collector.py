@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class GroupedEpisodes:
-    """The groups of one iteration, and what it took to collect them."""
+    """The groups of one iteration, and the statistics of their collection."""
 
     number: int  # of the batch, in its channels
     version: int
@@ -57,7 +57,7 @@ class GroupedEpisodes:
     drawn: Counter[str] = field(default_factory=Counter)  # of groups, by the pool of their prompts
     carried: int = 0  # episodes that later iterations may learn from
     discarded: int = 0  # episodes of groups that were kept, or begun, and not needed
-    ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all that ended and were noted, by episode
+    ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all recorded results, by episode
     groups: list[Group] = field(default_factory=list)  # that learners have
     units: list[list[Unit]] = field(default_factory=list)  # that learner ranks have
     balance_ratio: float = 1.0  # of what these cost
@@ -146,14 +146,14 @@ class GroupCollector(Collector):
         self.experience.begin(self.trajectories)
         if self.early:
             self.begin_early(batch.number, one_by_one=True)
-        # Rounds of whole groups, until the algorithm has what it asks for.
+        # Rounds of whole groups, until the algorithm has enough.
         while count := self.pool.wanted(batch.rounds, self.config.env.num_envs):
             self._play(self.specs_of(self.pool.deal(count)), batch)
         taken = self.pool.take()
         if self.prompts is not None:
             self.prompts.forget_all_but(self.pool.open)
             batch.drawn = self.prompts.counts.copy()
-        # Learners get them now, unless they took them as they came; what is carried over stays with the sims.
+        # Learners get them now, unless they took them on arrival; carried-over episodes stay with the sims.
         if not self.early:
             self._send_all(taken, batch)
         batch.balance_ratio = self.dealer.balance_ratio(batch.units, self._iteration(batch))
@@ -181,7 +181,7 @@ class GroupCollector(Collector):
         return self.end_batch(batch.number, iteration, total)
 
     def _send_units(self, batch: GroupedEpisodes) -> None:
-        """Tell the learner ranks what they learn from, now that the scores of all groups are known."""
+        """Tell the learner ranks their units, now that the scores of all groups are known."""
         compared = self.advantages(np.array([group.scores for group in batch.groups]))
         for channel, units in zip(self.trajectories, batch.units, strict=True):
             for unit in units:
@@ -248,7 +248,7 @@ class GroupCollector(Collector):
         return {**pool, "groups.empty": np.array(self.empty), "groups.lengths": self.dealer.state()}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
-        """Go on from `save`. Nothing is abandoned, since no episode was open."""
+        """Restore the arrays of `save`. No episode was open, so none is abandoned."""
         groups = {name[7:]: array for name, array in state.items() if name.startswith("groups.")}
         self.pool.restore(groups)
         self.empty = int(groups["empty"]) % self.algo.max_empty
@@ -262,8 +262,8 @@ class GroupCollector(Collector):
     # Inside
 
     def _play(self, specs: list[EpisodeSpec], batch: GroupedEpisodes) -> None:
-        """A round of episodes. Neighbours go to the same sim, so one that dies takes few groups along; where a batch
-        has as many groups of every task, a sim plays the same few tasks in each."""
+        """A round of episodes. Neighbours go to the same sim, so a dead sim loses few groups; if a batch has equally
+        many groups of every task, a sim plays the same few tasks in each batch."""
         rollouts = self.rollouts
         by_task = not self.text and self.algo.groups % rollouts.num_tasks == 0 and rollouts.num_tasks > 1
         num_sims = len(rollouts.sims)
@@ -301,7 +301,7 @@ class GroupCollector(Collector):
             batch.stats += saved([spec.index for sim in dead for spec in shares[sim]], batch)
 
     def add(self, results: Iterable[EpisodeResult], batch: GroupedEpisodes) -> None:
-        """Add the outcomes of episodes; those that are known already change nothing."""
+        """Add the outcomes of episodes; known outcomes change nothing."""
         new = {result.index: result for result in results if result.index in self.pool.playing}
         batch.ended |= new
         if self.prompts is not None:
@@ -329,7 +329,7 @@ class GroupCollector(Collector):
         return self.rollouts.journal.qsize() > 0 or any(one.done() for one in self.experience.under_way)
 
     def go_on(self) -> None:
-        """Add what has ended, and send what is certain then."""
+        """Add ended episodes, and send the groups that are certain now."""
         assert self.playing is not None
         batch, journal = self.playing, self.rollouts.journal
         while journal.qsize():
@@ -340,7 +340,7 @@ class GroupCollector(Collector):
             self.experience.send(group, batch.number, self.dealer.cost)
 
     def _send_what_is_certain(self) -> None:
-        """At the end of a round, until the learners have all that is certain now."""
+        """At the end of a round: send all certain groups to the learners, and wait."""
         self.go_on()
         while self.experience.under_way:
             self.rollouts.settle(*(call for one in self.experience.under_way for call in one.handles))
@@ -388,7 +388,7 @@ class GroupCollector(Collector):
             batch.groups = [one for one in batch.groups if one != group]
 
     def _lose_what_is_gone(self, batch: GroupedEpisodes) -> None:
-        """Sims that were replaced have forgotten what they kept."""
+        """Drop the groups of replaced sims, whose kept episodes are lost."""
         self.lose(self.experience.gone(self.pool.held), batch)
 
     def lose(self, episodes: Collection[int], batch: GroupedEpisodes) -> None:

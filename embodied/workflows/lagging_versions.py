@@ -1,13 +1,13 @@
-"""Which version acts where rollouts lag behind updates (pipeline.schedule=async), so that all three steps overlap.
+"""The version that acts when rollouts lag behind updates (pipeline.schedule=async), so that all three steps overlap.
 
 With a lag of k, rollout n uses version max(start, n - k). Learners copy a version, and the copy travels to the policies
-beside a rollout with the version before it:
+during a rollout with the previous version:
 
     k = 1   rollout n + 1 with version n beside update n; version n + 1 is copied after update n and travels at once
     k > 1   rollout n + k - 1 with version n - 1 beside update n, while version n travels
 
 With R, U and P seconds of rollout, update and travelling, an iteration takes max(R, U, P, (R + U + P) / (k + 1)). There
-are two copies of the weights (`WeightStore`): the one that acts, and the one on its way.
+are two copies of the weights (`WeightStore`): the acting one and the travelling one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class LaggingVersions:
 
     def choose_version(self) -> None:
         """Let policies act with the version of the next rollout, which has travelled to them by now."""
-        next_batch = len(self.ahead) + self.updating  # after the one that learners update on next, or now
+        next_batch = len(self.ahead) + self.updating  # after the batch of the next or current update
         self._act_with(max(self.start, self.weight_sync.learned + next_batch - self.lag))
 
     def act_with_newest(self) -> None:

@@ -1,8 +1,8 @@
 """Networks that stand between players and learners: the reference that a policy is compared with, and a critic.
 
-Both add a column to what passes. The reference's log-probs are those that learners would compute themselves. A critic
-predicts what the rest of a conversation is worth, hands its values on, and learns from the same conversations before
-the learners do: with PPO's advantages in mind, these values are those of before its update.
+Both add a column to what passes. The reference's log-probs equal the learners' own. A critic predicts what the rest of
+a conversation is worth, hands its values on, and learns from the same conversations before the learners do: with PPO's
+advantages in mind, these values are those of before its update.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALONE = {"shard": False, "sequence_degree": 1}  # a role's network is whole on i
 
 
 class NetworkWorker(RelayWorker):
-    """Has a network on a device, which it gives back when others need the memory."""
+    """A network on a device, offloaded when other workers need the memory."""
 
     def __init__(self, policy: Any, algo: AlgoConfig, learner: LearnerConfig, seed: int, device: str) -> None:
         self.config, self.algo, self.seed, self.device = policy, algo, seed, device
@@ -66,7 +66,7 @@ class NetworkWorker(RelayWorker):
         return make_policy(self.config, spec, self.seed)
 
     def tensors(self) -> list[Tensor]:
-        """All that it keeps on the device."""
+        """All of its tensors on the device."""
         return [*self.model.policy.parameters(), *self.model.policy.buffers()]
 
     def needs(self, shared: bool = False) -> Needs:
@@ -86,7 +86,7 @@ class NetworkWorker(RelayWorker):
         return [choose(found, part.ids) for part in parts] if found else [], metrics
 
     def added(self, played: Trajectory | None) -> tuple[Trajectory | None, dict[str, float]]:
-        """What was played with the column that the role adds, and metrics; None for a worker without parts."""
+        """The trajectories with the role's column added, and metrics; None for a worker without parts."""
         raise NotImplementedError
 
     def items(self, played: Trajectory) -> tuple[RankBatch, np.ndarray]:
@@ -120,7 +120,7 @@ class CriticPolicy(LanguagePolicy):
 
 
 class CriticWorker(NetworkWorker):
-    """Adds values of conversations, token by token, and learns what they come to."""
+    """Adds values of conversations, token by token, and learns from their returns."""
 
     algo: PPOConfig
 

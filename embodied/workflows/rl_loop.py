@@ -1,12 +1,12 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
-`EmbodiedLoop.iterate` is the story. Which workers there are is declared in `roles`; launching them is in `workers.py`,
-how a batch is collected in `collector.py` (PPO) and `group_collector.py` (GRPO), which policy worker answers
-which sim in `answering.py`, what happens when one dies in `rollout_manager.py`, which weights act in
-`runtime/weights.py`, evaluation in `evaluator.py`. Where each worker runs is the plan's business.
+`EmbodiedLoop.iterate` is the story, and `roles` declares the workers. `workers.py` launches them; `collector.py` (PPO)
+and `group_collector.py` (GRPO) collect batches; `answering.py` assigns policy workers to sims; `rollout_manager.py`
+replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan decides where each
+worker runs.
 
 `pipeline.schedule` names two settings (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag,
-and whether learners begin early. They change when the steps of an iteration happen, never what these compute:
+and whether learners begin early. They change when the steps of an iteration happen, never their results:
 
     sync      collect a batch with version n, update on it, publish version n + 1
     periodic  the same, but learners take groups of episodes as they finish and make one step at the end
@@ -90,7 +90,7 @@ LEARNER = Role(
     holds_policy=True,
 )
 AHEAD = "schedule.ahead"  # in a checkpoint: the number of batches that were collected ahead
-PLAYERS = (SIM, POLICY)  # all that an evaluation needs
+PLAYERS = (SIM, POLICY)  # the roles of an evaluation
 
 
 class EmbodiedLoop:
@@ -175,8 +175,8 @@ class EmbodiedLoop:
             self.lagging.act_with_newest()
 
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
-        """Let the next rollout, which uses the same weights, play the episodes of this evaluation too. `finish` is
-        called before others are published, and plays what is missing then."""
+        """Let the next rollout, which uses the same weights, also play this evaluation's episodes. `finish` plays the
+        remaining episodes before the next weights are published."""
         self.rollouts.beside, self.beside = self.evaluator.shares(kept), (kept, finish)
 
     def _end_evaluation(self) -> None:

@@ -1,20 +1,20 @@
-"""The sim workers and policy workers of a run at work, and what happens when one of them dies.
+"""Runs the rounds of sim workers and policy workers, and replaces workers that die.
 
-They work in rounds: some sims play, the policy workers serve them until all are done. A host that dies in a round, or
-while learners update, is started again at once, and its successors are given what they lack:
+In a round some sims play, and the policy workers serve them until all are done. A host that dies in a round, or during
+an update, is restarted at once. Its workers get:
 
-    policy worker   its policy and the current weights, or the next ones where those are published while it builds; what
-                    its predecessor was asked and had not answered waits for it, so nothing is lost. It takes along who
-                    shares its process: on cores its sim, on GPUs its learner, unless placement= says otherwise
-    sim worker      its envs, and the next episode of every row; what the dead one has played in this round is lost,
-                    and the caller decides whether it is played again
+    policy worker   its policy and the current weights, or the next ones if they are published while it builds. Its
+                    predecessor's unanswered requests wait for it, so nothing is lost. Workers of the same process die
+                    with it: on cores its sim, on GPUs its learner, unless placement= says otherwise
+    sim worker      its envs, and the next episode of every row. Data of the dead worker's round are lost, and the
+                    caller decides whether to collect them again
 
-Who answers whom is decided in `answering.py`. Where learners hold a policy worker's devices in a round, others answer
-for it until these are free.
+`answering.py` assigns policy workers to sims. While learners hold a policy worker's devices, other policy workers
+answer its requests.
 
-Noticing a death and deciding what follows is the runtime's business (`Cluster.settle`, `supervision.py`).
+The runtime notices deaths and decides on restarts (`Cluster.settle`, `supervision.py`).
 
-How far a rollout's weights may lag behind the learners' is decided in `lagging_versions.py`.
+`lagging_versions.py` decides how old a rollout's weights may be.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class RolloutManager:
         """All workers are built."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.weight_sync = workers.spec, workers.weight_sync
-        self.episodes: EpisodeList | None = None  # that a replaced sim worker goes on with by itself, if any
+        self.episodes: EpisodeList | None = None  # the episodes that a replaced sim worker continues by itself
         self.journal, self.notify = workers.journal, workers.notify
         self.divides = workers.config.merged_rows > 1  # requests, among policy workers
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
         self.episode_counter, self.num_tasks = EpisodeCounter(workers.config.env.num_envs), len(workers.tasks)
         self.background: list[BackgroundTask] = []  # done while a round is played, whichever it is
-        self.beside: dict[int, EvaluationShare] = {}  # by sim, what the next round of a rollout plays of an evaluation
+        self.beside: dict[int, EvaluationShare] = {}  # by sim, the evaluation episodes of the next rollout round
         self.rounds = 0
         self.restarts = 0
         self.lives: Counter[str] = Counter()  # by worker, how often it was replaced
@@ -73,7 +73,7 @@ class RolloutManager:
         channel, text = self.cluster.channel, self.spec.text
         places = range(self.num_stages + workers.config.eval.interleave)
         sims, policies = range(len(self.sims)), range(len(self.policies))
-        about = {"capacity": None} if text else {}  # conversations are bounded by those that go on at a time
+        about = {"capacity": None} if text else {}  # bounded by the number of open conversations
         self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
         # Prompts for whichever of several engines has room, and what engines say of that.
         self.prompts = channel("prompts", **about) if text and len(self.policies) > 1 else None
@@ -103,9 +103,9 @@ class RolloutManager:
         background: BackgroundTask | None = None,
         beside: bool = False,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
-        """A round: call `begin` for these sims, and let the policy workers serve so many stages of each, if they are
-        asked at all, and robots' episodes of an evaluation `beside`. Returns the calls, which have succeeded but for
-        sims that died, and the routes they took. What is due in the `background` is done while they play."""
+        """A round: call `begin` for these sims, and let the policy workers serve `stages` stages of each (if `asked`),
+        and robots' evaluation episodes `beside`. `background` tasks run meanwhile. Returns the finished calls,
+        successful except for dead sims, and their routes."""
         self.settle()
         self.rounds += 1
         acting, robots = self._acting() if asked else [], not self.spec.text
@@ -127,7 +127,7 @@ class RolloutManager:
         return calls, routes
 
     def _acting(self) -> list[int]:
-        """The policy workers that take part from the beginning: those that hold their devices, or the first that do."""
+        """The policy workers of a round's beginning: all with their devices, or the first to get theirs."""
         self.device_sharing.go_on()
         self.device_sharing.wait_for_one(self.policies.workers)
         found = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
@@ -171,7 +171,7 @@ class RolloutManager:
                 raise failure.final(reason).error()
 
     def _replace(self, losses: dict[str, Failure]) -> list[int]:
-        """Start dead hosts again, building while others work; returns the policy workers among them."""
+        """Restart dead hosts while the others work; returns their policy workers."""
         found = []
         for host, failure in losses.items():
             sims, policies = (
@@ -196,7 +196,7 @@ class RolloutManager:
         return found
 
     def _begin_anew(self, sim: int) -> int:
-        """Every row of a replaced sim goes on with its next episode; returns how many are lost."""
+        """Begin the next episode in every row of a replaced sim; returns the number of lost episodes."""
         self.read_journal()
         rows = self.rows(sim)
         abandoned = self.episode_counter.abandon(rows)
@@ -238,15 +238,15 @@ class RolloutManager:
 
 
 class EpisodeCounter:
-    """Counts the training episodes that each env row has begun, and those of them whose outcome is known.
+    """Counts the training episodes that each env row has begun, and the ones with a known outcome.
 
-    Sim workers note every episode before it begins, so a successor of one that died begins the next: no episode is
-    played twice, and those whose outcome was lost are counted.
+    Sim workers record every episode before it begins, so a replacement begins the next one: no episode is played twice,
+    and lost episodes are counted.
     """
 
     def __init__(self, num_envs: int) -> None:
         self.begun = np.zeros(num_envs, np.int64)  # episodes that each env row has begun
-        self.settled = np.zeros(num_envs, np.int64)  # those of them that ended or were given up
+        self.settled = np.zeros(num_envs, np.int64)  # begun episodes that ended or were abandoned
 
     def begin(self, indices: Iterable[int]) -> None:
         """Env row e plays episodes e, e + E, e + 2E, ..."""

@@ -41,11 +41,11 @@ class Workers:
         start_folder: Path | None = None,
         eval_tasks: tuple[str, ...] = (),
     ) -> None:
-        """Launch all groups, wait for the simulators, build policy and learner for what they offer, connect all.
+        """Launch all groups, wait for the simulators, build policy and learner for their env spec, connect all.
 
-        Sims play batches where the program `plays`, else evaluations only. `notify` is called with a line per restart
-        of a worker or warning. `start_folder` holds the policy whose weights are the first ones. `eval_tasks` are all
-        tasks of an evaluation of which this env plays some."""
+        Sims play batches where the program `plays`, else evaluations only. `notify` gets a line per restarted worker or
+        warning. `start_folder` holds the policy with the initial weights. `eval_tasks` are all tasks of the evaluation;
+        this env plays some of them."""
         check_roles(roles)
         begin_beside_other_runs(cluster, config.cluster.memory_gb)
         self.roles, self.config, self.cluster = roles, config, cluster
@@ -129,7 +129,7 @@ class Workers:
         return share_devices(self.cluster, phases, self.timers, memory, sharing, giving_way, [self.policies], training)
 
     def trajectory_channels(self) -> list[Channel]:
-        """One unbounded trajectory channel to each learner; the size of a batch bounds what it holds."""
+        """One unbounded trajectory channel to each learner; it holds at most a batch."""
         ranks = range(len(self.learners))
         return [self.cluster.channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks]
 
@@ -145,7 +145,7 @@ class Workers:
         return found
 
     def restore(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Give `save`'s arrays back to the workers, rank 0's to a rank that was not there; returns the others."""
+        """Give `save`'s arrays back to the workers, rank 0's to additional ranks; returns the unused arrays."""
         for role in [role for role in self.roles if role.saved]:
             group, first = self.groups[role.name], f"{role.name}-0."
             parts = [cut_names(state, f"{worker}.") or cut_names(state, first) for worker in group.workers]

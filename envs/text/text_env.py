@@ -47,7 +47,7 @@ class Turn:
     """An env's response to an answer."""
 
     reward: float = 0.0
-    said: Said = ()  # what it replies; the conversation goes on where there is something
+    said: Said = ()  # the env's reply; if it is not empty, the conversation continues
     success: bool = False
     done: bool | None = None  # None: unless something was said
     facts: dict[str, Any] | None = None  # more to show of it in a transcript: {"expected": "95"}
@@ -59,7 +59,7 @@ class Turn:
 
 
 class TextEnv(EnvCapabilities):
-    """Base of every text env, constructed as `MyText(config, shared)` for each conversation that goes on at a time."""
+    """Base of every text env, constructed as `MyText(config, shared)` for each open conversation."""
 
     worker: ClassVar[str] = "embodied.envs.text.worker:TextWorker"
     mixes_tasks: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class TextEnv(EnvCapabilities):
     """Answers in a conversation, at most, where `env.max_episode_steps` does not say it."""
     num_held_out: ClassVar[int] = 200
     """Prompts for evaluations, which training never shows."""
-    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process, and what is left of `every`
+    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process, and the rest of `every`
     source: str = ""
     """Which task this conversation is, where it is not the one that was asked for."""
     drawn: Any = None
@@ -76,7 +76,7 @@ class TextEnv(EnvCapabilities):
     def __init__(self, config: Any, shared: Any = None) -> None:
         self.config, self.shared = config, shared
 
-    # What a plug-in implements
+    # Methods of a plug-in
 
     def reset(self, spec: EpisodeSpec) -> Said:
         """Begin a conversation: the held-out prompt number `spec.init_state_id`, or where that is -1 a prompt to train
@@ -88,12 +88,12 @@ class TextEnv(EnvCapabilities):
         raise NotImplementedError
 
     def cut_short(self, turn: Turn) -> Turn:
-        """The conversation ends with this turn, though `step` went on: the answer was cut off, or it was the last one
-        there may be. What it is worth."""
+        """The score of a conversation that ends with this turn although `step` continued it: the answer was cut off, or
+        was the last one allowed."""
         return turn
 
     def solution(self) -> str | None:
-        """A right answer to what was said last, to learn from by imitation; None where it is not known."""
+        """A right answer to the last message, for imitation; None if unknown."""
         return None
 
     @classmethod
@@ -126,7 +126,7 @@ class TextEnv(EnvCapabilities):
         """A right answer, and what else a `Scorer` takes with it, for `embodied.doctor`; of envs that need packages."""
         raise NotImplementedError
 
-    # What a plug-in uses
+    # Helpers for plug-ins
 
     def choose(self, spec: EpisodeSpec, count: int) -> int:
         """The number of the question to train on, out of so many: `spec.question`, or drawn by `spec.seed`."""
@@ -172,7 +172,7 @@ class TextEnv(EnvCapabilities):
             f"{type(self).__name__}: {TRIES} questions in a row were held-out ones; lower its num_held_out={len(known)}"
         )
 
-    # What the outside uses
+    # Methods for callers
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -235,8 +235,8 @@ def first_questions(
 
 
 def checked_said(said: Said, kind: type[TextEnv], may_show: bool = False) -> Said:
-    """Checks that an env speaks in text or messages of whole characters, which `may_show` pictures, and returns
-    that."""
+    """Checks that an env's message is text or messages of whole characters, which `may_show` pictures, and returns
+    it."""
     if isinstance(said, list):
         said = tuple(said)
     fine = isinstance(said, str) or (

@@ -1,5 +1,5 @@
 """The sim worker of text envs: holds conversations for training and evaluation, and keeps them until learners want
-them. It never sees the policy and knows no tokens but those that come with answers.
+them. It never sees the policy, and knows only the tokens that come with answers.
 
 As many conversations are held at a time as there are rows; one that ends makes room for the next. Neither their order
 nor which policy worker answers changes any of them. Earlier text is never encoded again: a turn appends to the
@@ -63,7 +63,7 @@ class TextWorker(PlayerWorker):
         self.steps: SideBySide[Conversation] = SideBySide(self.config.side_by_side)
 
     def spec(self) -> EnvSpec:
-        """Load what conversations share (a dataset may take seconds) and say what the env offers."""
+        """Load the conversations' shared objects (a dataset may take seconds) and return the env's spec."""
         return self._spec(self.config) if self.num_stages else self.eval_spec()
 
     def eval_spec(self) -> EnvSpec:
@@ -84,8 +84,8 @@ class TextWorker(PlayerWorker):
         shown: frozenset[int] = frozenset(),
     ) -> RolloutStats:
         """Hold these conversations to their ends and keep them; where their ends are `noted`, `hand_in` may be asked
-        for each from then on. One whose answer was unusable counts for nothing. Those of an evaluation `beside` are
-        held at the same time, and written down. `shown` are the episodes whose conversations are returned as
+        for each from then on. One whose answer was unusable counts for nothing. Conversations of an evaluation `beside`
+        are held at the same time, and recorded. `shown` are the episodes whose conversations are returned as
         samples."""
         before, results, steps = self.timers.totals(), [], 0
         started, ends = perf_counter(), []
@@ -233,7 +233,7 @@ class Conversation:
 
     spec: EpisodeSpec
     env: TextEnv
-    said: Said  # what the env has said last
+    said: Said  # the env's last message
     part: Part
     tokens: list[np.ndarray] = field(default_factory=list)
     sampled: list[np.ndarray] = field(default_factory=list)  # bool, which of them the policy chose
@@ -247,7 +247,7 @@ class Conversation:
     problem: str = ""  # why it counts for nothing
 
     def hear(self, completion: Completion, turn: Turn, reward: float) -> None:
-        """Append an answer and what the env makes of it."""
+        """Append an answer and the env's turn."""
         count, sampled = len(completion.tokens), completion.num_sampled
         chosen = np.zeros(count, bool)
         chosen[count - sampled :] = True
@@ -328,7 +328,7 @@ class Conversation:
         }
 
     def trajectory(self) -> Trajectory:
-        """All its tokens as decisions, of which those that the env said are masked."""
+        """All its tokens as decisions; the env's tokens are masked."""
         tokens = np.concatenate(self.tokens)
         count = len(tokens)
         ended = np.zeros(count, bool)
@@ -359,7 +359,7 @@ class Conversation:
 
 
 def shortened(turn: dict[str, Any]) -> dict[str, Any]:
-    """What was said and answered in a turn, at most SAMPLE_CHARACTERS of each."""
+    """A turn's message and answer, at most SAMPLE_CHARACTERS of each."""
     said = turn["said"]
     if not isinstance(said, str):
         said = [{"role": one["role"], "content": shortened_content(one["content"])} for one in said]
@@ -417,7 +417,8 @@ class ConversationClient(RequestClient):
         return [PromptBatch(self.source, tuple(requests))]
 
     def answers(self, seconds: float | None) -> list[tuple[Conversation, Completion]]:
-        """Wait for answers, at most so many seconds; returns those that came together, without second ones."""
+        """Wait for answers, at most so many seconds; returns the answers that arrived together, without repeated
+        ones."""
         with self.timers.measure("wait"):
             try:
                 batch = self.get(seconds)
@@ -436,8 +437,7 @@ def play_conversations(
     steps: SideBySide[Conversation],
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[Conversation]]:
-    """Play all of these to their ends, and yield those that have ended since the last time. Where it is to `stop`, what
-    is open is given up."""
+    """Play all of these to their ends, and yield the newly ended ones. On `stop`, open conversations are abandoned."""
 
     def begin() -> list[Conversation]:
         return [one for part in parts for one in part.begin(timers)]

@@ -159,8 +159,8 @@ class LanguagePolicy(PublishedPolicy):
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
         """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False
-        where the env spoke: 0 then), "lengths" and "groups" [R]. Those of one group may share their prompt. A token's
-        value is that of the text before it. Several ranks that are given the same conversations score them
+        where the env spoke: 0 then), "lengths" and "groups" [R]. Conversations of one group may share their prompt. A
+        token's value is that of the text before it. Several ranks that are given the same conversations score them
         together: "ranks" says which group, and which member of it has the loss."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = attention.attention_kernel(self.device, self.dtype)
@@ -185,7 +185,7 @@ class LanguagePolicy(PublishedPolicy):
         return self.sight.numbered(tokens, names)[0], np.concatenate(positions)
 
     def shown_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens as others know them, with the model's own for places of pictures."""
+        """The tokens for other programs, with the model's own picture tokens."""
         return [token if token >= 0 else self.model.config.image_token_id for token in tokens]
 
     def scores_of(
@@ -372,7 +372,7 @@ class LanguagePolicy(PublishedPolicy):
         return {name: name for name in self.read_stored() if name in self.state_dict()}
 
     def description(self) -> dict[str, Any]:
-        """The model's own config with ours beside it, so that others read the folder too."""
+        """The model's own config with ours beside it, so that other programs can read the folder."""
         ours = super().description()
         if names := ours.get("base_names"):
             ours["base_names"] = files.names_in(self.origin, self.model, names)

@@ -1,9 +1,9 @@
 """Our own engine: continuous batching over the policy's model, whose weights it shares.
 
 Running conversations are the first rows of a cache of keys and values, without gaps. Of each one all tokens but the
-last are in the cache; a step feeds the last ones, wherever they are in their conversations, and so writes the next.
-A conversation that ends frees its row at once: the last row moves into its place. Where another turn may follow, its
-keys and values move to a row that nothing runs in, and the next turn computes only what has been added since.
+last are in the cache; a step feeds the last ones, wherever they are in their conversations, and so writes the next. A
+conversation that ends frees its row at once: the last row moves into its place. If another turn may follow, its keys
+and values move to an idle row, and the next turn computes only the new tokens.
 
 A token depends on its conversation, its episode and its index there, never on what runs beside it or ran there before:
 its noise is addressed by these, and the model reads nothing else.
@@ -47,7 +47,7 @@ class KeyValues:
         self.layers: list[tuple[Tensor, Tensor]] = []
         # The rows, and the places there, that the model writes to: one for each row, or several, [rows, new].
         self.at: tuple[Tensor, Tensor | slice] = ()
-        self.seen = 0  # tokens of every row that attention looks at; 0: those that the model has just made
+        self.seen = 0  # tokens of every row that attention reads; 0: only the new ones
         self.bias: Tensor | None = None  # [rows, 1, 1, seen], added to attention's scores: 0 for what a row has
 
     def reserve(self, length: int) -> None:
@@ -59,7 +59,7 @@ class KeyValues:
 
     def _longer(self, part: Tensor, old: int) -> Tensor:
         rows, heads, _, dim = part.shape
-        # Zeros: what is masked is multiplied by 0, and memory as it comes may hold NaN.
+        # Zeros: masked values are multiplied by 0, and uninitialised memory may hold NaN.
         longer = torch.zeros((rows, heads, self.length, dim), dtype=part.dtype, device=part.device)
         longer[:, :, :old] = part
         return longer
@@ -83,11 +83,11 @@ class KeyValues:
         return kept[0][: len(rows), :, : self.seen], kept[1][: len(rows), :, : self.seen]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before those that the model is given, as transformers asks for it, which only counts them."""
+        """The number of earlier tokens, for transformers."""
         return max(self.seen - 1, 0)
 
     def copy(self, sources: Any, targets: Any, length: int) -> None:
-        """The first `length` tokens of some rows to others."""
+        """Copy the first `length` tokens of `sources` to `targets`."""
         for layer in self.layers:
             for part in layer:
                 part[targets, :, :length] = part[sources, :, :length]
@@ -114,7 +114,7 @@ class SlotEngine(Engine):
         self.between_turns: dict[int, np.ndarray] = {}
         self.lengths = np.zeros(self.slots, np.int64)  # tokens in the cache
         self.pending = np.zeros(self.slots, np.int64)  # the token after them
-        # How much lower its position is than its number, and those that follow: pictures take fewer positions.
+        # Token number minus position, here and for later tokens: pictures take fewer positions than tokens.
         self.behind = np.zeros(self.slots, np.int64)
         self.counts = np.zeros(self.slots, np.int64)  # tokens written
         self.limits = np.zeros(self.slots, np.int64)  # tokens to be written, at most
@@ -162,11 +162,11 @@ class SlotEngine(Engine):
         return ended
 
     def so_far(self) -> list[Answer]:
-        """The answers so far of those that have begun."""
+        """The answers so far of the begun conversations."""
         return [self.answer(row, truncated=True) for row in range(len(self.rows))]
 
     def cancel(self, key: Any) -> Answer | None:
-        """Give up one conversation, and return what was written of it; None where none of this key runs."""
+        """Cancel a conversation, and return its answer so far; None if no conversation has this key."""
         for row, request in enumerate(self.rows):
             if request.key == key:
                 answer = self.answer(row, truncated=True)
@@ -188,7 +188,7 @@ class SlotEngine(Engine):
     # Conversations come in
 
     def admit(self) -> list[Answer]:
-        """Give what was added a row each, with its keys and values; returns what has no room for an answer."""
+        """Give each added conversation a row with its keys and values; returns the ones without room for an answer."""
         if not self.waiting:
             return []
         refused = [r for r in self.waiting if self.longest_answer(r) <= 0]
@@ -333,7 +333,7 @@ class SlotEngine(Engine):
         self.between_turns[place] = tokens
 
     def share(self, copies: list[tuple[int, int]]) -> None:
-        """Copy prefixes from the rows that have them to others that begin alike."""
+        """Copy common prefixes from the rows that have them to the rows that need them."""
         if copies:
             sources, targets = np.array(copies).T
             self.cache.copy(self.on(sources), self.on(targets), int(self.lengths[targets].max()))
@@ -443,7 +443,7 @@ class SlotEngine(Engine):
 
 
 def prefix(request: Request) -> bytes:
-    """The key of what is to be in the cache before the first step."""
+    """The key of the tokens that must be in the cache before the first step."""
     return identity(request)[:-1].tobytes()
 
 

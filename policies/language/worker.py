@@ -42,7 +42,7 @@ class OpenPrompt:
 
     source: str
     prompt: Prompt
-    said: tuple[int, ...]  # what the env said, encoded
+    said: tuple[int, ...]  # the env's message, encoded
 
 
 class LanguageWorker(PolicyWorker):
@@ -78,8 +78,7 @@ class LanguageWorker(PolicyWorker):
         super().offload()
 
     def begin(self, version: int, rule: SamplingRule) -> None:
-        """Begin a round. An engine that lost its weights when it left its device, and was given no newer ones, loads
-        those of the policy."""
+        """Begin a round. An engine that lost its weights when offloaded, and got no newer ones, loads the policy's."""
         if self.engine.needs_load:
             self._load_engine(version)
         self.engine.begin(version, self.seed, rule.stream, rule)
@@ -125,8 +124,8 @@ class LanguageWorker(PolicyWorker):
     def go_on(
         self, waiting: deque[tuple[str, Prompt]], version: int, show: bool = False
     ) -> dict[str, list[Completion]]:
-        """Begin what waits as far as there is room, and write a token of all that is under way; returns, by source,
-        the answers that are over."""
+        """Begin waiting prompts as far as there is room, and generate a token for every open answer; returns finished
+        answers by source."""
         started, finished = time.perf_counter(), {}
         with self.timers.measure("act"), self.computing.measured():
             for source, completion in [*self._begin(waiting, version), *self._step(version, show)]:
@@ -135,7 +134,7 @@ class LanguageWorker(PolicyWorker):
         return finished
 
     def _take(self, requests: Channel, known: dict[str, Channel], waiting: deque) -> bool:
-        """Take what has come; wait for something where there is nothing to do. False once the round is over."""
+        """Take arrived messages; wait for one if there is nothing to do. False once the round is over."""
         while requests.qsize() or not (self.engine.running or waiting):
             with self.timers.measure("wait"):
                 item = requests.get()
@@ -146,7 +145,7 @@ class LanguageWorker(PolicyWorker):
         return True
 
     def _begin(self, waiting: deque, version: int) -> list[tuple[str, Completion]]:
-        """Give the engine as many prompts as it has room for; returns answers to those that cannot be continued."""
+        """Give the engine as many prompts as it has room for; returns answers to prompts that cannot be continued."""
         refused = []
         while waiting and self.engine.room > 0:
             source, prompt = waiting.popleft()
@@ -243,7 +242,7 @@ def continued(written: WrittenTokens | None, answer: Answer) -> Answer:
 
 
 def unfinished(answer: Answer) -> tuple[tuple[str, int], WrittenTokens]:
-    """The prompt of an answer that was stopped, by source and number, and all that is written of it."""
+    """The prompt of a stopped answer, by source and number, and its tokens so far."""
     whole = continued(answer.key.prompt.written, answer)
     return (answer.key.source, answer.key.prompt.number), WrittenTokens(whole.tokens, whole.logprobs)
 
