@@ -12,7 +12,7 @@ each side takes its own turns (`schedule_overlap.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -77,16 +77,21 @@ class Pricer:
         return self.table(component, device_class, stages).workers
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
-        """True if more devices can cost time: another receiver of weights is another copy, another worker slows
-        others, and what learners exchange after the last group is not hidden behind a rollout."""
+        """True if more devices can cost time: another receiver of weights is another copy, or their work is slower."""
+        return self.receives(components) or self.work_slowed_by_more(components)
+
+    def receives(self, components: Sequence[str]) -> bool:
+        """True if some of these get new weights."""
+        return any(edge.next_iteration and edge.target in components for edge in self.dataflow.edges)
+
+    def work_slowed_by_more(self, components: Iterable[str]) -> bool:
+        """True if more devices can make work slower: another worker slows others, and what learners exchange after the
+        last group is not hidden behind a rollout."""
         if self.dataflow.schedule == "periodic" and any(map(self.dataflow.is_learner, components)):
             return True
-        if self.dataflow.lengths:
-            return True
         slowed = self.profile.costs if schedule_overlap.overlaps(self.dataflow) else components
-        costs = [cost for name in slowed for cost in self.profile.costs[name].values()]
-        receives = any(e.next_iteration and e.target in components for e in self.dataflow.edges)
-        return receives or any(cost.alone < 1 for cost in costs)
+        alone = min(cost.alone for name in slowed for cost in self.profile.costs[name].values())
+        return self.dataflow.lengths is not None or alone < 1
 
     def useful_answerers(self, name: str, most: int, stages: int) -> np.ndarray:
         """bool [most + 1]: whether the k-th device still helps a component that answers in a cycle."""
@@ -133,9 +138,15 @@ class Pricer:
         at = {name: (zone, count) for zone, count in zip(layer, devices) for name in zone.components}
         if schedule_overlap.overlaps(self.dataflow):
             return schedule_overlap.overlapped(self, layer, at, stages, swapped)
+        return self.work_seconds(layer, at, stages, chunks, swapped) + self.sync_seconds(at, stages)
+
+    def work_seconds(
+        self, layer: Layer, at: Mapping, stages: int, chunks: int, swapped: frozenset[str] = frozenset()
+    ) -> Array:
+        """Without new weights."""
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
-        return self.time_shared_s(layer, work, chunks, at, swapped) + self.sync_seconds(at, stages)
+        return self.time_shared_s(layer, work, chunks, at, swapped)
 
     def time_shared_s(
         self,

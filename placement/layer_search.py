@@ -19,9 +19,8 @@ import numpy as np
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of, named
 from embodied.placement.profile import Array, max_of
-from embodied.placement.schedule_overlap import allowed
+from embodied.placement.schedule_overlap import allowed, overlaps
 
-HALVINGS = 20
 COARSE = 6  # sizes of a zone to price first, where splits are more than
 MANY = 1000
 FEW = 200  # splits that are not narrowed down before other zones are split
@@ -62,7 +61,6 @@ class Bounds:
     def __init__(self, pricer: Pricer) -> None:
         self.pricer = pricer
         self.floor = cache(self._floor)
-        self.node_least = cache(self._node_least)
 
     def _floor(self, names: tuple[str, ...], device_class: str, stages: int) -> tuple[np.ndarray, np.ndarray]:
         """Lower bounds for these components of a node in one zone of at most 0, 1, 2, ... devices: seconds of a pass in
@@ -116,27 +114,6 @@ class Bounds:
             work[turn.node] = busiest
         return self.pricer.least_turns(layer, work, chunks)
 
-    def least_of(self, nodes: Sequence[int], stages: int, chunks: int) -> float:
-        """A lower bound on the seconds of a layer of these nodes: the larger of each node alone on all devices, and all
-        devices busy all the time."""
-        layer = tuple(Zone(self.pricer.dataflow.order[i], "") for i in nodes)
-        least = {i: self.node_least(i, stages) for i in nodes}
-        path = self.pricer.least_turns(layer, {i: seconds for i, (seconds, _) in least.items()}, chunks)
-        spent = self.pricer.dataflow.passes * sum(device_s for _, device_s in least.values())
-        return float(max(path, spent / sum(c.count for c in self.pricer.classes.values())))
-
-    def _node_least(self, node: int, stages: int) -> tuple[float, float]:
-        """Seconds of a pass of a node with all devices, and device-seconds with as few as are best; at least."""
-        names, runs_on = self.pricer.dataflow.order[node], self.pricer.runs_on()
-        found = []
-        for layer in arrangements(names, tuple(self.pricer.classes.values()), runs_on):
-            most = [self.pricer.classes[zone.device_class].count for zone in layer]
-            seconds = float(self.least_seconds(layer, most, stages, 1)) / self.pricer.dataflow.passes
-            busy = [self.floor(zone.components, zone.device_class, stages)[0][1:] for zone in layer]
-            spent = sum(float(np.min(each * np.arange(1, len(each) + 1), initial=np.inf)) for each in busy)
-            found.append((seconds, spent))
-        return tuple(min(each) for each in zip(*found)) if found else (np.inf, np.inf)
-
 
 # The search of one layer
 
@@ -157,9 +134,7 @@ class LayerSearch:
                 self.groups.setdefault(label_of(layer, names), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
-        self.bound = bounds.least_of(sorted(nodes), stages, chunks)
         self.sizes = cache(self._sizes)
-        self.floor = cache(self._floor)
         self.leasts = {layer: self.least(layer) for layers in self.groups.values() for layer in layers}
         for layers in self.groups.values():
             layers.sort(key=self.leasts.get)
@@ -195,39 +170,12 @@ class LayerSearch:
         """A lower bound on the seconds of a layer: every zone gets all devices that the others can spare."""
         zones = Counter(zone.device_class for zone in layer)
         most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
-        alone = float(self.bounds.least_seconds(layer, most, self.stages, self.chunks))
-        return max(alone, self.bound)
-
-    def guess(self, label: tuple) -> Points:
-        """One split of the layer that could be the fastest, for a bound to begin with; empty if none is found."""
-        layer = self.groups[label][0]
-        return self.price(Way(layer), self.balanced(layer))
-
-    def balanced(self, layer: Layer) -> np.ndarray:
-        """One split in which the zones are about as long at work."""
-        floors = [self.floor(zone) for zone in layer]
-        low, high = 0.0, max(float(floor[np.isfinite(floor)].max(initial=0.0)) for floor in floors)
-        devices = np.zeros((len(layer), 0), int)
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            need = np.array([[int(np.searchsorted(-floor, -middle))] for floor in floors])
-            if min(np.min(left) for left in self.left(layer, need).values()) < 0:
-                low = middle
-            else:
-                high, devices = middle, need
-        return devices
-
-    def _floor(self, zone: Zone) -> np.ndarray:
-        """Seconds of a pass in which a zone of 0, 1, 2, ... devices is at work, at least."""
-        order = self.pricer.dataflow.order
-        nodes = [tuple(name for name in node if name in zone.components) for node in order]
-        return sum(self.bounds.floor(names, zone.device_class, self.stages)[0] for names in nodes if names)
+        return float(self.bounds.least_seconds(layer, most, self.stages, self.chunks))
 
     def need(self, layer: Layer, bound: float) -> np.ndarray | None:
-        """The devices that every zone has in all splits that could take less than `bound` seconds; None: there is no
-        such split. First what each needs for itself, then what it needs where the others have all that is left."""
-        each, longest = np.arange(len(layer)), bound * MARGIN / self.pricer.dataflow.passes
-        need = np.array([np.count_nonzero(self.floor(zone) >= longest) for zone in layer])
+        """The devices that every zone has in all splits that could take less than `bound` seconds, found where the
+        others have all that is left; None: there is no such split."""
+        each, need = np.arange(len(layer)), np.ones(len(layer), int)
         while min((left := self.left(layer, need)).values()) >= 0:
             more = np.array([left[zone.device_class] for zone in layer])
             sizes = np.empty((len(layer), len(layer), 1 + more.max()), int)
@@ -275,6 +223,17 @@ class LayerSearch:
         found = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
         return np.broadcast_to(found, devices.shape[1])
 
+    def least_seconds(self, layer: Layer, most: np.ndarray, waiting: Sequence[int]) -> np.ndarray:
+        """Lower bounds on the seconds of splits, a column each, in which these zones have at most so many devices, and
+        the others as many."""
+        if overlaps(self.pricer.dataflow) or self.pricer.work_slowed_by_more(self.components):
+            found = self.bounds.least_seconds(layer, list(most), self.stages, self.chunks)
+            return np.broadcast_to(found, most.shape[1])
+        if not any(self.pricer.receives(layer[i].components) for i in waiting):
+            return self.seconds(layer, most)
+        at = {name: (zone, count) for zone, count in zip(layer, most) for name in zone.components}
+        return np.broadcast_to(self.pricer.work_seconds(layer, at, self.stages, self.chunks), most.shape[1])
+
     # Numbers of devices to try
 
     def splits(self, layer: Layer, bound: float, coarse: int | None = None) -> tuple[np.ndarray, bool]:
@@ -294,19 +253,25 @@ class LayerSearch:
                 if len(sizes[i]) > len(sizes[other]):
                     rest[zone.device_class] = i
         chosen = [i for i in range(len(layer)) if i not in rest.values()]
-        chosen.sort(key=lambda i: (not self.asks(layer[i].components), len(sizes[i])))
+        chosen.sort(
+            key=lambda i: (
+                not self.asks(layer[i].components),
+                not self.pricer.receives(layer[i].components),
+                len(sizes[i]),
+            )
+        )
         whole = coarse is None or prod(len(sizes[i]) for i in chosen) <= MANY
         if not whole:
             sizes = [thinned(s, coarse) for s in sizes]
         columns = need[:, None]  # of zones that are not chosen yet, what they need
-        for i in chosen:
+        for number, i in enumerate(chosen, 1):
             columns = np.repeat(columns, len(sizes[i]), axis=1)
             columns[i] = np.tile(sizes[i], columns.shape[1] // max(len(sizes[i]), 1))
-            waiting = [j for j in range(len(layer)) if j not in chosen[: chosen.index(i) + 1]]
             columns = columns[:, self.room(layer, columns)]
-            if waiting and columns.shape[1] > FEW:
-                most = self.filled(layer, columns, waiting)
-                columns = columns[:, self.seconds(layer, most) < bound]
+            if columns.shape[1] > FEW:
+                waiting = [j for j in range(len(layer)) if j not in chosen[:number]]
+                least = self.least_seconds(layer, self.filled(layer, columns, waiting), waiting)
+                columns = columns[:, least < bound]
         return self.filled(layer, columns, list(rest.values())), whole
 
     def left(self, layer: Layer, columns: np.ndarray) -> dict[str, np.ndarray]:

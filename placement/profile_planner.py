@@ -9,7 +9,8 @@ trying them all (a test does), and is found without:
 
 - an iteration is the sum of its layers, so each layer is searched once, whatever the others do;
 - only sizes at which a worker is won matter, and one zone of every class takes what the others leave;
-- where splits are many, sizes that cannot beat the best so far are dropped before other zones are looked at;
+- where splits are many, a few of them are tried first, and sizes that cannot beat the best so far are dropped before
+  other zones are looked at;
 - memory matters only where the fastest layers do not fit together: then the layers' (time, memory) fronts meet.
 """
 
@@ -31,7 +32,6 @@ from embodied.placement.schedule_overlap import overlaps
 
 MODES = ("collocated", "hybrid", "disaggregated", "custom")
 STAGES = (1, 2, 4)
-GUESSES = 4  # layouts that are tried before the search
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,10 @@ class Planner:
 
     def _all_options(self) -> list[Option]:
         """Every option; what could take least comes first."""
-        ways = []
+        found = []
         cuts = [cut for cut in layer_sets(self.dataflow) if len(cut) == 1 or not overlaps(self.dataflow)]
         for stages, chunks, cut in product(self.stages, self.chunks, cuts):
             searches = [self.search(nodes, stages, chunks) for nodes in cut]
-            least = sum(search.bound for search in searches) + self.dataflow.fixed_s
-            ways.append((least, stages, chunks, searches))
-        found = []
-        for _, stages, chunks, searches in sorted(ways, key=lambda way: way[0]):
             for labels in product(*(search.groups for search in searches)):
                 way = tuple(zip(searches, labels))
                 found.append(Option(self._least(way), stages, chunks, way))
@@ -105,22 +101,13 @@ class Planner:
     def _best_of(self, mode: str | None) -> Choice | None:
         """The fastest of all layouts, or of those of a mode; what could take least is tried first."""
         options = [option for option in self._options if mode in (None, option.mode)]
-        best = self._guess(options[:GUESSES])
+        best: Choice | None = None
         for option in options:
             bound = best.price.seconds if best else np.inf
             if option.least < bound:
                 found = self._together(option.way, option.stages, option.chunks, bound)
                 best = found if found and found.price.seconds < bound else best
         return best
-
-    def _guess(self, options: Sequence[Option]) -> Choice | None:
-        """The fastest of a few layouts that need no search, as a bound for those that do."""
-        found = []
-        for option in options:
-            guesses = [search.guess(label) for search, label in option.way]
-            if all(map(len, guesses)):
-                found.append(self._choice(guesses, option.stages, option.chunks))
-        return min((c for c in found if c.price.fits), key=lambda c: c.price.seconds, default=None)
 
     def _least(self, way: tuple) -> float:
         """Seconds that these layers take at least."""
@@ -137,32 +124,18 @@ class Planner:
         choice = self._choice(fastest, stages, chunks)
         if choice.price.fits:
             return choice
-        quick = self._same_splits_swapped(way, fastest, stages, chunks)
-        if quick:
-            bound = min(bound, quick.price.seconds)
         spare = bound * MARGIN - self.dataflow.fixed_s - sum(float(points.seconds[0]) for points in fastest)
         fronts = [search.front(label, spare + points.seconds[0]) for (search, label), points in zip(way, fastest)]
         met = meet([front for front in fronts if front], self.limits) if all(fronts) else None
-        found = self._choice(met, stages, chunks) if met else None
-        return min((c for c in (quick, found) if c), key=lambda c: c.price.seconds, default=None)
+        return self._choice(met, stages, chunks) if met else None
 
-    def _same_splits_swapped(self, way: tuple, fastest: Sequence[Points], stages: int, chunks: int) -> Choice | None:
-        """The fastest splits again, with whatever has to be swapped: a first bound."""
-        search = way[0][0]
-        names = [name for points in fastest for zone in points.ways[0].layer for name in zone.components]
-        found = [self._choice(fastest, stages, chunks, swapped) for swapped in search.swaps(names)[1:]]
-        return min((c for c in found if c.price.fits), key=lambda c: c.price.seconds, default=None)
-
-    def _choice(
-        self, layers: Sequence[Points], stages: int, chunks: int, swapped: frozenset[str] | None = None
-    ) -> Choice:
+    def _choice(self, layers: Sequence[Points], stages: int, chunks: int) -> Choice:
         ways = [points.ways[points.which[0]] for points in layers]
         zones = [
             tuple(Zone(z.components, z.device_class, int(d)) for z, d in zip(way.layer, points.devices[:, 0]))
             for way, points in zip(ways, layers)
         ]
-        if swapped is None:
-            swapped = frozenset().union(*(way.swapped for way in ways))
+        swapped = frozenset[str]().union(*(way.swapped for way in ways))
         layout = Layout(tuple(zones), stages, chunks, swapped)
         return Choice(layout, self.pricer.price(layout))
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from embodied.placement import layer_search
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Component, Dataflow, Edge
 from embodied.placement.iteration_cost import Pricer
@@ -48,6 +49,15 @@ def overlapping_case(seed, schedule, more=0):
 def test_where_learners_learn_meanwhile_the_fastest_layout_is_that_of_brute_force(schedule):
     for seed in range(60):
         check_against_brute_force(*overlapping_case(seed, schedule))
+
+
+@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
+def test_sizes_that_are_dropped_on_the_way_are_not_those_of_the_fastest_layout(monkeypatch, schedule):
+    """With so few devices all splits are priced; here they are narrowed down as those of a cluster are."""
+    for name, few in {"FEW": 0, "MANY": 1, "COARSE": 2}.items():
+        monkeypatch.setattr(layer_search, name, few)
+    for seed in range(20, 45):
+        check_against_brute_force(*(case(seed) if schedule == "sync" else overlapping_case(seed, schedule)))
 
 
 @pytest.mark.slow
