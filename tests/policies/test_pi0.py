@@ -292,7 +292,7 @@ def test_the_page_tells_the_memory_of_full_size(name, title):
     everything = learner_gb(p for _, p in weights if p.requires_grad)
     count, held = (sum(p.numel() * size(p) for _, p in weights) / 1e9 for size in (lambda p: 1, lambda p: p.itemsize))
     row = f"| {title} | {count:.2f} B | {held:.1f} GB | {expert:.1f} GB | {everything:.1f} GB |"
-    assert row in (Path(__file__).parents[2] / "docs" / "pi0.md").read_text()
+    assert row in (Path(__file__).parents[2] / "docs" / "vla.md").read_text()
 
 
 @pytest.mark.parametrize("recipe", ["libero_ppo_pi0", "maniskill_ppo_pi0"])
