@@ -104,7 +104,7 @@ def _is_starting() -> bool:
 
 
 def _say_what_is_missing(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-    """Print a line instead of a traceback where a file of ours imports what is not installed."""
+    """Print a line instead of a traceback if a file of ours imports a missing package."""
     last = trace
     while last and last.tb_next:
         last = last.tb_next

@@ -63,15 +63,15 @@ class OutOfTime(BaseException):
 
 @dataclass
 class CheckStage:
-    """What the check is doing."""
+    """The check's current step."""
 
     doing: str = "loading the env"
 
 
 @contextmanager
 def bounded(limit_s: float) -> Iterator[CheckStage]:
-    """Raise DeadlineExceeded after so many seconds, with what was being done; end the process where an env does not
-    return to Python."""
+    """Raise DeadlineExceeded with the current step after so many seconds; end the process if an env does not return to
+    Python."""
     stage = CheckStage()
 
     def told(where: str) -> str:
@@ -99,7 +99,7 @@ def bounded(limit_s: float) -> Iterator[CheckStage]:
 
 
 def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
-    """Print what is found out about one task, line by line; with `images`, show what a policy sees of it."""
+    """Print the findings about one task, line by line; with `images`, write the policy's images."""
     kind = env_class(config.env)
     check_simulator(config, machines(config))
     kind.check(config.env)
@@ -158,7 +158,7 @@ def write_images(env: Any, folder: Path) -> str:
 
 
 def converse(kind: Any, env: Any, folder: Path) -> None:
-    """Print what a text env says, and whether it keeps the contract of those."""
+    """Print a text env's messages, and whether it keeps its contract."""
     from embodied.envs.text.text_env_checker import check_text_env
 
     seen = check_text_env(kind, env)

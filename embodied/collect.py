@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    """Find the player, play, keep the episodes worth keeping, print what came of it."""
+    """Find the player, play, keep the wanted episodes, print the result."""
     loaded = load(argv, entry="collect")
     if loaded is None:
         return
@@ -55,8 +55,8 @@ def start(argv: list[str]) -> None:
 
 
 def demonstrated(loaded: Loaded) -> Loaded:
-    """A recipe of imitation with demonstrations to imitate: where it names none, those of the env's own expert, which
-    are in `run.dir` from before or collected now. A dry run says which command would do that."""
+    """A recipe of imitation with demonstrations: if it names none, the env's own expert's, from `run.dir` or collected
+    now. A dry run prints the command that collects them."""
     config, kind = loaded.config, env_class(loaded.config.env)
     text = issubclass(kind, TextEnv)
     if config.sft.data or text:
@@ -87,7 +87,7 @@ def demonstrated(loaded: Loaded) -> Loaded:
 
 
 def without_effect(loaded: Loaded) -> list[str]:
-    """The command line's keys of collecting, but for those that a resumed run was started with."""
+    """The command line's keys of collecting, except the resumed run's own."""
     run, now = loaded.config.resume, loaded.config.collect.model_dump(mode="json")
     then = stored(run).get("collect", {}) if isinstance(run, Path) else {}
     told = [name for name in now if loaded.sources.get(f"collect.{name}") == COMMAND_LINE]
@@ -106,7 +106,7 @@ def check_still_there(config: RunConfig) -> None:
 
 
 def check_whole(out: Path) -> None:
-    """Refuse demonstrations collected before of which files are missing."""
+    """Refuse earlier demonstrations with missing files."""
     from embodied.datasets import read_dataset
 
     try:
@@ -120,7 +120,7 @@ def check_whole(out: Path) -> None:
 
 def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     """Play and keep; `checkpoint` plays, or an expert."""
-    source = find(checkpoint, loaded) if checkpoint else find("random")  # of which an expert asks nothing
+    source = find(checkpoint, loaded) if checkpoint else find("random")  # unused by an expert
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
     if expert:
@@ -191,8 +191,8 @@ def as_played(config: RunConfig, source: PolicySource) -> RunConfig:
 def play(
     config: RunConfig, plan, source: PolicySource, buffers: Path, expert: str | None
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
-    """Play episodes that neither training nor evaluation plays, dead workers replaced, a buffer per episode into this
-    folder; returns what the env offers, and the outcomes in episode order. An expert asks no policy worker."""
+    """Play episodes of neither training nor evaluation, replacing dead workers, with a buffer per episode in this
+    folder; returns the env's spec and the outcomes in episode order. An expert needs no policy worker."""
     from embodied.datasets.episode_buffer import EpisodeRecorder
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:

@@ -1,4 +1,4 @@
-"""What is asked of an env's class before a run: whether it can run here, what "auto" means, what one should know."""
+"""Questions to an env's class before a run: can it run here, what does "auto" mean, what should users know."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Expert(Protocol):
         """These rows were just reset."""
 
     def act(self) -> np.ndarray:
-        """[N, A]: the next action of every row; those of rows without an open episode are ignored."""
+        """[N, A]: the next action of every row; actions of rows without an open episode are ignored."""
 
 
 class CataloguedTask(TypedDict):
@@ -40,7 +40,7 @@ class EnvCapabilities:
 
     @classmethod
     def tasks(cls, config: Any) -> tuple[str, ...]:
-        """The tasks `env.task` means, each of which an `EpisodeSpec` may name; episodes take turns among them."""
+        """The tasks of `env.task`, by the names of `EpisodeSpec`; episodes take turns among them."""
         return (config.task,) if isinstance(config.task, str) else tuple(config.task)
 
     @classmethod
@@ -135,5 +135,5 @@ class EnvCapabilities:
         """Refuse what no expert of this kind plays, before anything is built."""
 
     def facts(self) -> dict[str, str]:
-        """The choices that this env has, and what is chosen, by topic."""
+        """The choices of this env and their values, by topic."""
         return {}

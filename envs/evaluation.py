@@ -22,15 +22,14 @@ from embodied.runtime import Channel, Timers
 
 
 class Recorder(Protocol):
-    """Keeps something of the episodes that env rows play. A context manager, which in the end discards what it has of
-    episodes that are not over. It is made with the env, the recording, and a function that shows the user a line, for a
-    recorder that gives up."""
+    """Records the episodes of env rows. A context manager, which in the end discards unfinished episodes. It is made
+    with the env, the recording, and a function that shows the user a line, for a recorder that gives up."""
 
     def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
         """Episodes begin on these rows."""
 
     def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
-        """The next decision of all rows, which see `obs`; `values` are those of the rows `at`, empty if unknown."""
+        """The next decision of all rows, which observe `obs`; `values` are of the rows `at`, empty if unknown."""
 
     def on_frame(self, active: np.ndarray) -> None:
         """These rows, a mask, have taken an env step."""

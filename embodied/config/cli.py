@@ -32,7 +32,7 @@ def from_python(words: Sequence[str | Mapping[str, Any]]) -> list[str]:
 
 @dataclass
 class Arguments:
-    """The parts of a command line; `problems` says what could not be read."""
+    """The parts of a command line; `problems` are the unreadable ones."""
 
     flags: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)

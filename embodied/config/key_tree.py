@@ -91,7 +91,7 @@ def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo,
 
 
 def path_mark(field: FieldInfo) -> BelongsToFile | None:
-    """The mark of a field that holds a path on this machine; None for others."""
+    """The mark of a field that holds a path on this machine; None for other fields."""
     kinds = [field.annotation, *get_args(field.annotation)]
     marks = [*field.metadata, *(mark for kind in kinds if get_origin(kind) is Annotated for mark in get_args(kind))]
     return next((mark for mark in marks if isinstance(mark, BelongsToFile)), None)

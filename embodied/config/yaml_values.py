@@ -85,7 +85,7 @@ def write_yaml(value: Any) -> str:
 
 
 def yaml_problem(err: yaml.YAMLError) -> str:
-    """The line and what is wrong with it."""
+    """The line and its mistake."""
     problem = getattr(err, "problem", None) or str(err)
     mark = getattr(err, "problem_mark", None)
     return f"line {mark.line + 1}: {problem}" if mark else problem

@@ -1,9 +1,9 @@
 """How much memory a large policy needs, counted on torch's meta device: nothing is allocated and nothing computed.
 
-Activations are what a backward pass would keep, counted as the network saves them, so they follow from the code that
-runs and not from a formula. What surprises: weights of half precision cost 20 bytes more each when they are trained (a
-float32 copy, its gradient, Adam's two moments, and the vector in which gradients travel), and a learner that holds
-shards of them still adds up the whole float32 gradient, unless learner.reduce_each_pass is set.
+Activations are counted as the network saves them for its backward pass, so they follow from the code and not from a
+formula. What surprises: weights of half precision cost 20 bytes more each when they are trained (a float32 copy, its
+gradient, Adam's two moments, and the vector in which gradients travel), and a learner that holds shards of them still
+adds up the whole float32 gradient, unless learner.reduce_each_pass is set.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
 
 EXACT = 4  # bytes of a float32
-NUMBERS, FELT = 7, 8  # of an arm: what it takes and what it feels
+NUMBERS, FELT = 7, 8  # of an arm: numbers of an action and of its state
 SPOKEN_TO = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=True)
-PROMPT = 64  # tokens that are read or written besides those of images; an instruction has about half as many
+PROMPT = 64  # tokens besides image tokens; an instruction has about half as many
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Memory:
     training: int  # gradients, Adam's moments, and copies in float32
     activations: int  # of one microbatch
     reference: int = 0  # a copy of the weights that are trained, to compare with
-    trained: int = 0  # of `weights`, those that are trained
-    gathered: int = 0  # whole weights that a learner with shards holds at once: the largest block and what is in none
+    trained: int = 0  # of `weights`, the trained ones
+    gathered: int = (
+        0  # whole weights that a learner with shards holds at once: the largest block and the weights outside blocks
+    )
     gradient: int = 0  # of float32, that a learner with shards adds up whole: all of it, or a block's
     acting: int = 0  # keys and values of one env row
 
@@ -51,8 +53,8 @@ class Memory:
         return self.weights + self.training + self.activations + self.reference
 
     def sharded(self, ranks: int) -> int:
-        """Bytes of each of so many learners that hold shards: weights (the trained ones in float32), two moments and
-        the gradient twice of its rows, and what of the gradient is whole."""
+        """Bytes of each of so many learners with shards: for its rows weights (the trained ones in float32), two
+        moments and twice the gradient, and the whole part of the gradient."""
         rows = self.weights - self.trained + 5 * EXACT * self.num_trained
         rows += self.weights if self.reference else 0  # of the reference, which shares nothing with the policy then
         return rows // ranks + self.gradient + self.gathered + self.activations
@@ -151,8 +153,8 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
 
 
 def longest_conversation(policy: Policy, config: LearnerConfig) -> int:
-    """Tokens that a conversation may have: `policy.max_length`; where that is not set, as many as a pack, unless the
-    engine reserves room for all that the model has positions for."""
+    """The largest number of tokens of a conversation: `policy.max_length`; if unset, those of a pack, unless the engine
+    reserves room for all positions of the model."""
     if policy.config.max_length or policy.config.engine == "vllm":
         return policy.max_length
     return min(policy.max_length, config.pack_tokens)
@@ -165,7 +167,7 @@ def longest_pass(policy: Policy, config: LearnerConfig) -> int:
 
 
 def conversations(tokens: int) -> dict[str, Any]:
-    """Inputs of so many tokens for a policy that speaks: one conversation, all of which it said but a short prompt."""
+    """Inputs of so many tokens for a language policy: one conversation, all sampled except a short prompt."""
     said = np.arange(tokens)[:, None] >= min(PROMPT, tokens // 2)
     one = np.zeros(1, np.int64)
     return {"actions": np.zeros((tokens, 1, 1), np.int32), "mask": said, "lengths": one + tokens, "groups": one}

@@ -1,5 +1,5 @@
-"""Runs that differ in their seed, read as sets, and the parts of comparison.html about them: what they reach on
-average, how sure that is, which settings are apart, and their learning curves."""
+"""Runs that differ in their seed, read as sets, and their parts of comparison.html: averages with intervals, settings
+that differ, and learning curves."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
     return found
 
 
-# What they reach
+# Averages over seeds
 
 
 def scores_of(one: SeedSet, name: str) -> list[list[float]] | None:
@@ -124,7 +124,7 @@ def ranked_by(sets: Sequence[SeedSet]) -> str | None:
 
 
 def in_order(sets: Sequence[SeedSet]) -> list[SeedSet]:
-    """The best first; those of which nothing is known come last."""
+    """The best first; sets without results come last."""
     name = ranked_by(sets)
     found = {one.label: summary(one, name) if name else None for one in sets}
     return sorted(sets, key=lambda one: -found[one.label]["iqm"] if found[one.label] else np.inf)
@@ -138,7 +138,7 @@ def places_of(sets: Sequence[SeedSet]) -> dict[str, str]:
 
 
 def verdict(sets: Sequence[SeedSet]) -> str:
-    """Names the best setting, and the others that may also be."""
+    """Names the best setting, and the settings that may be equally good."""
     if tasks_differ(sets):
         return "The settings play different tasks, so none of them is the best."
     places = places_of(sets)
@@ -304,7 +304,7 @@ class ComparedRun:
 
 
 def entries_of(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[ComparedRun]:
-    """Every run; those of the only set have colours of their own."""
+    """Every run; the runs of a single set have their own colours."""
     return [
         ComparedRun(run, label_of(one, place, sets), 1 + place if len(sets) == 1 else colors[one.label])
         for one in sets
@@ -377,7 +377,7 @@ def problems(sets: Sequence[SeedSet]) -> list[str]:
 
 
 def commits(runs: Sequence[Run]) -> list[str]:
-    """The commits of the code, each once, those that resumed a run among them."""
+    """The commits of the code, each once, including those that resumed a run."""
     found: list[str] = []
     for run in runs:
         made = [run.provenance, *(one.get("provenance", {}) for one in run.info.get("resumed", []))]

@@ -42,7 +42,8 @@ class TimedSpan:
 
 
 class Timeline:
-    """Collects the spans of a run's groups and the driver's `timers`; `path` gets those of the first `iterations`."""
+    """Collects the spans of a run's groups and the driver's `timers`; `path` gets the spans of the first
+    `iterations`."""
 
     def __init__(self, groups: Sequence[WorkerGroup], timers: Timers, path: Path, iterations: int) -> None:
         self.groups = groups
@@ -68,7 +69,7 @@ class Timeline:
             self.writer.file.close()
 
     def collect(self, iteration: int) -> None:
-        """Write the spans since the last call as those of this iteration (counted from 1)."""
+        """Write the spans since the last call as this iteration's (counted from 1)."""
         if self.writer is None:
             return
         self.left -= 1
@@ -229,7 +230,7 @@ def innermost(spans: Iterable[TimedSpan]) -> list[TimedSpan]:
     collect 0-10 with step 2-5 inside gives collect 0-2, step 2-5, collect 5-10.
     """
     cut: list[TimedSpan] = []
-    stack: list[TimedSpan] = []  # open spans, each with start_s moved to what is not yet accounted for
+    stack: list[TimedSpan] = []  # open spans, each with start_s moved to its uncounted part
 
     def close_until(moment: float) -> None:
         while stack and stack[-1].end_s <= moment:

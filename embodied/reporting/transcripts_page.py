@@ -1,6 +1,5 @@
-"""Conversations in a page: prompts, answers with their tokens marked by probability, rewards and what was expected.
-
-Whatever was said is text here: markup in an answer is shown, never interpreted.
+"""Conversations in a page: prompts, answers with their tokens marked by probability, rewards and expected answers.
+Messages are text: markup in an answer is shown, never interpreted.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ IN_WORDS = ("90% or more", "50% to 90%", "10% to 50%", "1% to 10%", "below 1%")
 MOST_SAMPLES = 150  # of training, about
 PAGE_TOKENS = 60_000  # of the page that are marked; later answers are plain
 MOST_CHARACTERS = 20_000  # of an answer or a prompt; the rest is in the file
-LARGEST_SIDE = 320  # pixels of a picture in a page, which others are thinned out to
-SNIPPET = 60  # characters of the last answer, and of what is known of it, in a line that is folded
+LARGEST_SIDE = 320  # largest side in pixels of a picture in a page
+SNIPPET = 60  # characters of the last answer, and of its facts, in a folded line
 
 CUT_OFF = tag("span", "cut off", class_="cut")
 
@@ -52,7 +51,7 @@ class TranscriptShown(TypedDict):
 
 
 def can_be_shown(transcript: dict[str, Any]) -> bool:
-    """True if a line of transcripts.jsonl has what a page shows of it."""
+    """True if a line of transcripts.jsonl has the fields of a page."""
     try:
         check(transcript, TranscriptShown)
     except ValueError:
@@ -95,7 +94,7 @@ class Conversations:
         )
 
     def turn(self, turn: dict[str, Any]) -> Html:
-        """A turn: what was said, the answer, and the env's response."""
+        """A turn: the env's message, the answer, and the env's response."""
         said = turn["said"]
         messages = [{"role": "prompt", "content": said}] if isinstance(said, str) else said
         known = [one for one in turn["logprobs"] if one is not None]
@@ -131,8 +130,8 @@ class SampleShown(TranscriptShown):
 
 
 def samples_shown(samples: Sequence[dict[str, Any]]) -> list[Html]:
-    """Conversations of training by iteration, the latest first, with a form that leaves those of some iterations and
-    rewards. Of many iterations some are shown, spread evenly."""
+    """Conversations of training by iteration, the latest first, with a form that filters by iteration and reward. Of
+    many iterations an even selection is shown."""
     whole = [sample for sample in samples if is_sample(sample)]
     iterations = sorted({sample["iteration"] for sample in whole}, reverse=True)
     step = max(1, -(-len(whole) // MOST_SAMPLES))
@@ -174,7 +173,7 @@ def samples_shown(samples: Sequence[dict[str, Any]]) -> list[Html]:
 
 
 def is_sample(sample: dict[str, Any]) -> bool:
-    """True if a line of samples.jsonl has what a page shows of it."""
+    """True if a line of samples.jsonl has the fields of a page."""
     try:
         check(sample, SampleShown)
     except ValueError:

@@ -97,7 +97,7 @@ def verify(checkpoint: Path) -> dict:
 
 
 def read_counters(checkpoint: Path) -> dict:
-    """The driver state of a checkpoint that a run goes on from."""
+    """The driver state of a checkpoint to resume from."""
     state = {"dropped_batches": 0, **verify(checkpoint)}
     odd = [key for key, kinds in COUNTERS.items() if type(state.get(key)) not in kinds or not 0 <= state[key] < LARGEST]
     odd += ["version"] * (state.get("version") != read_json(checkpoint / MANIFEST)["version"])
@@ -148,8 +148,8 @@ class SaveClock:
 
 
 def prune(run: Path, version: int, keep: int) -> None:
-    """Keep, of this version and older ones, the newest `keep`, the best by evaluation, and any that an evaluation
-    asked for by hand names. Only what we wrote goes, and what a killed run left half written."""
+    """Of this version and older ones, keep the newest `keep`, the best by evaluation, and all that were evaluated by
+    hand. Only our own checkpoints, and half-written ones of killed runs, are deleted."""
     parent = run / "checkpoints"
     for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
         shutil.rmtree(rest)
@@ -218,7 +218,7 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
 
 
 def no_policy_in(text: str) -> str:
-    """What is wrong with a path that is neither a run folder nor a checkpoint nor a policy folder; else empty."""
+    """The mistake in a path that is neither a run folder nor a checkpoint nor a policy folder; else empty."""
     if any((as_path(text) / file).is_file() for file in ("run.json", MANIFEST, "config.json")):
         return ""
     return f"{text}: no policy in it; name a run folder, a checkpoint (v000123) or a policy folder"

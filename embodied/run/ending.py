@@ -58,13 +58,13 @@ class Interruption:
             self.signal = sig
             if self.at_once:
                 raise Interrupted(sig)
-            with suppress(OSError):  # the terminal may be what has gone
+            with suppress(OSError):  # the terminal may be closed
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
 
 
 @contextmanager
 def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
-    """Write into run.json how the run ended, whatever happens; say how to go on after a failure that came late."""
+    """Write into run.json how the run ended, whatever happens; after a late failure say how to resume."""
     try:
         yield
     except KeyboardInterrupt:

@@ -21,12 +21,12 @@ from embodied.core.errors import CheckpointError, ConfigError, nearest
 from embodied.run.checkpoints import read_json
 from embodied.run.policy_source import find_start, stored
 
-# What the command line says of these holds for the first run, too.
+# The command line's values of these also hold for the first run.
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
-# What makes a run of a recipe the one that it asks for, besides task and policy
+# Keys that must agree for an existing run to be the wanted one, besides task and policy
 DECIDES = ("seed", "algo", "sft", "collect", "run.env_steps", "run.iterations")
 WHERE = ("data", "cache")  # of sft: places on disk
-# Options of an env that say nothing about what a policy sees and does there
+# Options of an env that do not change a policy's observations and actions
 ASIDE = ("num_envs", "stagger", "retries", "modules", "fast_images", "video_size")
 
 
@@ -38,7 +38,7 @@ class FirstRun:
     command: str  # train or sft
     arguments: tuple[str, ...]
     loaded: Loaded
-    folder: Path | None = None  # where it is there already
+    folder: Path | None = None  # the existing run
 
     def describe(self) -> str:
         """Says which run the start comes from, or that it has to be made first."""
@@ -84,8 +84,8 @@ def recipe_named(start: Path) -> str | None:
 
 
 def commands_of_recipe(recipe: str) -> list[str]:
-    """The commands that a recipe is for, sft first: the nearest file, of it and those that it extends, that sets keys
-    of `sft` or `algo` says which."""
+    """The commands of a recipe, sft first: decided by the nearest file, among the recipe and its bases, that sets keys
+    of `sft` or `algo`."""
     problems: list[str] = []
     for source in reversed(recipe_sources(recipe, root(RunConfig), problems)):
         sections = {key[0] for key, _ in source.values}

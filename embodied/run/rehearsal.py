@@ -1,6 +1,5 @@
-"""What a dry run refuses although nothing starts: envs, policies and folders with which a run would end at once.
-
-Nothing here imports torch or a simulator until the recipe needs one.
+"""Checks of a dry run: envs, policies and folders with which a run would end at once. Nothing here imports torch or a
+simulator until the recipe needs one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> N
     if config.cluster.machines and files_missing_here(config):
         return
     kind.rehearse(env)
-    if any(policy.sees for policy in policies) and not env.observed_images:  # its options do not say what it shows
+    if any(policy.sees for policy in policies) and not env.observed_images:  # its options do not name its images
         shown = built_spec(env).images
         for policy in policies:
             policy.check_images(shown)
@@ -42,7 +41,7 @@ def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> N
 
 
 def check_all_fit(sources: list[PolicySource], env: Any) -> None:
-    """Refuse policies that were made for other observations or actions than those of this env, which is built here."""
+    """Build this env, and refuse policies made for other observations or actions."""
     if made := [source for source in sources if source.spec and not source.config.speaks]:
         spec = built_spec(env)
         for source in made:

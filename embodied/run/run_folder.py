@@ -109,7 +109,7 @@ class RunFolder:
             self._lock = None
 
     def _hold(self) -> None:
-        """Keep others from continuing this run while it is in progress. The kernel lets go when this process ends."""
+        """Lock this run while it is in progress. The kernel unlocks it when this process ends."""
         lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
         if taken(lock) is False:
             os.close(lock)
@@ -141,7 +141,7 @@ def lost(run: Path, info: dict) -> bool:
 
 
 def is_held(run: Path) -> bool | None:
-    """True if a process goes on with this run; None if that cannot be found out."""
+    """True if a process continues this run; None if unknown."""
     try:
         lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
     except OSError:
@@ -174,7 +174,7 @@ def provenance() -> dict:
     }
 
 
-@cache  # that of what was imported, whatever is edited meanwhile
+@cache  # the commit of the imported code, whatever is edited meanwhile
 def commit() -> str | None:
     """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]

@@ -36,7 +36,7 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
 OWN, SHARED = ("seeds", "at_once", "group"), "shared"
-NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that say where a run is, not what it does
+NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys of a run's location
 MOST = 1000  # runs of a command
 
 
@@ -49,7 +49,7 @@ def asked(argv: Iterable[str]) -> bool:
 class Order:
     """The runs that a command line asks for."""
 
-    words: tuple[str, ...]  # those that all runs have in common
+    words: tuple[str, ...]  # common to all runs
     flags: tuple[str, ...]
     asked: dict[str, Any]  # the same words' values
     grid: dict[str, tuple[Any, ...]]  # swept key -> values
@@ -67,11 +67,11 @@ class Order:
         return [*self.words, *(f"{key}={write_yaml(value)}" for key, value in setting.items())]
 
 
-# What is asked for
+# The command line
 
 
 def read_order(argv: Sequence[str], sweep: bool) -> Order:
-    """The parts of a command line; all that is wrong with it at once."""
+    """The parts of a command line; raises all its mistakes at once."""
     flags = tuple(FLAGS[word] for word in argv if word in FLAGS)
     argv = [word for word in argv if word not in FLAGS]
     own, problems, rest = launch.split(argv, OWN)
@@ -163,7 +163,7 @@ def read_values(key: str, values: list[str], problems: list[str]) -> tuple[Any, 
 
 
 def load_all(order: Order) -> dict[str, Loaded]:
-    """The recipe of every setting, by its description; what is wrong with any of them is said at once."""
+    """The recipe of every setting, by its description; raises all mistakes at once."""
     found, problems = {}, []
     for setting in order.settings:
         try:
@@ -217,7 +217,7 @@ def held_by(plan: PlacementPlan) -> tuple[set[int], set[str]]:
 
 
 def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
-    """Bytes of the machine's memory that a run takes: what is counted of it, and its processes."""
+    """Bytes of the machine's memory for a run: its counted memory, and its processes."""
     counted = [need.whole for need in needs(loaded.config, plan, there) if not need.device]
     return max(counted, default=0.0) + PROCESS_BYTES * (1 + len(plan.hosts))
 
@@ -298,7 +298,7 @@ def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
 
 
 def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | None]:
-    """Run what a command line asks for; -> the exit code and the group's folder, None after --dry-run or --cfg."""
+    """Run a command line; -> the exit code and the group's folder, None after --dry-run or --cfg."""
     order = read_order(argv, sweep)
     program, words = program_of(list(order.words), EmbodiedLoop)
     alone = replace(order, words=tuple(words))
@@ -346,7 +346,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
 
 
 def describe(group: RunGroup, new: bool, todo: Sequence[Member], states: dict[str, str], how: str) -> list[str]:
-    """Says in a few lines what there is and what will be done."""
+    """A few lines on existing runs and the next ones."""
     counts = {state: [*states.values()].count(state) for state in dict.fromkeys(states.values())}
     there = ", ".join(f"{count} {state}" for state, count in counts.items() if not new)
     settings, seeds = (len({getattr(member, name) for member in todo}) for name in ("setting", "seed"))

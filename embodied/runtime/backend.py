@@ -29,7 +29,7 @@ class Events:
     on_death: Callable[[str, str], None]  # (host name, cause): its process ended, and all it sent was delivered
 
 
-PROMISES = {  # what a user can expect of each
+PROMISES = {  # each backend for users
     "inline": "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps",
     "local": "one process per host on this machine",
     "ray": "one Ray actor per host, on this machine or on several",
@@ -38,7 +38,7 @@ PROMISES = {  # what a user can expect of each
 
 class Backend(Protocol):
     name: str
-    isolates: bool  # a host can die without the others, and be started again
+    isolates: bool  # a host can die alone, and be restarted
     notice_s: float  # how long a consequence waits for its cause: the end of a process is noticed within it
     host: Host  # the driver's own
 
@@ -120,7 +120,7 @@ def reserved(address: str, plans: Sequence[HostPlan]) -> Callable[[], None]:
 
 
 def describe_backend(name: str) -> str:
-    """Its name and what a user can expect of it."""
+    """Its name and its description for users."""
     return f"{name}: {PROMISES[name]}"
 
 

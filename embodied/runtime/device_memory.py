@@ -3,8 +3,8 @@
 Moving is in place: a tensor's storage is emptied and filled again, so whatever shares it (a network, an optimizer, a
 view) need not know. Until it is back, it must not be used. Storage that belongs to another (mapped memory) stays.
 
-What a worker takes besides its tensors is measured. A simulator allocates by itself, so what it takes is what the GPU
-has less of afterwards, provided that only simulators are built meanwhile. On cores nothing is limited or counted.
+A worker's memory besides its tensors is measured. A simulator allocates by itself, so what it takes is what the GPU has
+less of afterwards, provided that only simulators are built meanwhile. On cores nothing is limited or counted.
 
 Whose memory has to move is decided in `device_leases.py`, and asked of the worker by `device_sharing.py`.
 """
@@ -55,8 +55,8 @@ class DeviceTensors:
 
 class Offloader:
     def __init__(self, keeps: bool = True) -> None:
-        """`keeps`: what is in the tensors comes back with them. Else they come back as zeros: fresh memory can be NaN,
-        which spoils masked sums too. Copies are made once: pinned memory is dear."""
+        """`keeps`: the tensors' values are kept. Otherwise they come back as zeros, since fresh memory can hold NaN,
+        which spoils masked sums, too. Copies are allocated once: pinned memory is expensive."""
         self.keeps = keeps
         self._copies: dict[int, tuple[Any, Any]] = {}  # by storage, which has a new view each time where it is a shard
         self._away: list[tuple[Any, int, Any]] = []  # tensor, bytes, its copy
@@ -130,7 +130,7 @@ def num_bytes(tensors: Iterable[Any]) -> int:
 
 
 class AllocatedMemory:
-    """Bytes that are there from now on."""
+    """Bytes that stay allocated from now on."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -190,7 +190,7 @@ def gpu_id() -> str:
 
 
 def synchronize() -> None:
-    """Waits until the GPU has done what it was asked for."""
+    """Waits until the GPU has finished its work."""
     if on_gpu():
         sys.modules["torch"].cuda.synchronize()
 

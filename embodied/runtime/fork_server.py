@@ -125,7 +125,7 @@ class ForkServer:
         return True
 
     def close(self) -> None:
-        """End the server; hosts that came out of it go on."""
+        """End the server; hosts forked from it continue."""
         self._socket.close()
         self.process.kill()
         self.process.wait()
@@ -198,7 +198,7 @@ def serve(order: dict[str, Any]) -> None:
     for name in order["modules"]:
         with suppress(Exception):  # the import fails again, with its message, in the host that needs it
             importlib.import_module(name)
-    gc.freeze()  # what is there now is never collected, so its pages stay shared
+    gc.freeze()  # present objects are never collected, so their pages stay shared
     driver = socket.socket(fileno=order["fd"])
     while True:
         word, fds, _, _ = socket.recv_fds(driver, 16, 8)

@@ -38,7 +38,7 @@ _import_lock = threading.RLock()
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One process: its name, what runs there (one worker per role), and what it may use. No cores means all."""
+    """One process: its name, its workers (one per role), and its devices. No cores means all."""
 
     name: str
     roles: tuple[str, ...]
@@ -115,7 +115,7 @@ class Host:
         self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # (giver, taker) -> from when to when
         hosts_of_runs[run] = self
 
-    # What the driver asks for
+    # Calls of the driver
 
     def control(self, message: tuple, packed: Any = None) -> None:
         kind, *rest = message
@@ -135,7 +135,7 @@ class Host:
             self._worker_failed(*rest)
 
     def stop(self, seconds: float) -> list[str]:
-        """Closes the workers; -> the names of those that are still busy after that time."""
+        """Closes the workers; -> the names of workers still busy after that time."""
         until = time.monotonic() + seconds
         with self._lock:
             ends = list(self._ends.values())
@@ -190,7 +190,7 @@ class Host:
                 end.answer(rest[0], closed=(rest[1], rest[2]))
             elif kind == "closed":
                 end.closed_by(*rest)
-        except Exception as error:  # of an item that cannot be sent: it must reach all that wait
+        except Exception as error:  # an item that cannot be sent: every waiting call must get the error
             traceback.print_exc()
             end.close(self.name, f"{type(error).__name__}: {error}")
 

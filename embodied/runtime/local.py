@@ -35,7 +35,7 @@ from embodied.runtime.socket_io import Loop, MessageSocket, socket_pair
 if TYPE_CHECKING:
     from embodied.runtime.backend import Events
 
-# Runs before anything else in the child: what is imported later must already find the cores and the driver's path.
+# Runs first in the child: later imports need the cores and the driver's path.
 _BOOT = """
 import json, sys
 boot = json.loads(sys.argv[1])
@@ -174,13 +174,13 @@ class LocalBackend(Processes):
             self._events.on_report(process.plan.name, message, payload)
 
     def _died(self, process: LocalProcess) -> None:
-        _kill_group(process.popen)  # what it started; as long as it is not waited for, its number is not reused
+        _kill_group(process.popen)  # its children; its id is not reused before it is waited for
         code = process.popen.wait()
-        kill_marked(mark_of(self._run, process.plan.name))  # and what has left its process group
-        self._control.drain(process.control)  # what it reported before it died comes first,
+        kill_marked(mark_of(self._run, process.plan.name))  # and processes that have left its group
+        self._control.drain(process.control)  # its last reports come first,
 
         def tell() -> None:
-            self._channels.drain(process.channels)  # and what it put into channels of the driver
+            self._channels.drain(process.channels)  # then its last items in the driver's channels
             process.ended.set()
             process.stopped.set()
             self._events.on_death(process.plan.name, describe_exit(code))
@@ -189,7 +189,7 @@ class LocalBackend(Processes):
 
 
 def _kill_group(popen: subprocess.Popen | Forked) -> None:
-    """Kills what is left of a host and of the processes in its group."""
+    """Kills a host's remaining processes and those of its group."""
     with suppress(ProcessLookupError):
         os.killpg(popen.pid, signal.SIGKILL)
 

@@ -48,8 +48,8 @@ class Supervisor:
     def __init__(
         self, budget: Budget, hosts: Iterable[str], stale: Iterable[str] = (), unique: Iterable[str] = ()
     ) -> None:
-        """`stale`: those that need the current weights before they may serve again. `unique` hosts are watched like
-        `hosts`, but have no second life."""
+        """`stale` hosts need the current weights before they may serve again. `unique` hosts are watched like `hosts`,
+        but not restarted."""
         self.budget = budget
         self._hosts = {host: _Host() for host in (*hosts, *unique)}
         self._stale = frozenset(stale)
@@ -72,7 +72,7 @@ class Supervisor:
         return host in self._hosts and host not in self._unique
 
     def at_work(self, host: str) -> bool:
-        """It was constructed, so what it raises now is not a constructor's failure."""
+        """The host was constructed, so later exceptions are no constructor's failure."""
         return self.state(host) in (State.HEALTHY, State.SUSPECT, State.STALE)
 
     def silent(self, host: str, seconds: float) -> bool:
@@ -114,7 +114,8 @@ SAME_LINE = 3  # times that a worker fails at one line before the run ends: not 
 
 
 class Repetitions:
-    """Tells an error of the code, which comes back in every life of a worker, from one that a fresh one may not have.
+    """Distinguishes an error of the code, which every replacement repeats, from an error that a fresh worker may not
+    have.
 
     Before a worker has come through a round, nobody knows whether its code works at all, and the same error twice is
     enough. Later it has to be as many times in a row as chance hardly makes it.

@@ -45,11 +45,9 @@ class Role:
     arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, the same for every replica
     phase: Literal["rollout", "update"] = ROLLOUT
     beside: str | None = None  # whose processes it shares in modes; None: the learners', "": it has devices of its own
-    sends_to: tuple[
-        str, ...
-    ] = ()  # roles that read what it puts into channels; an answer goes back without being named
+    sends_to: tuple[str, ...] = ()  # roles that read its channels; answers need no name
     holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
-    relays: bool = False  # what is played passes through its workers, `RelayWorker`s, on its way to learners
+    relays: bool = False  # trajectories pass through its workers, `RelayWorker`s, on their way to learners
     asks: str = ""  # the role of language workers that answer the conversations its workers begin, of relaying ones
     builds: bool = False  # `build` of its workers gets the env's spec, and the folder of the policy a run starts from
     saved: bool = False  # checkpoints have what its workers' `get_state` returns, which `set_state` gets on resuming
@@ -115,7 +113,7 @@ class BatchSource:
         raise NotImplementedError
 
     def save(self) -> dict[str, np.ndarray]:
-        """Returns what was begun and not yet learned from, as arrays for a checkpoint."""
+        """Returns begun and not yet used data, as arrays for a checkpoint."""
         return {}
 
     def abandon(self) -> dict[str, np.ndarray]:

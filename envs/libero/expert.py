@@ -104,9 +104,9 @@ class Geometry:
 
 OPEN, CLOSE = -1.0, 1.0
 REACH, TURN = 0.05, 0.5  # what an action of 1 asks for: metres, radians
-GAIN = 2.5  # the controller covers only part of what is asked within an env step
+GAIN = 2.5  # the controller covers only part of the requested movement within an env step
 NEAR, LEVEL = 0.008, 0.006  # metres: arrived, in the plane and in height
-CENTRED = 0.03  # LIBERO's goals ask that what is put on something is no further from its middle
+CENTRED = 0.03  # largest distance from the middle that LIBERO's goals allow
 SETTLED = 0.0005  # metres in an env step
 FINGER_REACH = 0.045  # of an open finger from the hand's centre
 WIDEST = 0.072  # what fits between the fingers
@@ -171,7 +171,7 @@ def beside(at: Geometry, what: str, where: str) -> float:
 
 
 def settle(at: Geometry, what: str) -> Iterator[np.ndarray]:
-    """Waits until it lies still: what is on something else may sink in or slip when an episode begins."""
+    """Waits until the object lies still: at the beginning of an episode it may sink in or slip."""
     for _ in range(20):
         before = at.position(what)
         yield still(OPEN)
@@ -204,7 +204,7 @@ def place(at: Geometry, what: str, where: str, inside: bool, closing: np.ndarray
     target = at.region(where) if inside else at.position(where)
     host = where.removesuffix("_contain_region") if inside else where
     low, high = at.bounds(host)
-    hanging = at.hand[2] - at.bounds(what)[0][2]  # how far the held object reaches below the hand
+    hanging = at.hand[2] - at.bounds(what)[0][2]  # the held object's extent below the hand
     over = max(at.top_between(at.hand, target, 0.12, what), high[2]) + hanging + 0.03
     yield from move(at, [*at.hand[:2], over], closing, CLOSE, steps=40)
     yield from carry(at, what, target[:2], over, closing)
@@ -216,7 +216,7 @@ def place(at: Geometry, what: str, where: str, inside: bool, closing: np.ndarray
 
 
 def move(at: Geometry, target, closing: np.ndarray, grip: float, steps: int = 60) -> Iterator[np.ndarray]:
-    """Moves the hand until it is there, or for so many steps."""
+    """Moves the hand to the target, for at most so many steps."""
     target = np.asarray(target)
     for _ in range(steps):
         error = target - at.hand
@@ -226,7 +226,7 @@ def move(at: Geometry, target, closing: np.ndarray, grip: float, steps: int = 60
 
 
 def carry(at: Geometry, what: str, target: np.ndarray, height: float, closing: np.ndarray) -> Iterator[np.ndarray]:
-    """The same for the place of what is in the hand, by which LIBERO's goals judge."""
+    """The same for the position of the held object, which LIBERO's goals check."""
     for _ in range(60):
         hand = at.hand
         error = np.array([*(target - at.position(what)[:2]), height - hand[2]])
@@ -292,7 +292,7 @@ def rims(corners: np.ndarray, centre: np.ndarray) -> list[Grasp]:
 
 
 def worth(at: Geometry, what: str, grasp: Grasp) -> float:
-    """Room for the fingers and the palm (metres, up to 2 cm), less what the hand has to turn; the higher the better."""
+    """Room for the fingers and the palm (metres, up to 2 cm), minus a cost of turning the hand; higher is better."""
     across = np.array([*grasp.closing, 0.0])
     fingers = [
         grasp.point + side * FINGER_REACH * across + np.array([0, 0, up])

@@ -3,8 +3,8 @@
 ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on)
 and asks the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and
 fetch and apply copy row by row. Only rows that changed are applied, and after a step only what moves and is read is
-fetched: see `watch`, `settle` and `refresh`. A scene takes all physics steps of an env step in a row, while what it
-needs is in the core's cache: see `step`.
+fetched: see `watch`, `settle` and `refresh`. A scene takes all physics steps of an env step in a row, while its data
+are in the core's cache: see `step`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Buffer:
 
     def __init__(self, rows: int, width: int) -> None:
         self.np = np.zeros((rows, width), np.float32)
-        self.applied = np.zeros_like(self.np)  # what the simulator holds, as far as we know
+        self.applied = np.zeros_like(self.np)  # the simulator's last known values
         self.tensor = torch.from_numpy(self.np)
         self.readers: set[tuple[int, bool]] | None = None
 
@@ -40,7 +40,7 @@ class Buffer:
         return rows
 
     def differs(self) -> np.ndarray:
-        """Bit by bit, so that NaN (which marks what is not fetched) equals itself."""
+        """Compared bit by bit, so that NaN (the mark of values not fetched) equals itself."""
         return self.np.view(np.int32) != self.applied.view(np.int32)
 
 
@@ -129,7 +129,8 @@ class BatchedCpuPhysics:
         self.refresh(range(len(self.systems)))
 
     def advance_only(self, envs: list[int]) -> None:
-        """Let `step` advance these envs alone from now on; the others stand still, so nothing of theirs is fetched."""
+        """Let `step` advance these envs alone from now on; other envs stand still, and none of their values are
+        fetched."""
         if envs == self.active:
             return
         self.catch_up()
@@ -145,7 +146,7 @@ class BatchedCpuPhysics:
         self.advance_only(list(range(len(self.systems))))
 
     def watch(self) -> None:
-        """Begin to note what is read."""
+        """Begin to record reads."""
         self.cuda_rigid_body_data.readers = set()
 
     def settle(self) -> None:
@@ -166,7 +167,7 @@ class BatchedCpuPhysics:
         self._hide(self.all_rows)
 
     def refresh(self, envs: Iterable[int]) -> None:
-        """Fetch everything of these envs, also what a step leaves out: before and after they are written to."""
+        """Fetch all values of these envs, also those that a step leaves out: before and after writes."""
         chosen = set(envs)
         rows = [row for env in chosen for row in self.rows_of[env]]
         self._fetch_poses(rows, chosen)
@@ -310,7 +311,7 @@ class BatchedCpuPhysics:
     # stepping and contacts
 
     def step(self) -> None:
-        """Owe a step, which is taken when somebody reads or writes what is in the simulator."""
+        """Postpone a step until the next read or write of the simulator's state."""
         self.gpu_apply_articulation_target_position()
         self.gpu_apply_articulation_target_velocity()
         self.owed += 1

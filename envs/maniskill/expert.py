@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from embodied.envs.maniskill.env import ManiSkillEnv
 
 MOST = 0.1  # radians of a joint that an action of 1 asks for
-GAIN, TURN_GAIN = 2.0, 1.5  # the controller covers only part of what is asked within an env step
+GAIN, TURN_GAIN = 2.0, 1.5  # the controller covers only part of the requested movement within an env step
 FASTEST = 0.12  # metres asked for at most in an env step
 OPEN, CLOSE = 1.0, -1.0
 Width = tuple[float | np.ndarray, float | np.ndarray]  # a finger's opening: at most, at least
@@ -43,11 +43,11 @@ class World:
     hand: np.ndarray  # [N, 3], the point between the fingers
     turned: np.ndarray  # [N, 3, 3], second column: the axis along which the fingers close
     jacobian: np.ndarray  # [N, 6, 7]
-    finger: np.ndarray  # [N], how far a finger is open, 0 to 0.04
+    finger: np.ndarray  # [N], opening of a finger, 0 to 0.04
     place: Callable[[str], np.ndarray]  # name of a thing or a pose -> [N, 3]
     axis: Callable[[str], np.ndarray]  # the same -> [N, 2], one of its horizontal axes
     along: Callable[[str], np.ndarray]  # the same -> [N, 3], its x axis
-    numbers: Callable[[str], np.ndarray]  # name of what the task drew, such as sizes -> [N, ...]
+    numbers: Callable[[str], np.ndarray]  # name of a drawn property, such as sizes -> [N, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ManiSkillExpert:
 
 
 def move(world: World, rule: Callable[[World], HandTarget]) -> np.ndarray:
-    """[N, 8]: the action that brings one arm nearer to what the rule wishes."""
+    """[N, 8]: the action that moves one arm towards the rule's target."""
     wish = rule(world)
     far = GAIN * (wish.hand - world.hand)
     far *= np.minimum(1.0, FASTEST / np.maximum(np.linalg.norm(far, axis=1, keepdims=True), 1e-9))
@@ -172,7 +172,7 @@ def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None
     return np.where((cost[0] <= cost[1])[:, None], axis, other)
 
 
-# Rules: what a hand does about a task
+# Rules: a hand's target by task
 
 
 def pick(world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD) -> tuple[np.ndarray, HandTarget]:
@@ -195,7 +195,7 @@ def holds(world: World, gripped: np.ndarray, width: Width, within: float) -> np.
 
 
 def carry(world: World, held: np.ndarray, thing: np.ndarray, target: np.ndarray, otherwise: HandTarget) -> HandTarget:
-    """Rows that hold something move it to the target; others do what else is wished."""
+    """Rows that hold something move it to the target; other rows follow `otherwise`."""
     hand = np.where(held[:, None], world.hand + target - thing, otherwise.hand)
     closing = np.where(held[:, None], world.turned[:, :2, 1], otherwise.closing)
     return HandTarget(hand, closing, np.where(held, CLOSE, otherwise.grip))
@@ -244,7 +244,7 @@ def stack_cube(world: World) -> HandTarget:
 
 
 def place_sphere(world: World) -> HandTarget:
-    """The ball is grasped as the hand is turned, and let go on the bottom of the bin."""
+    """Grasp the ball in the hand's current rotation, and release it on the bottom of the bin."""
     ball = world.place("obj")
     held, wish = pick(world, ball, world.turned[:, :2, 1])
     resting = world.place("bin") + np.array([0, 0, HALF + 0.005])
@@ -320,7 +320,7 @@ def insert_peg(world: World) -> HandTarget:
     width = radius + 0.004, radius - 0.007
     _, wish = pick(world, lying, level_across(along), width)
     held = holds(world, lying, width, 0.025)  # it slips a little where its head meets the box
-    # How far the head is before the hole, beside its axis, and turned
+    # The head's distance before the hole, its offset from the axis, and its rotation
     head = peg + length[:, None] * along
     before = ((head - hole) * into).sum(1)
     astray = np.linalg.norm(head - hole - before[:, None] * into, axis=1)

@@ -42,7 +42,7 @@ from embodied.policies.vla.statistics import (
 from embodied.runtime.tensor_bytes import Blob
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-MODEL = "model."  # what the names of a published model's weights begin with, here and in lerobot
+MODEL = "model."  # prefix of the names of a published model's weights, here and in lerobot
 
 
 class FlowPolicy(VLAPolicy):
@@ -82,7 +82,7 @@ class FlowPolicy(VLAPolicy):
     # A family's own
 
     def build(self) -> None:
-        """Make `model` and `value_head`, freeze what is not trained, and call `add_parts`."""
+        """Make `model` and `value_head`, freeze untrained weights, and call `add_parts`."""
         raise NotImplementedError
 
     def halve(self) -> None:
@@ -95,13 +95,12 @@ class FlowPolicy(VLAPolicy):
         raise NotImplementedError
 
     def denoise(self, seen: Any, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        """The expert's hidden states, those of the H actions last, and the velocity [N, H, D] of the points x at the
-        times [N]."""
+        """The expert's hidden states, with the H actions last, and the velocity [N, H, D] of the points x at the times
+        [N]."""
         raise NotImplementedError
 
     def judged(self, seen: Any, hidden: Tensor | None) -> Tensor:
-        """The features [N, D] that the value is read from, of what was read and of a step's hidden states, if there
-        are any."""
+        """The features [N, D] of the value head, from the prefix and a step's hidden states, if any."""
         raise NotImplementedError
 
     def num_draws(self) -> int:
@@ -175,7 +174,7 @@ class FlowPolicy(VLAPolicy):
 
     def read_folder(self) -> dict[str, Blob]:
         stored = self.source.weights if self.source else {}
-        if self.config.statistics:  # others than those that a folder of ours holds
+        if self.config.statistics:  # other statistics than those of a folder of ours
             stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
         return stored
 
@@ -363,7 +362,7 @@ class FlowPolicy(VLAPolicy):
         return torch.where(noisy[:, None, None], mean + deviation * draws, straight)
 
     def _scored(self, numbers: Tensor) -> Tensor:
-        """[N, H, D] -> [N, C, A]: what the env is given."""
+        """[N, H, D] -> [N, C, A]: the env's actions."""
         return numbers[:, : self.config.chunk, : self.spec.action.dim]
 
     def _value(self, seen: Any, hidden: Tensor | None) -> Tensor:
@@ -371,7 +370,7 @@ class FlowPolicy(VLAPolicy):
         return self.value_head(features.detach() if self.config.detach_value else features).squeeze(-1).to(self.exact)
 
     def _remember(self, chain: list[Tensor], first: Tensor) -> dict[str, np.ndarray]:
-        """The points before and after what is scored, and the step that leads from the first to the next."""
+        """The points before and after the scored step, and that step."""
         points = torch.stack(chain, dim=1)
         if not self._joint:
             rows = torch.arange(len(points), device=points.device)
