@@ -33,7 +33,7 @@ TOLD = ("actions", "mask", "lengths", "groups")  # of conversations, to ranks th
 
 @dataclass(frozen=True)
 class SharedPass:
-    """A sequence that this rank computes together with others, and its tokens, which are on their way."""
+    """A sequence that several ranks compute together, with its travelling tokens."""
 
     group: RankGroup
     owner: int  # the place in the group of the rank that has the loss
@@ -59,7 +59,7 @@ class SharedPass:
 
 @dataclass(frozen=True)
 class Pass:
-    """What goes through the network at once."""
+    """The items of one forward pass."""
 
     items: Tensor  # of this rank's batch; none where it helps with another rank's sequence
     counts: bool = True  # False: padding
@@ -120,7 +120,8 @@ class PassTable:
         return found + [Pass(padding, counts=False)] * (most - len(found))
 
     def _row(self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[float]:
-        """Tokens of a sequence that pass through the network, what they cost, and its tokens and conversations."""
+        """Of a sequence, the tokens that pass through the network, their cost, and the numbers of tokens and
+        conversations."""
         blocks = blocks_of(tokens, mask, lengths, groups)
         cost = sum(self.cost.of(lengths[[*block.members]].tolist(), block.shared) for block in blocks)
         return [sum(block.size for block in blocks), cost, len(tokens), len(lengths)]

@@ -47,14 +47,14 @@ class FixedPass:
 
 
 def tensors_of(batch: RankBatch) -> dict[str, Tensor]:
-    """All that a batch has of its items, by name."""
+    """All tensors of a batch with a row per item, by name."""
     known = {"obs": batch.obs, "replay": batch.replay, "actions": batch.actions}
     known |= {name: getattr(batch, name) for name in OF_ITEMS}
     return {name: tensor for name, tensor in flat_dict(known).items() if tensor is not None}
 
 
 def moved(batch: RankBatch, device: str) -> RankBatch:
-    """The same batch, with all that passes through the network on this device."""
+    """The same batch, with the network's inputs on this device."""
 
     def move(array: Tensor) -> Tensor:
         return array.to(device, non_blocking=True)

@@ -1,11 +1,11 @@
 """Weights split over the learner ranks by FSDP2: every rank holds some rows of every tensor and of its optimizer state.
 
-A block's whole weights exist only while it computes. Trained weights of half precision are sharded in float32 and
-computed with in half; parts that are of float32 altogether (a value head) stay so. Gradients are added up whole, in
-float32, and summed over ranks once a step or, with learner.reduce_each_pass, pass by pass. Weights that leave the
-learner (policy folders, published versions) are put together tensor by tensor, in the precision they came in; of the
-optimizer's state each rank writes a file of its own. (`torch.distributed.checkpoint` would send pickled plans between
-ranks, and a rank's socket trusts whoever reaches it.)
+A block's whole weights exist only while it computes. Trained half-precision weights are sharded in float32 and cast to
+half precision for computing; float32 parts (a value head) stay float32. Gradients accumulate whole, in float32, and are
+summed over ranks once a step or, with learner.reduce_each_pass, after every pass. Weights that leave the learner
+(policy folders, published versions) are joined tensor by tensor, in their original precision; each rank writes its own
+file of the optimizer's state. (`torch.distributed.checkpoint` would send pickled plans between ranks, and a rank's
+socket trusts whoever reaches it.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def form_shards(rendezvous: RendezvousFile | RendezvousAddress, rank: int, world
         timeout=timedelta(seconds=rendezvous.timeout_s),
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpus else None,
     )
-    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)  # nobody changes what a policy returns
+    warnings.filterwarnings(
+        "ignore", ".* returned a view tensor", UserWarning
+    )  # a policy's outputs are never changed in place
 
 
 def shard(policy: nn.Module) -> None:
@@ -81,7 +83,7 @@ def leave() -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Returns whether a tensor is a DTensor. A process that never imported that class, which is slow, has none."""
+    """True for a DTensor. A process that never imported that class, a slow import, has none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -122,7 +124,7 @@ def join_rows(shards: Sequence[Blob], rows: slice) -> Tensor:
 
 
 def whole_of(rows: Tensor, like: Tensor) -> Tensor:
-    """The whole tensor of which this rank has these rows, sharded like another one; all ranks must take part."""
+    """The whole tensor from this rank's `rows`, sharded like `like`; all ranks must take part."""
     if not is_sharded(like):
         return rows
     same = {"shape": like.shape, "stride": like.stride(), "run_check": False}

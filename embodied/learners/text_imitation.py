@@ -1,4 +1,4 @@
-"""Imitation for policies that speak: every answer is predicted token by token, given all that was said before it.
+"""Imitation for policies that speak: every answer is predicted token by token, given all earlier text.
 
 An item is one conversation, and each rank writes down its own block of them, from the run's seed or from a file: no
 text travels. The loss is the mean over the answers' tokens of a minibatch, however ranks and passes share them.
@@ -89,7 +89,9 @@ class ExampleTokens:
             tokens.append(stream)
             masks.append(mask)
         lengths = np.array([len(stream) for stream in tokens], np.int64)
-        self.sizes = np.stack([lengths, [int(mask.sum()) for mask in masks]], axis=1)  # [R, 2], of which to be learned
+        self.sizes = np.stack(
+            [lengths, [int(mask.sum()) for mask in masks]], axis=1
+        )  # [R, 2], and the learned ones of them
         self.ends = np.cumsum(lengths)
         self.tokens, self.mask = np.concatenate(tokens), np.concatenate(masks)
 

@@ -58,7 +58,7 @@ class ServedConversation:
     names: tuple[str, ...] = ()  # of the request that it is an answer to
     stop: tuple[str, ...] = ()  # texts at which it ends
     pictures: tuple[str, ...] = ()  # that `tokens` show
-    on_progress: Callable[[Answer], object] | None = None  # is called with what is written so far, token by token
+    on_progress: Callable[[Answer], object] | None = None  # is called with the answer so far, token by token
     written: Future[Written] = field(default_factory=Future)
     scores: int | None = None  # how many of the likeliest tokens are reported at every place of the prompt; None: none
     alone: bool = False  # the engine failed while it was written: it is written again with no other beside it
@@ -89,8 +89,8 @@ class Generation:
         return self.order(lambda: self.waiting.append(conversation), conversation.written)
 
     def pause(self, mode: Mode) -> Future[None]:
-        """Begin no more conversations until `resume`. Those under way are brought to their end first, given up with
-        what was written, or kept as they are."""
+        """Begin no more conversations until `resume`. Open conversations are finished first, aborted with their answers
+        so far, or kept as they are."""
         done: Future[None] = Future()
 
         def pause() -> None:
@@ -104,7 +104,7 @@ class Generation:
         return self.order(pause, done)
 
     def resume(self) -> Future[None]:
-        """Go on after a pause."""
+        """Continue after a pause."""
         done: Future[None] = Future()
 
         def resume() -> None:
@@ -114,8 +114,8 @@ class Generation:
         return self.order(resume, done)
 
     def update(self, source: Path | dict[str, Blob], version: int, mode: Mode, known: str | None = None) -> Future[str]:
-        """Load weights, a folder's or these by their published names, once nothing is being written; returns their
-        fingerprint. Those that are loaded already, by the fingerprint that is `known`, are not loaded again."""
+        """Load weights, a folder's or these by their published names, once no answer is open; returns their
+        fingerprint. Weights whose fingerprint is `known` are not loaded again."""
         done: Future[str] = Future()
 
         def update() -> None:
@@ -129,7 +129,7 @@ class Generation:
         return self.order(update, done)
 
     def numbers(self) -> dict[str, float]:
-        """What it does now, and has done so far."""
+        """Numbers of its current and past work."""
         return {
             "answers_total": self.answers,
             "generated_tokens_total": self.tokens,
@@ -159,7 +159,7 @@ class Generation:
         try:
             while self.obey():
                 self.go_on()
-        except BaseException as err:  # goes to all that wait
+        except BaseException as err:  # every waiting request gets the error
             traceback.print_exc()
             self.failed = err
             for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
@@ -169,7 +169,7 @@ class Generation:
             self.engine.abort()
 
     def obey(self) -> bool:
-        """Do what was ordered; wait for it where there is nothing else to do. False at the end."""
+        """Execute orders; wait for one if there is nothing else to do. False at the end."""
         while True:
             at_work = bool(self.writing) and not self.kept
             at_work |= bool(self.changes) and not self.writing
@@ -183,7 +183,8 @@ class Generation:
             order()
 
     def go_on(self) -> None:
-        """Make changes where nothing is written; else begin what waits, and write a token of all that runs."""
+        """If no answer is open, make pending changes; else begin waiting conversations, and generate a token of
+        each."""
         self.forget_who_left()
         if self.changes and not self.writing:
             change, done = self.changes.popleft()
@@ -211,7 +212,7 @@ class Generation:
                 self.find_culprit(traceback.format_exc())
 
     def must_wait(self) -> bool:
-        """True while a conversation is written alone, or is to be and others are not over."""
+        """True while a conversation runs alone, or has to and other conversations are open."""
         return bool(self.writing) and (self.waiting[0].alone or any(one.alone for one in self.writing))
 
     def find_culprit(self, why: str) -> None:
@@ -235,7 +236,7 @@ class Generation:
             self.engine.step()
 
     def look(self) -> None:
-        """Report progress to those that stream, and end answers in which a text to stop at has appeared."""
+        """Report progress to streaming requests, and end answers that contain a stop text."""
         if not any(each.stop or each.on_progress for each in self.writing):
             return
         for answer in self.engine.so_far():
@@ -281,7 +282,7 @@ class Generation:
                 self.finish(answer.key, answer, "abort")
 
     def abort_requests(self, names: Collection[str] | None) -> Future[int]:
-        """Give up the conversations of these requests, or all, with what was written; returns how many there were."""
+        """Abort the conversations of these requests, or all, with their answers so far; returns their number."""
         done: Future[int] = Future()
 
         def abort() -> None:
@@ -304,7 +305,7 @@ class Generation:
             self.scored.pop(conversation, None)
 
     def load(self, source: Path | dict[str, Blob], version: int, known: str | None) -> str:
-        """Replace all weights by those of a folder, or by these, or none."""
+        """Replace all weights by a folder's, or by these; or none, on any error."""
         if known == self.fingerprint:
             return known
         folder = source if isinstance(source, Path) else "what was sent"

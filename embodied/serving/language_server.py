@@ -36,7 +36,7 @@ from embodied.serving.generation import ROUND, Generation, Mode, ServedConversat
 from embodied.serving.http_requests import NOT_SERVED, Connections, body_of, long_body_of, refusal
 from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served, TokenScore
 
-CHANGE_S = 3600.0  # at most until what is being written has ended and new weights are loaded
+CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
 REQUESTS = 1024  # at a time, unless max_clients says otherwise
 SPARE = 64  # connections beyond these, for health checks and for requests that are told to come again
 IDLE_S = 75.0  # that a connection is kept after an answer
@@ -262,7 +262,7 @@ class LanguageServer:
         return replace(whole, scores=scores, words=self.words(ask), proof=answer.proof)
 
     def words(self, ask: Ask) -> Callable[[int], str]:
-        """What a token is called in an answer."""
+        """The names of tokens in an answer."""
         return openai.token_name if ask.token_names else lambda token: self.policy.tokenizer.decode([token])
 
     def served(self) -> Served:
@@ -281,7 +281,7 @@ class LanguageServer:
             loop.call_soon_threadsafe(tell, place, answer)
 
         for place, conversation in enumerate(conversations):
-            if not ask.tools:  # of which half a call says nothing
+            if not ask.tools:  # half a call means nothing
                 conversation.on_progress = partial(tell_of, place)
         done = [asyncio.wrap_future(self.generation.ask(each)) for each in conversations]
         for place, future in enumerate(done):
@@ -362,7 +362,7 @@ class LanguageServer:
         return web.json_response({"prompt": self.policy.tokenizer.decode(tokens)})
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """What the server does, as Prometheus reads it."""
+        """The server's numbers, in Prometheus' format."""
         return web.Response(text=openai.prometheus(self.generation.numbers() | {"requests_active": self.active}))
 
     async def is_paused(self, _: web.Request) -> web.Response:
@@ -375,8 +375,8 @@ class LanguageServer:
         return web.json_response({"weight_version": about.fingerprint, "policy_version": about.version})
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        """{"path": FOLDER, "version": N}: load its weights when all that is being written has ended, or, with
-        "mode": "abort", at once. "weight_version": what /weight_info will call them; those it has are not loaded."""
+        """{"path": FOLDER, "version": N}: load its weights when all open answers have ended, or, with "mode": "abort",
+        at once. "weight_version" is their name in /weight_info; known weights are not loaded again."""
         fields = await body_of(request)
         if not isinstance(fields, dict) or fields.keys() - {"path", "version", "mode", "weight_version"}:
             raise BadRequest("send path, version and, if you like, mode and weight_version")
@@ -434,7 +434,7 @@ class LanguageServer:
         return web.json_response({"status": "updated", "weight_version": found, "policy_version": version})
 
     async def abort_requests(self, request: web.Request) -> web.Response:
-        """{"request_ids": [...]}, or {} for all: end their answers with what is written of them."""
+        """{"request_ids": [...]}, or {} for all: end their answers now."""
         fields = (await body_of(request)) if request.can_read_body else {}
         names = fields.get("request_ids") if isinstance(fields, dict) else 0
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
@@ -462,7 +462,7 @@ CONTROL = ("/update_weights", "/receive_weights", "/reload_weights", "/pause", "
 
 
 class StreamedAnswer:
-    """Cuts an answer that is being written into what was sent already and what is new."""
+    """Divides an open answer into its sent and its new part."""
 
     def __init__(self, server: LanguageServer, ask: Ask, conversation: ServedConversation) -> None:
         self.server, self.ask, self.conversation = server, ask, conversation
@@ -471,13 +471,13 @@ class StreamedAnswer:
         self.begun = False
 
     def more(self, answer: Answer) -> AnswerChoice:
-        """What is new, while it goes on."""
+        """The new part of an open answer."""
         text = self.server.policy.tokenizer.decode(answer.tokens.tolist())
         text = text[: len(text) - self.held].rstrip("\ufffd")  # a letter may take several tokens
         return self.new(answer, text)
 
     def rest(self, answer: Answer, whole: AnswerChoice) -> AnswerChoice:
-        """What is new at the end."""
+        """The new part at the end."""
         return self.new(answer, whole.text, whole.finish)
 
     def new(self, answer: Answer, text: str, finish: str = "") -> AnswerChoice:

@@ -67,7 +67,7 @@ READ |= {
 }
 
 
-Asked = str | list[int] | tuple[dict[str, Any], ...]  # what is continued: text, tokens, or messages to be answered
+Asked = str | list[int] | tuple[dict[str, Any], ...]  # text or tokens to continue, or messages to answer
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class NoiseAddress:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: P prompts, to each of which n answers are wanted."""
+    """A request: P prompts with n answers each."""
 
     prompts: tuple[Asked, ...]
     chat: bool
@@ -98,7 +98,7 @@ class Ask:
     logprobs: bool = False
     likeliest: int = 0  # how many of the likeliest tokens are told at every place, with log-probs
     echo: bool = False  # the prompt is told before the answer
-    proof: bool = False  # each answer comes with a proof of what was computed (policies/language/trust.py)
+    proof: bool = False  # each answer comes with a proof of its computation (policies/language/trust.py)
     prompt_logprobs: int | None = None  # the same as `likeliest`, at the places of the prompt; None: nothing is told
     tools: tuple[dict[str, Any], ...] = ()
     return_token_ids: bool = False
@@ -127,7 +127,7 @@ class AnswerChoice:
 
 @dataclass(frozen=True)
 class TokenScore:
-    """What the model makes of a token that was given."""
+    """The model's score of a given token."""
 
     token: int
     logprob: float
@@ -189,7 +189,7 @@ def read_tokenize(body: Any) -> Ask:
 
 
 def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
-    """The fields of a request, of which every one means something here."""
+    """The fields of a request; unknown fields are refused."""
     if not isinstance(body, dict):
         raise BadRequest("the request should be a JSON object")
     if body.get(needed) is None:
@@ -242,7 +242,7 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     name = fields.get("request_id")
     if name is not None and not (isinstance(name, str) and len(name) <= 256):
         raise BadRequest("request_id should be a short text", "request_id")
-    fewest = 0 if echo or scored is not None else 1  # the prompt's log-probs may be all that is asked for
+    fewest = 0 if echo or scored is not None else 1  # a request may want only the prompt's log-probs
     most, usage = whole(fields, "max_tokens", None, fewest, 2**31), bool(options.get("include_usage"))
     seed = whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED)
     ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
@@ -305,7 +305,7 @@ def is_ids(value: Any) -> bool:
 
 
 def calls_in(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text around the calls of tools in an answer, and the calls. One that is no JSON stays text."""
+    """The text around the tool calls in an answer, and the calls. A call without valid JSON stays text."""
     calls: list[dict[str, Any]] = []
 
     def take(found: re.Match[str]) -> str:
@@ -346,7 +346,7 @@ def message_in(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
 
 
 def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool, index: int = 0) -> dict[str, Any]:
-    """A part of a streamed answer: what is new of it; `finish` is empty while there is more."""
+    """The new part of a streamed answer; `finish` is empty until its end."""
     prompt = {"prompt_token_ids": list(new.prompt)} if first and ask.return_token_ids else {}
     found = about(ask, name, served, ".chunk")
     if ask.chat:
@@ -416,7 +416,7 @@ def likeliest_words(score: TokenScore, words: Callable[[int], str]) -> dict[str,
 
 
 def prompt_logprobs(choice: AnswerChoice) -> list[Any]:
-    """As vLLM gives them: of every token of the prompt its log-prob and those of the likeliest there, by token."""
+    """As vLLM returns them: for every token of the prompt its log-prob and those of the likeliest tokens."""
     found: list[Any] = [None]
     for score in choice.scores or ():
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.likeliest, 1)]
@@ -452,7 +452,7 @@ def error(text: str, kind: str = "invalid_request_error", param: str | None = No
 
 
 def prometheus(numbers: Mapping[str, float]) -> str:
-    """Numbers in the text format of Prometheus; those that end in _total only grow."""
+    """Numbers in the text format of Prometheus; names that end in _total are counters."""
     lines = []
     for name, number in numbers.items():
         kind = "counter" if name.endswith("_total") else "gauge"

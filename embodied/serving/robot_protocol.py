@@ -1,8 +1,8 @@
-"""openpi's messages: msgpack with numpy arrays (bytes, type and shape), and the names of what a policy looks at.
+"""openpi's messages: msgpack with numpy arrays (bytes, type and shape), and the names of observations.
 
 No message is trusted: only plain numbers become arrays, and their size must be that of their bytes. Objects cost more
 than bytes, since each becomes a Python object while no other client is served: 30 MB of empty maps would take ten
-seconds and 2 GB. So everything that can be many has a limit.
+seconds and 2 GB. So every count has a limit.
 
 Images are looked up under `images/CAMERA`, `observation/CAMERA` and CAMERA; as in openpi's LIBERO example, the first
 camera is `observation/image` as well and the second `observation/wrist_image`.
@@ -28,7 +28,7 @@ LONGEST_TEXT = 8192  # bytes
 
 
 class BadMessage(EmbodiedError):
-    """A client sent what cannot be answered; it gets the text."""
+    """An invalid request; the client gets the text."""
 
 
 def check_packages(*needed: str) -> None:

@@ -66,7 +66,7 @@ class Answers:
         self.noise = policy.noise_spec()
 
     def metadata(self) -> dict[str, Any]:
-        """The first message to a client: what the policy needs to see and what it returns."""
+        """The first message to a client: the policy's observations and its actions."""
         spec, config = self.policy.spec, self.policy.config
         return {
             "policy": config.name,
@@ -189,7 +189,7 @@ class PolicyServer:
         self.answers, self.config, self.notify = answers, config, notify
         self.batching = Batching(answers.answer, config.batch, config.wait_ms / 1000, lambda: len(self.clients))
         self.numbers = itertools.count()
-        self.clients: dict[int, Client] = {}  # those that have a place, by number
+        self.clients: dict[int, Client] = {}  # connected clients, by number
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
         """Serve until `stop` is set; calls `ready` with the port."""

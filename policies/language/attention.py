@@ -1,6 +1,5 @@
-"""Which tokens of packed rows see which: the one place that knows the kernel that computes attention.
-
-On the meta device nothing is computed, and what a backward pass would keep is counted.
+"""Attention masks of packed rows, and the only place that chooses attention's kernel. On the meta device nothing is
+computed, and the memory of a backward pass is counted.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from transformers.integrations.moe import ExpertsInterface
 from embodied.policies.language.packing import Packed
 
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
-COUNTED = "embodied_counted"  # where nothing is computed, only what is kept is counted
+COUNTED = "embodied_counted"  # computes nothing, and counts kept memory
 TILE = 128  # of flex_attention's blocks, into which rows are divided
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of attention: on GPUs one that leaves out what nobody sees, elsewhere one with a dense mask."""
+    """The kernel of attention: on GPUs one that skips masked blocks, elsewhere one with a dense mask."""
     if device.type == "meta":
         return COUNTED
     return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
@@ -44,7 +43,7 @@ def wide_row(kernel: str, dim: int) -> float:
 def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
     """Says which places see which, for transformers' `attention_mask`. Places without a token see such places, so that
     no row of numbers is empty."""
-    if kernel == COUNTED:  # without one, models of which a token is padding would look for it
+    if kernel == COUNTED:  # without a mask, models with a padding token would search for it
         rows, width = packed.ids.shape
         return torch.ones(rows, 1, width, width, dtype=torch.bool, device=device)
     blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
@@ -57,7 +56,7 @@ def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
 
 
 def dense(blocks: Tensor, segments: Tensor) -> Tensor:
-    """bool [B, 1, W, W]: what is before a place, in its block, and shared by that block or of its own segment."""
+    """bool [B, 1, W, W]: earlier tokens of the same block, shared by the block or of the same segment."""
     same = blocks[:, :, None] == blocks[:, None, :]
     mine = segments[:, :, None] == segments[:, None, :]
     return (same & (mine | (segments == 0)[:, None, :])).tril()[:, None]
@@ -75,7 +74,7 @@ def rule(blocks: Tensor, segments: Tensor) -> Any:
 
 
 class CountedAttention(torch.autograd.Function):
-    """Keeps for the backward pass what both kernels do: what goes in and what comes out, no attention mask."""
+    """Keeps the memory of both kernels for the backward pass: inputs and outputs, no attention mask."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class Engine:
         raise NotImplementedError
 
     def abort(self) -> list[Answer]:
-        """Give up everything that runs, and return what was written of it so far."""
+        """Abort all open conversations, and return their answers so far."""
         raise NotImplementedError
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
@@ -128,7 +128,7 @@ class Engine:
     """Seconds that `load` may take, in an engine that waits for others."""
 
     def cache_tensors(self) -> list[Tensor]:
-        """Memory that it keeps between rounds, not what is in it: a device may take it back."""
+        """Memory that it keeps between rounds. Its content does not matter, so a device may free it."""
         return []
 
     # An engine that has weights of its own
@@ -156,7 +156,7 @@ class Engine:
         return {name: float(count) for name, count in totals.items()}
 
     def close(self) -> None:
-        """End what it started."""
+        """End its processes."""
 
 
 def seed_of(seed: int, stream: str, request: Request) -> int:

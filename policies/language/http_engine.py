@@ -1,10 +1,9 @@
 """Servers as the engine: conversations go to them over HTTP, and new weights by way of a folder that they see, or in
 buckets.
 
-The servers are ours (`python -m embodied.serve`), whose tokens are then those of our own engine, or vLLM's (`vllm
-serve`), or others that speak OpenAI's completions with token ids and keep their weights. All take requests from one
-queue (`server_pool.py`), which lives in a thread of its own with the calls to the servers; everything else is the
-worker's.
+The servers are ours (`python -m embodied.serve`), with the tokens of our own engine; vLLM's (`vllm serve`); or other
+servers of OpenAI's completions with token ids, which keep their weights. All take requests from one queue
+(`server_pool.py`), which lives in a thread of its own with the calls to the servers; everything else is the worker's.
 """
 
 from __future__ import annotations
@@ -170,8 +169,8 @@ class HTTPEngine(Engine):
         return (own.seed, own.stream.removeprefix("act/"), own.rule) if own else self.round
 
     def lie(self, request: Request, found: Read) -> str:
-        """Why an answer is not that of this policy's weights; empty if it is, or if it is none of those that are
-        verified. Which these are, a server cannot know."""
+        """Why an answer is not of this policy's weights; empty if it is, or if it is not verified. A server cannot know
+        which answers are verified."""
         if not found.tokens or found.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
             return ""
         (seed, stream, rule), count, begin = self.sampling(request), len(found.tokens), len(request.tokens)
@@ -180,8 +179,8 @@ class HTTPEngine(Engine):
         return find_lie(self.policy, request.tokens, found, rule, noise)
 
     def differences(self, came: list[tuple[Request, Read]]) -> list[np.ndarray]:
-        """How far the log-probs of these answers are from those that the learner would compute, by token; nothing of
-        answers that are dropped, or where the policy's own are not finite."""
+        """By token, the differences between the log-probs of these answers and the learner's; empty for dropped
+        answers, or if the policy's own are not finite."""
         nothing = [np.zeros(0) for _ in came]
         whole = [place for place, (_, found) in enumerate(came) if found.tokens and not found.dropped]
         if self.config.gap_limit is None or not whole:

@@ -36,7 +36,7 @@ AT_FIRST_S = 5.0  # that a worker waits for servers which are not there when it 
 SHORTEST_S, LONGEST_S = 0.1, 5.0  # between two attempts
 WATCH_S = 5.0  # after which a server that answers is asked whether it still has the wanted weights
 PATIENCE = 4.0  # times as long as the longest answer of other servers, a request may take where these are idle
-CHANGES = 5  # of a server's weights by others, within one version of ours
+CHANGES = 5  # foreign changes of a server's weights within one version of ours
 COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers")
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
@@ -83,7 +83,7 @@ def rooms(most: dict[str, int], rates: dict[str, float | None]) -> dict[str, int
 
 @dataclass(eq=False)
 class PooledServer:
-    """A server, and what is known of it."""
+    """A server and its state."""
 
     remote: RemoteServer
     takes: bool = False  # whether it takes requests
@@ -98,7 +98,7 @@ class PooledServer:
     longest_s: float = 0.0  # that an answer has taken
     unreleased: dict[int, Any] = field(default_factory=dict)  # answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
-    lie: str = ""  # why its answers are not those of the wanted weights, where that was seen
+    lie: str = ""  # evidence that its answers are of other weights, if any
     speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
 
     @property
@@ -177,8 +177,8 @@ class ServerPool:
         self.hand_out()
 
     def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
-        """Answers that may be used now, by request. `compared` are answers that have come since, each with the
-        differences of its log-probs from the learner's, and with what is wrong with its proof."""
+        """Answers that may be used now, by request. `compared` are newly arrived answers, each with the differences
+        between its log-probs and the learner's, and the mistake in its proof."""
         for server, number, answer, differences, lie in compared:
             if number in self.queue.taken.get(server.name, ()):  # else it was taken from the server meanwhile
                 server.unreleased[number] = answer
@@ -292,8 +292,7 @@ class ServerPool:
                     return
 
     def move_stragglers(self, server: PooledServer) -> None:
-        """Requests that take this server much longer than others ever took wait again, where these have nothing to
-        do."""
+        """If other servers are idle, requests that take this server much longer than any answer so far wait again."""
         idle = [s for s in self.servers if s.takes and not s.calls and s.longest_s]
         if self.queue.waiting or not idle:
             return
@@ -344,7 +343,7 @@ class ServerPool:
             self.stop(err)
 
     def drop(self, server: PooledServer, lie: str) -> None:
-        """Its answers are not those of the weights that it says it has."""
+        """Drop a server whose answers are not of its stated weights."""
         why = f"{server.name}: {lie}"
         self.totals["dropped_servers"] += 1
         server.is_dropped = True
@@ -440,7 +439,7 @@ class ServerPool:
         return self.queue.answered(number)
 
     def metrics(self) -> dict[str, float]:
-        """The numbers that it counted since the last call, and how far each server's log-probs are from ours."""
+        """The counts since the last call, and the differences between each server's log-probs and ours."""
         found: dict[str, float] = {name: float(count) for name, count in self.totals.items()}
         self.totals = dict.fromkeys(self.totals, 0)
         for place, server in enumerate(self.servers):
@@ -457,7 +456,7 @@ def lie_in_gap(gap: GapRecord, limit: float) -> str:
 
 
 def check_tokens(found: Read, most: int, vocabulary: int) -> None:
-    """Raise ValueError where an answer cannot be one to what was asked."""
+    """Raise ValueError if an answer does not fit its request."""
     if len(found.tokens) > most:
         raise ValueError(f"an answer of {len(found.tokens)} tokens, and {most} were asked for")
     if odd := [token for token in found.tokens if not 0 <= token < vocabulary]:
