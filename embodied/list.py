@@ -23,16 +23,16 @@ from embodied.run.hub import how_to_get
 from embodied.system.machine import NO_VLLM, Machine, why_no_engine, why_not
 
 NVIDIA = "/dev/nvidiactl"
-USAGE = """List what there is, what it needs, and whether it runs here.
+USAGE = """List recipes, envs, tasks, policies, models and engines: their needs, and whether they run here.
 
 usage: python -m embodied.list [recipes|envs|tasks|policies|models|engines] [--help]
 
-  recipes                       recipe=NAME: what a run trains
+  recipes                       recipe=NAME: configurations of runs
   envs                          env.name=NAME: simulators, and envs that ask in words
   tasks                         env.task=NAME, by simulator (takes some seconds: it starts the simulators)
   policies                      policy.name=NAME: families of robot policies, and language models
   models                        policy.pretrained=NAME: language models that are on this machine
-  engines                       policy.engine=NAME: what writes a language model's answers
+  engines                       policy.engine=NAME: programs that generate a language model's answers
 
 Without a word: all but tasks."""
 LACKS = "lacks "
@@ -68,11 +68,11 @@ def start(argv: list[str]) -> int:
 
 
 def advice(problems: set[str], machine: Machine) -> Iterable[str]:
-    """Lines that say how to get what is missing."""
+    """Lines that say how to install missing parts."""
     if NO_VLLM in problems:
         yield "vLLM is installed by: make vllm"
     if any(problem.startswith("not installed") for problem in problems - {NO_VLLM}):
-        yield "What is not installed: python -m embodied.doctor says how to."
+        yield "How to install missing parts: python -m embodied.doctor."
     if lacking := [problem for problem in problems if problem.startswith(LACKS)]:
         for options in dict.fromkeys(ENV_CONFIGS.values()):
             yield from options.advice(lacking, machine.environ)
@@ -102,7 +102,7 @@ def recipes(machine: Machine) -> Iterable[Item]:
 
 
 def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str]) -> str:
-    """Says what is not installed, else what is not on this machine; empty where the recipe runs here."""
+    """Names a part that is not installed, or not on this machine; empty if the recipe runs here."""
     policy = config.policy
     problem = why_not(config.env.needs, machine) or why_not(policy.needs, machine)
     if policy.speaks:

@@ -72,13 +72,13 @@ def side_by_side(of: str = "") -> Any:
 
 class CommonEnvConfig(Strict):
     needs: ClassVar[Requirement] = Requirement()
-    """What has to be installed for it."""
+    """Packages that it needs."""
 
     task_base: ClassVar[str] = ""
     """The simulator's class whose subclasses are its tasks, where a user's may be: env.task=my_pkg.my_module:MyTask."""
 
     shaped: ClassVar[str] = ""
-    """The `reward_mode` to try in place of one that pays for success alone; empty where none is set."""
+    """The `reward_mode` to suggest instead of a sparse one; empty if there is none."""
 
     num_envs: int = Field(32, gt=0, le=2**20, description="Env rows in the whole run, dealt out to the sim workers.")
     max_episode_steps: int | None = Field(
@@ -108,9 +108,9 @@ class CommonEnvConfig(Strict):
     retries: int = Field(
         0,
         ge=0,
-        description="How many more times an env plays a training episode without success from the same initial state, "
-        "before it goes on to the next one: hard initial states are practised more, which lowers the success that "
-        "training shows; evaluation is not affected.",
+        description="How many more times an env plays a failed training episode from the same initial state before the "
+        "next one: hard initial states are practised more, which lowers the success shown in training; evaluation "
+        "is not affected.",
     )
 
     section = "env."

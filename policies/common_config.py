@@ -39,7 +39,7 @@ class PolicyOptions(Strict):
         return None
 
     needs: ClassVar[Requirement] = Requirement()
-    """What has to be installed for it."""
+    """Packages that it needs."""
 
     merged_rows: ClassVar[int] = 1
     """Env rows that a policy worker answers at once unless the recipe says otherwise."""

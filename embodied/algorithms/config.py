@@ -77,8 +77,8 @@ class PolicyGradientConfig(Strict):
     )
     episode_mask: Literal["none", "mean", "product", "error"] = Field(
         "none",
-        description="Leave whole episodes (with ppo, what a rollout holds of them) out of the policy's loss where the "
-        "weights that an update starts from made them too much likelier or rarer than those that acted: by the "
+        description="Leave whole episodes (with ppo, their part in the rollout) out of the policy's loss if they "
+        "became too much likelier or rarer between the acting weights and the start of the update: by the "
         "geometric mean of the ratios at logprob_level, by their product, or by the mean of max(r, 1 / r), error.",
     )
     episode_mask_low: float | None = Field(None, gt=0, lt=1, description="Episodes below this are left out.")
@@ -116,19 +116,19 @@ class PolicyGradientConfig(Strict):
     )
     pools: tuple[Weight, Weight, Weight] | None = Field(
         None,
-        description="Try prompts of a text env again: a group's prompt comes from one of the pools of those that were "
-        "solved rarely (at most 25%), at times, or often (above 75%) when last tried, with odds of these weights "
-        "against 1 for a new one; null: always new ones.",
+        description="Repeat prompts of a text env: a group's prompt comes from the pool of prompts last solved rarely "
+        "(at most 25%), at times, or often (above 75%), with these weights against 1 for a new prompt; null: "
+        "always new prompts.",
     )
     prompts: Literal["drawn", "epochs"] = Field(
         "drawn",
-        description="How prompts of a text env come: drawn one by one, so that some come twice before others come at "
-        "all, or epochs: every question once, then all again in another order.",
+        description="Order of a text env's prompts: drawn at random with replacement, or epochs: every question once, "
+        "then all again in another order.",
     )
     weighting: Literal["decision", "episode", "constant"] = Field(
         "decision",
-        description="What counts alike in the loss: every decision, or every episode however long (with ppo, what a "
-        "rollout holds of it); constant: every decision, and the sum is divided by the number of episodes times "
+        description="Equal weights in the loss for every decision, or for every episode of any length (with ppo, its "
+        "part in the rollout); constant: every decision, and the sum is divided by the number of episodes times "
         "policy.max_tokens (Dr. GRPO), for text envs.",
     )
 
@@ -284,7 +284,8 @@ class GRPOConfig(PolicyGradientConfig):
 
     baseline: Literal["group", "leave_one_out", "batch"] = Field(
         "group",
-        description="An episode's return is compared with the mean of its group, of the others in it, or of all.",
+        description="An episode's return is compared with the mean of its group, of the other episodes in its group, "
+        "or of all episodes.",
     )
     scale: Literal["group", "batch", "none"] = Field(
         "group",
@@ -297,7 +298,8 @@ class GRPOConfig(PolicyGradientConfig):
 
     filter: Literal["none", "drop", "resample"] = Field(
         "drop",
-        description="Groups with equal returns teach nothing: keep them, drop them, or drop them and play others.",
+        description="Groups with equal returns have no gradient: keep them, drop them, or drop them and play new "
+        "groups.",
     )
     filter_metric: Literal["return", "success"] = Field(
         "return", description="What filter_low and filter_high bound: a group's mean return, or its rate of success."

@@ -22,7 +22,7 @@ class SFTConfig(Strict):
     )
     names: dict[str, str] = Field(
         {},
-        description="What they call action, state and the env's cameras where it is not as LeRobot does, such as "
+        description="Their names for action, state and the env's cameras, if not LeRobot's, such as "
         "{action: actions, state: state, agentview: image}.",
     )
     episodes: int | None = Field(
@@ -40,8 +40,8 @@ class SFTConfig(Strict):
     steps: int | None = Field(
         None,
         gt=0,
-        description="Gradient steps of an iteration, by which run.eval_every and run.save_every count; null: those of "
-        "a whole pass.",
+        description="Gradient steps of an iteration, the unit of run.eval_every and run.save_every; null: a whole "
+        "pass.",
     )
     minibatch_size: int = Field(
         256, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."

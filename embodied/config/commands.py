@@ -46,10 +46,10 @@ COMMANDS = {
     ),
     "check": Command(
         "check",
-        "Check an env: what it offers, whether it keeps the contract.",
+        "Check that an env keeps the contract, and list its observations and actions.",
         {
             "images": "true writes the images that a policy sees as PNG files, into run.dir/images/TASK [false].",
-            "limit_s": "Seconds after which the check gives up and says what it was doing [1800].",
+            "limit_s": "Seconds after which the check gives up and names its last step [1800].",
         },
         unused=NOT_ENV,
     ),

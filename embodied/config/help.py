@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 INDENT = 30
 WIDTH = 118
 SEVERAL = {
-    "seeds": "0-4 or 0,2,5: a run for each, and a page of all; the same command goes on.",
-    "at_once": "How many of these go on at once, each on cores of its own [as the machine allows].",
+    "seeds": "0-4 or 0,2,5: a run for each seed, and a page of all; the same command continues.",
+    "at_once": "Number of simultaneous runs, each on its own cores [as the machine allows].",
     "group": "The folder that names these runs [the newest of this command, else a new one].",
 }  # of embodied.train, for several runs (run/seeds_and_sweeps.py)
 
@@ -56,7 +56,7 @@ def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> s
 
 
 def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
-    """The keys that these words name; for a word that none has in its name, those whose meaning has it."""
+    """The keys whose names contain these words; for a word in no name, the keys whose help contains it."""
     every = entries(command, schema)
     keys = list(dict.fromkeys(key for key, _ in every))
     lines, chosen = [], {}

@@ -1,6 +1,6 @@
 """The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
-Each section's model lives beside the code that reads it; here are those of the run as a whole and the checks that span
+Each section's model lives beside the code that reads it; here are the options of the whole run, and checks across
 sections, such as whether groups fit into the envs and stages into the workers. Nothing imported from here needs torch,
 Ray or a simulator.
 """
@@ -66,9 +66,9 @@ class RunConfig(Strict):
         "auto", description="What runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
     )
     pipeline: PipelineSection = Field(default_factory=PipelineSection, description="How finely work is handed on.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the processes run on.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines and devices of the processes.")
     eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation, during training and after.")
-    faults: FaultsConfig = Field(default_factory=FaultsConfig, description="What is done when something fails.")
+    faults: FaultsConfig = Field(default_factory=FaultsConfig, description="Restarts and time limits after failures.")
     resume: Literal["auto"] | Annotated[Path, BelongsToFile()] | None = Field(
         None, description="auto: the newest run of this recipe in run.dir that has a checkpoint; or a run's folder."
     )
@@ -101,8 +101,7 @@ class RunConfig(Strict):
     # What must fit together
 
     def language_gap(self, text: bool, works: str = "policy.name=language") -> list[str]:
-        """What is wrong unless the policy speaks the language of the env, which asks in words or (`text`) does not.
-        `works`: what to try with an env that does."""
+        """The mistake if only one of policy and env uses text. `works` is the advice for text envs."""
         if text == self.policy.speaks:
             return []
         asks, answers = ("asks in words", "answers with actions") if text else ("takes actions", "answers in words")
@@ -256,7 +255,7 @@ class Loaded:
     flags: frozenset[str]
     own: dict[str, tuple[str, ...]]  # the command's own arguments
     recipe: str | None = None  # its name or file
-    left_out: tuple[str, ...] = ()  # lines: what the recipe sets for another task than the command line's
+    left_out: tuple[str, ...] = ()  # lines on the recipe's settings for another task than the command line's
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from embodied.core.options import LocalPath, PathOrRecipe, Strict, never_with, o
 from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
 from embodied.placement.placement_errors import PlacementError
 
-SCORERS = ("verifier", "reward_model", "judge")  # options of which one may replace rewards
+SCORERS = ("verifier", "reward_model", "judge")  # options that replace rewards, one at a time
 
 
 class RolesSection(Strict):
@@ -32,7 +32,7 @@ class RolesSection(Strict):
     )
     verifier: str | None = Field(
         None,
-        description="my_pkg.my_module:my_function, of what was asked and the last answer, both as text: a "
+        description="my_pkg.my_module:my_function, from the prompt and the last answer, both as text, to a "
         "conversation's reward, instead of the env's.",
     )
     reward_model: str | None = Field(
@@ -47,7 +47,7 @@ class RolesSection(Strict):
     )
     judge_prompt: str = Field(
         "{asked}",
-        description="What the judge is asked: {asked} stands for what the policy was asked, {answer} for its answer.",
+        description="The judge's prompt: {asked} stands for the policy's prompt, {answer} for its answer.",
     )
     judge_says: str | None = Field(
         None,
@@ -97,8 +97,8 @@ class RunSection(Strict):
     iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
     per_gpu: bool = Field(
         False,
-        description="Where GPUs simulate, env.num_envs and algo.minibatch_size are those of one GPU: a run on n GPUs "
-        "takes n times both, and config.yaml says how many these are.",
+        description="If GPUs simulate, env.num_envs and algo.minibatch_size are per GPU: a run on n GPUs takes n times "
+        "both, and config.yaml holds the products.",
     )
     eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
     save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
@@ -127,9 +127,7 @@ class RunSection(Strict):
         description="Conversations of a language policy that each iteration adds to samples.jsonl and the report, long "
         "texts shortened; 0: none.",
     )
-    trace: int = Field(
-        5, ge=0, description="Iterations, from the start, of which trace.json gets every piece of work of every worker."
-    )
+    trace: int = Field(5, ge=0, description="Number of iterations, from the start, that trace.json records in full.")
 
     log: Annotated[tuple[Literal["tensorboard", "wandb", "trackio"], ...], BeforeValidator(one_or_several)] = Field(
         ("tensorboard",),
@@ -173,7 +171,7 @@ class PipelineSection(Strict):
         "for it; 1: one request after the other. null: 64 with openvla, openvla_oft, pi0, pi05 and smolvla, else 1.",
     )
     merge_wait_s: float = Field(
-        0.005, ge=0, le=10, description="Seconds that a request may wait there for those of other sims."
+        0.005, ge=0, le=10, description="Seconds that a request may wait there for other sims' requests."
     )
 
     @property
@@ -225,7 +223,7 @@ class EvalSection(Strict):
     overlay: bool = Field(
         False, description="Write instruction, step, reward, return, value and success below the frames."
     )
-    cameras: bool = Field(False, description="Show beside the scene what the policy's cameras see.")
+    cameras: bool = Field(False, description="Show the policy's cameras beside the scene.")
     mosaic: bool = Field(False, description="Join all videos into one, mosaic.mp4, framed by outcome.")
     dataset: bool = Field(False, description="Write the episodes as a dataset in LeRobot's layout (needs pyarrow).")
     samples: int = Field(
@@ -240,8 +238,8 @@ class EvalSection(Strict):
     )
     reference: str | None = Field(
         None,
-        description="A published model by its name in docs/published.md, such as openvla_oft: the results say how far "
-        "the rate is from the published one, and which settings differ.",
+        description="A published model by its name in docs/published.md, such as openvla_oft: the results compare the "
+        "rate with the published one, and name different settings.",
     )
     temperature: float = Field(
         0.0,
@@ -257,13 +255,13 @@ class EvalSection(Strict):
 
 
 class CollectSection(Strict):
-    episodes: int = Field(50, gt=0, description="Episodes that are played, never those of training or evaluation.")
+    episodes: int = Field(50, gt=0, description="Number of episodes, different from those of training and evaluation.")
     expert: Literal["scripted", "planner"] = Field("scripted", description="Our script or ManiSkill's motion planner.")
     keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
     noise: float = Field(
         0.0,
         ge=0,
-        description="Deviation of the noise on the actions that are played; recorded is what was wanted, so that the "
+        description="Deviation of the noise on the played actions; the expert's own actions are recorded, so that "
         "demonstrations show how to recover.",
     )
 

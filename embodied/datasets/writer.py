@@ -41,7 +41,7 @@ class DatasetWriter:
             raise ValueError(f"fps={fps}: LeRobot datasets have a whole number of frames per second")
         self.path, self.fps, self.features = Path(path), int(fps), complete(features)
         if self.path.exists():
-            raise EmbodiedError(f"{self.path} is there already; name another folder for the dataset")
+            raise EmbodiedError(f"{self.path} exists already; name another folder for the dataset")
         self.num_episodes = self.num_frames = 0
         self._sizes = {"data_files_size_in_mb": data_mb, "video_files_size_in_mb": video_mb}
         self._tasks: dict[str, int] = {}

@@ -20,14 +20,14 @@ class LearnerConfig(Strict):
     micro_batch_size: int | None = Field(
         None,
         gt=0,
-        description="Items a learner passes through the network at once; gradients add up to those of the whole "
-        "minibatch. null: all it owns of a minibatch.",
+        description="Micro-batch size: items that a learner passes through the network at once; gradients accumulate "
+        "over the minibatch. null: all its items of a minibatch.",
     )
     pack_tokens: int = Field(
         4096,
         gt=0,
-        description="Tokens of conversations that a language model's learner passes through the network at once, whole "
-        "groups together; gradients add up to those of the whole minibatch.",
+        description="Micro-batch size of a language model's learner in tokens, whole groups together; gradients "
+        "accumulate over the minibatch.",
     )
     most_items: int | None = Field(
         None,

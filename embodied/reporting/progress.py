@@ -51,8 +51,8 @@ class Console:
         command: str = "train",
         advice: str = "",
     ) -> None:
-        """`note` gets every line too, for a log. `command` is the one that resumes the run. `advice` is said where a
-        third of the run, and so many episodes as the success rate is taken over, pass without a success."""
+        """`note` also gets every line, for a log. `command` resumes the run. `advice` is printed after a third of the
+        run, and as many episodes as the success rate averages over, without a success."""
         self.folder = folder
         self.command = command
         self.note = note or (lambda _: None)
@@ -75,7 +75,7 @@ class Console:
             self.stream.flush()
         except UnicodeEncodeError:  # a terminal of another encoding
             self._show(text.encode("ascii", "backslashreplace").decode())
-        except OSError:  # the terminal or pipe is gone; the log has everything, and the run goes on
+        except OSError:  # the terminal or pipe is closed; the log has everything, and the run continues
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def iteration(
@@ -125,7 +125,7 @@ class Console:
         return row
 
     def _advise(self, iteration: int, finished: list[EpisodeResult], total: int) -> None:
-        """Say once what may help, where nothing has succeeded for long."""
+        """Print advice once, after a long time without success."""
         if any(episode.success_once for episode in finished):
             self.advice = ""
         known = any(episode["success_once"] is not None for episode in self.recent)
@@ -134,7 +134,7 @@ class Console:
             self.advice = ""
 
     def now(self, text: str) -> None:
-        """Print what is being done; on a terminal the next line takes its place."""
+        """Print the current activity; on a terminal the next line replaces it."""
         text = printable(text)
         if self.live:
             self._show("\r\033[K" + text)
@@ -158,20 +158,20 @@ class Console:
 
     def resumed(self, checkpoint: Path, state: dict, abandoned: int, dropped: int) -> None:
         self.last_checkpoint = checkpoint
-        self.advice = ""  # what came before may have succeeded
-        anew = "abandoned, since this simulator's state is not saved: new ones begin, and all that was learned is kept"
+        self.advice = ""  # earlier episodes may have succeeded
+        anew = "abandoned, since this simulator's state is not saved: new ones begin, and the learned weights are kept"
         lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
         batch, was = ("batch", "was") if dropped == 1 else ("batches", "were")
         lost += f"; {dropped} {batch} that {was} collected ahead {was} dropped" if dropped else ""
         self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
 
     def restore(self, episodes: Sequence[dict[str, float | None]]) -> None:
-        """Go on with the running means of these episodes, which a checkpoint kept of `recent`."""
+        """Continue the running means with a checkpoint's `recent` episodes."""
         for episode in episodes:
             self.recent.append({name: None if (value := episode[name]) is None else float(value) for name in MEANS})
 
     def nothing_left(self, done: int, total: int, otherwise: list[str]) -> None:
-        """`otherwise`: options of the evaluation that differ from those of the last one, which has been."""
+        """`otherwise`: evaluation options that differ from the last evaluation's."""
         more = f"run.iterations={done + 10} would add 10"
         self.say(f"nothing left to train: {done} of {total} iterations are done; {more}")
         if otherwise:
@@ -263,7 +263,8 @@ class RunLog:
         self._tensorboard = True  # to be opened with the first row
 
     def begin(self, names: Sequence[str], on_ray: bool = False) -> list[str]:
-        """Write the curves of `run.log`, on a Ray cluster its metrics too; returns lines that say where others go."""
+        """Write the curves of `run.log`, on a Ray cluster also as its metrics; returns lines that name where curves
+        go."""
         self._tensorboard = "tensorboard" in names
         if on_ray:
             self._loggers.append(RayGauges(self.path.name))
@@ -422,7 +423,7 @@ def missing_rows(there: Sequence[int]) -> str:
 
 
 def row_of(line: str) -> dict | None:
-    """A line of metrics.jsonl; None for what a crash or a full disk has left of one."""
+    """A line of metrics.jsonl; None for a line cut short by a crash or a full disk."""
     try:
         row = json.loads(line)
     except ValueError:

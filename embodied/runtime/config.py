@@ -32,7 +32,7 @@ class ClusterConfig(Strict):
     )
     machines: str | None = Field(
         None,
-        description="Machines to plan for in a --dry-run instead of those that are there: 8xGPU, 4x8xH100, 16xCPU, or "
+        description="Machines to plan for in a --dry-run instead of the present ones: 8xGPU, 4x8xH100, 16xCPU, or "
         "a YAML file (docs/placement.md).",
     )
     devices: tuple[str, ...] = Field(
@@ -42,8 +42,8 @@ class ClusterConfig(Strict):
     memory_gb: float | None = Field(
         None,
         gt=0,
-        description="Memory of every device to keep to: roles that do not fit on one together swap. null: what a GPU "
-        "has, no limit elsewhere.",
+        description="Memory limit of every device: roles that do not fit together take turns. null: a GPU's memory, no "
+        "limit elsewhere.",
     )
 
     @property
@@ -68,8 +68,8 @@ class FaultsConfig(Strict):
     timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Seconds without a sign of life from the workers waited for, after which those that can be "
-        "replaced are, and otherwise the run fails.",
+        description="Seconds without a sign of life from any awaited worker, after which replaceable workers are "
+        "replaced, and otherwise the run fails.",
     )
     max_restarts: int = Field(
         5, ge=0, description="How often a process of sim or policy workers is started again within faults.window_s."

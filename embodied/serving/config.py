@@ -40,7 +40,10 @@ class ServeConfig(Strict):
     )
     batch: int = Field(8, gt=0, description="Requests that are answered in one pass at most; 1: one at a time.")
     wait_ms: float = Field(
-        5.0, ge=0, le=10_000, description="How long a request waits for those of other connected clients to join it."
+        5.0,
+        ge=0,
+        le=10_000,
+        description="How long a request waits for other clients' requests, to be answered together.",
     )
     max_clients: int | None = Field(
         None,

@@ -164,7 +164,7 @@ class LiberoConfig(CommonEnvConfig):
         "env.initial_states=stored training too; unset: placements are drawn.",
     )
     state: Literal["full", "proprio"] = Field(
-        "full", description="Observed numbers: everything's place, or only what the arm feels (8 numbers)."
+        "full", description="Observed numbers: positions of all objects, or only the arm's own 8 numbers."
     )
     cameras: tuple[Literal["agentview", "wrist"], ...] = Field(
         (), description="Cameras whose images are observed, the right way up."
@@ -188,7 +188,7 @@ class LiberoConfig(CommonEnvConfig):
         description="Env steps before an episode in which objects come to rest; RLinf has 15, libero-v1 always 10.",
     )
     settling_gripper: Literal["open", "still"] = Field(
-        "open", description="What the gripper does meanwhile: it opens, or, as in RLinf's OFT recipe, does not move."
+        "open", description="The gripper meanwhile opens, or, as in RLinf's OFT recipe, does not move."
     )
 
     def conflicts(self) -> Iterator[str]:

@@ -41,7 +41,7 @@ class ManiSkillConfig(CommonEnvConfig):
     object_set: Literal["train", "test", "all"] | None = Field(
         None,
         description="Which things, plates and images of tables the PutOnPlateInScene25 tasks draw; unset: train for "
-        "those to train on (Main, Single), test for the variants that ask for what was not seen.",
+        "the training tasks (Main, Single), test for the variants with unseen objects.",
     )
     reward_mode: str = Field(
         "normalized_dense",

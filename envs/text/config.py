@@ -25,7 +25,7 @@ class TextConfig(CommonEnvConfig):
         64,
         gt=0,
         le=2**20,
-        description="Conversations that go on at a time in the whole run, shared out among the sims.",
+        description="Simultaneous conversations of the whole run, divided among the sims.",
     )
     side_by_side: int = side_by_side()
 
@@ -52,7 +52,7 @@ class ToyTextConfig(TextConfig):
     )
     task: Tasks = Field(
         "",
-        description="Which one, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2, mul2. "
+        description="The task, or a list to take in turn; unset: the first. sums: add2, fewshot_sums, calc2, mul2. "
         "sort: sort4. What they ask: python -m embodied.list tasks",
     )
 
@@ -73,7 +73,7 @@ class ToyTextConfig(TextConfig):
 
 class PicturesConfig(ToyTextConfig):
     name: Literal["pictures"] = Field(description="A toy for small models that see: drawings, and a question to each.")
-    task: Tasks = Field("", description="Which one, or a list to take in turn; unset: the first. count, colour, add.")
+    task: Tasks = Field("", description="The task, or a list to take in turn; unset: the first. count, colour, add.")
     pixels: int = Field(48, ge=16, le=4096, description="Width and height of a picture.")
 
 
@@ -130,8 +130,8 @@ class MixtureConfig(TextConfig):
     name: Literal["mixture"] = Field(description="Several text envs in one run (docs/text_envs.md).")
     task: str = Field("mixture", description="How the mixture is called; results name its envs.")
     mixture: dict[str, dict[str, Any]] = Field(
-        description="The options of each env by a name for it, its `name` among them, and its `weight` (1): how often "
-        "training asks it, beside the others'."
+        description="By a name of your choice, the options of each env, with its `name` and its `weight` in training "
+        "(1)."
     )
 
     def conflicts(self) -> Iterator[str]:

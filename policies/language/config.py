@@ -78,8 +78,8 @@ class LanguageConfig(LoraOptions):
         None,
         gt=0,
         le=1,
-        description="Share of the answers of our servers whose proofs are checked: what the server computed, and that "
-        "it drew the tokens as asked. 0.1: every tenth, which one it cannot know. null: it makes no proofs.",
+        description="Share of our servers' answers whose proofs are checked: the computed hidden states and the drawn "
+        "tokens. 0.1: a random tenth, unknown to the server. null: no proofs.",
     )
     temperature: float = Field(
         1.0,
@@ -115,8 +115,8 @@ class LanguageConfig(LoraOptions):
     )
     value_head: bool = Field(
         False,
-        description="Predict what the rest of a conversation is worth before every token, a linear map of what the "
-        "network makes of the text so far: needed by algo.name=ppo.",
+        description="Predict the value of the rest of a conversation before every token, by a linear map of the last "
+        "hidden state: needed by algo.name=ppo.",
     )
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
 
@@ -128,7 +128,7 @@ class LanguageConfig(LoraOptions):
 
     @property
     def reads_pictures(self) -> bool:  # type: ignore[override]
-        """True if it is of a kind that sees, as its folder says; one that is not here may be."""
+        """True if the folder's model can see, or if the folder is not here."""
         if self.pretrained is None:
             return self.preset == "tiny_vl"
         path = as_path(self.pretrained) / "config.json"

@@ -59,7 +59,7 @@ from embodied.policies.policy_folder import (
 )
 from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, tensor_of
 
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of which vLLM has kernels
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes with kernels in vLLM
 GENERATION = "generation_config.json"
 COMPANIONS = (GENERATION, PREPROCESSOR, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
 BUILDING = (
@@ -95,7 +95,7 @@ def check_for_vllm(folder: Path) -> None:
     dim = head_size(shape)
     if dim not in CPU_HEADS:
         raise ConfigError(
-            f"policy.engine=vllm: on a CPU it runs heads of {', '.join(map(str, CPU_HEADS))} numbers, and those of "
+            f"policy.engine=vllm: on a CPU it supports heads of {', '.join(map(str, CPU_HEADS))} numbers, and those of "
             f"{folder} have {dim}; try policy.engine=transformers"
         )
 
@@ -106,7 +106,7 @@ def heads_in(folder: Path) -> tuple[int, int]:
 
 
 def describe(config: PreTrainedConfig) -> dict[str, Any]:
-    """The part of config.json that others read."""
+    """The part of config.json for other programs."""
     return {key: value for key, value in json.loads(config.to_json_string()).items() if key not in OURS}
 
 
@@ -133,8 +133,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def allocate(model: Any) -> None:
-    """Give a model memory on the CPU for weights that are still to come; what is computed and not learned (angles of
-    positions, the scale of embeddings) it gets at once."""
+    """Give a model memory on the CPU for later weights; computed constants (angles of positions, the scale of
+    embeddings) are set at once."""
     model.to_empty(device="cpu")
     with BUILDING, torch.no_grad():
         for module in model.modules():
@@ -159,9 +159,8 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def pass_cost(model: Any) -> tuple[float, float]:
-    """Products per token, those of all weights but the embedding, which the head may share, and of experts that no
-    token chose; and per L^2 of L tokens, where attention's two products of its width are each done for half of the
-    pairs."""
+    """Products per token (all weights, except the embedding, which the head may share, and idle experts), and per L^2
+    of L tokens: attention's two products of its width, for half of the pairs."""
     head = model.get_input_embeddings().weight.numel()
     weights = head + sum(products(block) for block in blocks_of(model))
     heads, _ = heads_of(shape := model.config.get_text_config())
@@ -175,7 +174,7 @@ def products(block: nn.Module) -> float:
 
 
 def exchange_size(model: Any) -> tuple[int, int]:
-    """In every layer queries, keys and values before attention, and what comes out of it afterwards."""
+    """Numbers of every layer: queries, keys and values before attention, and its output afterwards."""
     shape = model.config.get_text_config()
     return shape.num_hidden_layers * 2 * sum(heads_of(shape)) * head_size(shape), shape.num_hidden_layers * 2
 
@@ -258,7 +257,7 @@ def logprobs_by_transformers(folder: Path, config: PreTrainedConfig, texts: Sequ
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from telling what a folder has more than is asked for, and how fast it reads it."""
+    """Silence transformers' notes on unused weights, and its progress bars."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -309,11 +308,11 @@ class WeightSource:
     names: list[str]
     rule: WeightConverter | None = None
     patterns: list[str] = field(default_factory=list)  # of the rule, that the names match
-    first: str = ""  # the rule makes this weight, and perhaps others
+    first: str = ""  # the rule makes this weight, and perhaps more
 
 
 class MadeBlob(Blob):
-    """A weight that is made of others, whenever its bytes are asked for."""
+    """A weight computed from other weights when its bytes are read."""
 
     def __init__(self, spec: Spec, make: Callable[[], np.ndarray]) -> None:
         object.__setattr__(self, "spec", spec)
@@ -405,7 +404,7 @@ def as_published(model: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str,
 
 
 def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationTokenizer) -> None:
-    """Write what others need beside config.json and weights: files of `origin` as they are, else those of ours."""
+    """Write the other files of a model folder: those of `origin` unchanged, else ours."""
     if origin:
         copy_files(origin, folder, COMPANIONS)
         return

@@ -160,7 +160,7 @@ def test_a_dataset_is_whole_or_absent(tmp_path):
 
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "set").mkdir()
-    with pytest.raises(EmbodiedError, match="is there already"):
+    with pytest.raises(EmbodiedError, match="exists already"):
         DatasetWriter(tmp_path / "set", 20, features_of(STATE))
 
 
