@@ -232,15 +232,17 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
 
 def origin_of(start: Path, config: RunConfig, run: Path | None, checkpoint: Path | None) -> PolicySource | None:
     """The policy to start from; None if the checkpoint of a resumed run holds everything needed."""
-    compared = config.algo.kl_coef
-    if checkpoint and not compared:
+    compared, judges = config.algo.kl_coef, config.roles.judge == "start"
+    if checkpoint and not (compared or judges):
         return None
     if run and not start.exists():
-        why = (
-            f"algo.kl_coef={compared:g} compares the policy with it; put it back, or go on without: algo.kl_coef=0"
-            if checkpoint
-            else "nothing of the run was saved yet; put it back, or begin a new run without resume="
-        )
+        why = "nothing of the run was saved yet; put it back, or begin a new run without resume="
+        if checkpoint and compared:
+            why = (
+                f"algo.kl_coef={compared:g} compares the policy with it; put it back, or go on without: algo.kl_coef=0"
+            )
+        elif checkpoint:
+            why = "roles.judge=start asks it about every answer; put it back"
         raise ConfigError(f"{run} started from {start}, which is gone, and {why}")
     return find_start(start, config.policy)
 

@@ -8,6 +8,7 @@ from share_record import check_record
 from embodied import share, train
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
+from embodied.placement import roles_of
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.profile import Cost, Profile, write_profile
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_counts, profile_path
@@ -15,6 +16,8 @@ from embodied.reporting.share_record import record_of
 from embodied.run.devices import machines
 from embodied.run.seeds_and_sweeps import run_several
 from embodied.run.share_plan import iteration_cost, predict
+from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 TWO = "devices=cpu:0-1"
 ROBOT = [
@@ -33,10 +36,12 @@ def measured(folder, words, **costs):
     """The words, with a stored profile of these costs on this machine."""
     words = [*words, f"run.dir={folder}"]
     config = load(words).config
-    made = {"key": cost_key(config), "devices": device_counts(machines(config))}
+    roles = roles_of(roles_of_run(EmbodiedLoop, config))
+    made = {"key": cost_key(config, roles), "devices": device_counts(machines(config))}
+    dataflow = dataflow_of(config, roles=roles)
     write_profile(
-        Profile(dataflow_of(config), {name: {"cpu": Cost(cost)} for name, cost in costs.items()}, made=made),
-        profile_path(config, made),
+        Profile(dataflow, {name: {"cpu": Cost(cost)} for name, cost in costs.items()}, made=made),
+        profile_path(config, made, roles),
     )
     return words
 
@@ -61,6 +66,20 @@ def test_ends_and_makespan_are_predicted_for_every_rule(tmp_path, capsys):
     said = capsys.readouterr().out
     assert [line.split()[0] for line in said.splitlines()[-4:]] == ["serial", "split", "remaining", "lend"]
     assert f"{alone:.4g} s" in said and not [*tmp_path.glob("share-*")]
+
+
+def test_roles_that_a_recipe_adds_work_between_rollout_and_update(tmp_path):
+    words = [
+        "recipe=sums_ppo_critic",
+        "run.start_from=null",
+        "algo.groups=16",
+        "algo.minibatch_size=4",
+        "env.num_envs=8",
+    ]
+    parts = {"sim": constant(0.0), "policy": constant(5.0), "learner": constant(1.0), "critic": constant(3.0)}
+    config = load(measured(tmp_path, words, **parts)).config
+    cost = iteration_cost(config, own=1, runs=1)
+    assert (cost.rollout_s(1), cost.update_s(1)) == (2 * 5, 3 + 4 * 1)
 
 
 def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):

@@ -229,6 +229,11 @@ TRAINING = (
         "it reads conversations; leave it out, or write a program of your own (docs/workflows.md)",
     ),
     never_with(
+        {"roles.judge": "start"},
+        {"run.start_from": None},
+        "it is the policy that the run starts from; set run.start_from, or name a folder",
+    ),
+    never_with(
         {"algo.kl_in": "reward"},
         {"roles.critic": True, "algo.kl_coef": bool, "roles.reference": False},
         "the critic's rewards need the divergence before; set roles.reference=true",

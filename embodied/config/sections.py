@@ -67,6 +67,15 @@ class RolesSection(Strict):
         """Which of the options replaces rewards; empty where none does."""
         return next((name for name in SCORERS if getattr(self, name)), "")
 
+    def judge_policy(self, policy: Any) -> Any:
+        """The options of the judge's model and engine; servers (policy.engine=http) answer for the policy alone."""
+        options: dict[str, Any] = {"value_head": False, "max_tokens": self.judge_tokens or policy.max_tokens}
+        options |= {"engine": "transformers"} if policy.engine == "http" else {}
+        if self.judge != "start":
+            alone = ("lora_rank", "train_layers", "max_length")
+            options |= {"pretrained": self.judge, "lora_config": {}, **dict.fromkeys(alone)}
+        return policy.model_copy(update=options)
+
     section = "roles."
     rules = (
         only_with("judge_prompt judge_says judge_tokens", {"judge": bool}),

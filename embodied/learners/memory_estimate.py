@@ -80,7 +80,7 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     inputs = conversations(longest_pass(policy, config.learner)) if kind.speaks else made_up(policy, rows)
     copied = num_bytes(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, inputs)
-    return replace(found, reference=copied) if config.algo.kl_coef else found
+    return replace(found, reference=copied) if config.algo.kl_coef and not config.roles.reference else found
 
 
 def spec_of_arm(config: RunConfig) -> EnvSpec:

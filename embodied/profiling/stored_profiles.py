@@ -117,7 +117,9 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
         section: {key: value for key, value in values.items() if (section, key) not in free}
         for section, values in said.items()
     }
-    more = sorted(role.name for role in others(roles))  # of a program with roles of its own
+    more: list[Any] = sorted(role.name for role in others(roles))
+    added = config.roles.model_dump(mode="json", exclude_defaults=True, exclude={"critic_lr", "reward_weight"})
+    more += [added] if more and added else []  # a verifier costs less than a reward model, in the same role
     return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -156,13 +156,19 @@ class TimedRun:
 
 
 def through_the_driver(
-    flows: dict[tuple[str, str], tuple[float, float]], roles: Iterable[Any]
+    flows: dict[tuple[str, str], tuple[float, float]], roles: Sequence[Any]
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """These, and what a role sends to another by way of the driver, as prompts for whichever engine has room: answers
-    come back directly, and say from when to when. `roles` as a program declares them."""
+    come back directly, and say from when to when. A role that asks another hands on what it has once it was answered:
+    sim -> reward -> judge -> learner. `roles` as a program declares them."""
     declared = {(role.name, other) for role in roles for other in role.sends_to}
     routed = {pair: flows[pair[::-1]] for pair in declared if pair not in flows and pair[::-1] in flows}
-    return flows | routed
+    found = flows | routed
+    for role in roles:
+        if role.asks and found.pop((role.asks, role.name), None):
+            handed_on = {pair for pair in found if pair[0] == role.name and pair[1] != role.asks}
+            found |= {(role.asks, target): found[source, target] for source, target in handed_on}
+    return found
 
 
 # What a profile takes from them

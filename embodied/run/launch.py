@@ -101,7 +101,7 @@ def planned(
 ) -> tuple[RunConfig, PlacementPlan]:
     """The config with every "auto" of the env decided, and the plan. Refuses recipes that cannot run here; a `dry` run
     may be planned for other machines. `roles` are the program's."""
-    from embodied.run.text_checks import ACTING, check_pictures, check_speech, refuse
+    from embodied.run.text_checks import ACTING, check_pictures, check_scorers, check_speech, refuse
 
     roles = roles_of(roles)
     if config.cluster.machines and not dry:
@@ -144,6 +144,7 @@ def planned(
         kind.training_questions(config.env)
     if learn:
         check_log(config.run.log)
+        check_scorers(config)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
     # Roles get their devices, and these hold what runs there.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import lcm
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,10 +118,14 @@ def is_large(config: RunConfig) -> bool:
     policy = config.policy
     if not policy.published:
         return EXACT * policy.least_weights > LARGE_BYTES
-    folder = as_path(policy.pretrained) if policy.pretrained else None
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder and folder.is_dir() else 0
+    stored = stored_bytes(as_path(policy.pretrained)) if policy.pretrained else 0
     planned = policy.speaks and policy.pretrained is not None and not stored
     return policy.preset == "full" or stored > LARGE_BYTES or planned
+
+
+def stored_bytes(folder: Path) -> int:
+    """Bytes of a model's weights on disk; 0 where there is no such folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def measured(config: RunConfig, ranks: int) -> Memory | None:
@@ -133,7 +138,7 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
     rows = min(rows, config.learner.micro_batch_size or rows)
     alike = config.with_values("learner", micro_batch_size=rows, shard=False)
     alike = alike if config.policy.speaks else alike.with_values("policy", preset="full")
-    said = alike.model_dump_json(include={"policy", "learner", "algo", "env"})
+    said = alike.model_dump_json(include={"policy", "learner", "algo", "env", "roles"})
     if said not in counted:
         from embodied.learners.memory_estimate import estimate
 
@@ -164,6 +169,11 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
     if learn and (images := image_bytes(config)):
         for host in learners:
             yield Load("images", copies(config) * images / len(learners), host.node, phase=UPDATE)
+    added = role_bytes(config, found) if learn else {}
+    for host in plan.hosts:
+        device = host.device if host.device.startswith("gpu:") else ""
+        for role in (role for role in host.roles if role in added):
+            yield Load(role, added[role], host.node, device, ROLLOUT)
     if found is None:
         return
     sharded = config.learner.shard and len(learners) > 1
@@ -195,6 +205,23 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
             yield Load("vLLM", engine, host.node, device, ROLLOUT, discarded=engine)
     if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
         yield Load("weights handed over", found.trained, learners[0].node)
+
+
+def role_bytes(config: RunConfig, found: Memory | None) -> dict[str, float]:
+    """Bytes of a worker of each role that a recipe adds, of large models; passes without gradients are not counted."""
+    roles, policy = config.roles, config.policy
+    needed: dict[str, float] = {}
+    if found and roles.reference:
+        needed["reference"] = found.weights
+    if found and roles.critic:
+        needed["critic"] = found.weights + found.training + found.activations
+    if roles.reward_model and (stored := stored_bytes(as_path(roles.reward_model))) > LARGE_BYTES:
+        needed["reward"] = stored
+    if roles.judge:
+        judging = config.model_copy(update={"policy": roles.judge_policy(policy)})
+        model = measured(judging, 1)
+        needed |= {"judge": model.weights + acting_bytes(judging, model, policy.max_running)} if model else {}
+    return needed
 
 
 def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:

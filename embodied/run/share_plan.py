@@ -10,6 +10,8 @@ from typing import Any
 
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
+from embodied.placement import roles_of
+from embodied.placement.grammar import others
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.placement_errors import number
@@ -21,6 +23,8 @@ from embodied.reporting.share_record import record_of
 from embodied.run.devices import divides_requests, machines, networks_on
 from embodied.run.shared_replay import RULES, RunWork, SteadyBatch, replay
 from embodied.run.shared_runs import SharedRuns, load_run
+from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 TICKS = 5_000  # of a replay, about
 MOST = 1_000  # devices on which a rollout that can be divided goes on
@@ -42,13 +46,14 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
     """The cost of an iteration by the newest profile of this recipe that holds here; `own`: the number of devices that
     belong to the run. Each of so many `runs` has a part of the cores beside GPUs."""
     there, name = machines(config), config.run.name
+    roles = roles_of(roles_of_run(EmbodiedLoop, config))
     advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
-    path, why = stored_profiles.profile_for(config, there)
+    path, why = stored_profiles.profile_for(config, there, roles)
     if path is None:
         raise ConfigError(f"{name}: {why or 'it has not been measured here'}; {advice}")
-    profile = stored_profiles.fitted_to(config, read_profile(path), path)
+    profile = stored_profiles.fitted_to(config, read_profile(path), path, roles)
     profile, classes = stored_profiles.with_memory(profile, there, config.cluster.memory_gb)
-    if profile.missing(classes, stored_profiles.homes(config, there)):
+    if profile.missing(classes, stored_profiles.homes(config, there, roles)):
         raise ConfigError(f"{name}: {path} was measured on other devices; {advice}")
     flow = profile.dataflow.under("sync")
     pricer = Pricer(flow, profile, classes)
@@ -57,12 +62,16 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
     home = shared if config.env.on_gpu else kinds["cpu"]
     sims = own if home is shared else max(1, home.count // runs)
 
+    more = tuple(role.name for role in others(roles))  # they stay on the run's own devices
+
     @cache
     def seconds(phase: int, count: int) -> float:
-        """Of the rollout (0) or the update (1)."""
+        """Of the rollout (0), or of what follows it (1): other roles, then the update."""
         players = Zone(("sim",), home.name, sims), Zone(("policy",), shared.name, count)
-        layers = players, (Zone(("learner",), shared.name, count),)
-        return float(pricer.price(Layout(layers, config.pipeline.stages)).layers[phase].seconds)
+        between = ((Zone(more, shared.name, own),),) if more else ()
+        layers = players, *between, (Zone(("learner",), shared.name, count),)
+        rollout, *rest = pricer.price(Layout(layers, config.pipeline.stages)).layers
+        return float(rollout.seconds if phase == 0 else sum(layer.seconds for layer in rest))
 
     if not all(seconds(phase, own) < inf for phase in (0, 1)):
         raise ConfigError(

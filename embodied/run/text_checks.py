@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from embodied.config.recipe import RunConfig
-from embodied.core.errors import ConfigError
+from embodied.core.errors import CheckpointError, ConfigError
+from embodied.core.files import as_path
 from embodied.core.options import broken_rules, never_with, only_with
-from embodied.envs import speaks
+from embodied.envs import import_class, speaks
 
 OUR_ENGINE = never_with(
     {"policy.engine": "vllm"},
@@ -72,6 +73,17 @@ def check_speech(config: RunConfig, kind: Any, learn: bool) -> None:
             f"eval.episodes={options.episodes} counts all answers and is not a multiple of "
             f"eval.samples={options.samples}; try eval.episodes={fit}"
         )
+
+
+def check_scorers(config: RunConfig) -> None:
+    """Refuse a verifier that cannot be imported, and folders that hold no reward model or no judge."""
+    roles = config.roles
+    if roles.verifier:
+        import_class(roles.verifier, "roles.verifier")
+    for key in ("reward_model", "judge"):
+        name = getattr(roles, key)
+        if name not in (None, "start") and not (as_path(name) / "config.json").is_file():
+            raise CheckpointError(f"roles.{key}={name}: config.json is missing, so it is not a folder of a model")
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -132,7 +132,7 @@ class Workflow(Protocol):
 
     `notify` is called with a line for each restart of a worker and each warning, `start_folder` holds the policy whose
     weights are the first ones: the start's, or, of a resumed run that had one, its checkpoint's unless algo.kl_coef
-    compares with the start.
+    or roles.judge need the start.
     """
 
     command: ClassVar[str]

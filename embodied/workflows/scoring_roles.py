@@ -189,25 +189,14 @@ class JudgeWorker(LanguageWorker):
     """A language model whose weights never change, with an engine that answers what reward workers ask."""
 
     def __init__(self, policy: LanguageConfig, roles: RolesSection, seed: int, device: str) -> None:
-        options: dict[str, Any] = {"value_head": False, "max_tokens": roles.judge_tokens or policy.max_tokens}
-        if roles.judge != "start":
-            options |= {
-                "pretrained": roles.judge,
-                "lora_rank": None,
-                "lora_config": {},
-                "train_layers": None,
-                "max_length": None,
-            }
-        super().__init__(policy.model_copy(update=options), seed, device=device)
+        super().__init__(roles.judge_policy(policy), seed, device=device)
         self.judge = roles.judge
         self.weights = SimpleNamespace(acting=acting, version=0, close=lambda: None)
 
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         super().build(spec)
         self.policy.initialise(np.random.default_rng(self.seed))
-        if self.judge == "start":
-            if start is None:
-                raise ConfigError("roles.judge=start asks the policy that the run starts from; set run.start_from")
+        if self.judge == "start" and start is not None:  # a timed run begins with fresh weights
             self.policy.begin_with(read_weights(start))
         self._load_engine(0)
 

@@ -5,6 +5,7 @@ from tiny_language import publish
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
+from embodied.placement import roles_of
 from embodied.placement.dataflow import traced_edges
 from embodied.profiling.conversation_probe import ConversationProbe
 from embodied.profiling.measure import lengths_of, share_of_step
@@ -13,6 +14,7 @@ from embodied.profiling.stored_profiles import cost_key, dataflow_of, periodic_i
 from embodied.profiling.timed_run import through_the_driver
 from embodied.run import launch
 from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 SMALL = ("recipe=sums_grpo", "run.start_from=null", "env.num_envs=8", "algo.groups=4", "algo.group_size=4")
 
@@ -89,6 +91,12 @@ def test_a_profile_from_before_an_option_holds_where_it_is_not_set():
     with pytest.warns(UserWarning, match="Expected `MathConfig`"):
         assert cost_key(new) == cost_key(new.model_copy(update={"env": old}))
     assert cost_key(new) != cost_key(new.with_values("env", solve_rate=(0.1, 0.9)))
+
+
+def test_a_profile_of_a_verifier_is_none_of_a_reward_model():
+    scorers = ("verifier=a:b", "reward_model=m", "judge=m", "judge=m roles.judge_tokens=2")
+    configs = [load(["recipe=sums_grpo", *f"roles.{scorer}".split()]).config for scorer in scorers]
+    assert len({cost_key(config, roles_of(["reward"])) for config in configs}) == len(scorers)
 
 
 def test_gradient_steps_are_measured_on_whole_groups():
@@ -174,3 +182,13 @@ def test_prompts_that_go_by_way_of_the_driver_make_a_cycle_of_sims_and_engines()
     now = [("policy", "sim"), ("sim", "policy"), ("sim", "learner")]
     assert edges == {**dict.fromkeys(now, False), ("learner", "policy"): True}
     assert through_the_driver(flows, EmbodiedLoop.roles) == flows
+
+
+def test_a_judge_answers_before_those_who_asked_hand_on():
+    roles = roles_of_run(EmbodiedLoop, recipe("roles.judge=m"))
+    seen = {("sim", "reward"): (1.0, 2.0), ("reward", "judge"): (2.0, 5.0), ("judge", "reward"): (2.5, 6.0)}
+    edges = {
+        (edge.source, edge.target)
+        for edge in traced_edges(through_the_driver(seen | {("reward", "learner"): (6.0, 7.0)}, roles))
+    }
+    assert edges == {("sim", "reward"), ("reward", "judge"), ("judge", "learner"), ("reward", "learner")}

@@ -1,6 +1,7 @@
 """What a language model takes of memory, counted from its config.json alone, and what is refused because of it."""
 
 import json
+import os
 import re
 
 import pytest
@@ -13,6 +14,8 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.memory_estimate import Memory, count, longest_conversation, longest_pass
 from embodied.run import hub, launch
 from embodied.run.memory_check import acting_bytes
+from embodied.workflows.rl_loop import EmbodiedLoop
+from embodied.workflows.shipped_roles import roles_of_run
 
 SHAPES = {  # layers, width, heads, of keys, mlp
     "Qwen2.5-1.5B": (28, 1536, 12, 2, 8960),
@@ -59,6 +62,30 @@ def test_seven_billion_weights_are_planned_for_machines_that_are_not_here(shape_
     assert "gpu:0: CUDA 0.78 + weights of both 30.5 + in turns (rollout: policy 60.1; update: l" in str(refused.value)
     assert "of 80 GB" in str(refused.value)
     assert "that is more than there is; try policy.lora_rank=32 policy.dtype=bfloat16" in str(refused.value)
+
+
+def test_roles_that_a_recipe_adds_are_counted_too(shape_of):
+    folder, large = shape_of("Qwen2.5-1.5B"), shape_of("Qwen2.5-7B")
+    words = [f"policy.pretrained={folder}", "policy.max_length=2048", "policy.max_running=32", "policy.dtype=bfloat16"]
+    words += ["recipe=sums_ppo_critic", "run.start_from=null", "algo.kl_coef=0.01", "cluster.machines=8xGPU"]
+    words += ["learner.pack_tokens=2048"]
+    (large / "model.safetensors").touch()
+    os.truncate(large / "model.safetensors", 15_200_000_000)  # takes no place on the disk
+
+    def told(*more):
+        config = load([*words, *more]).config
+        return launch.planned(config, dry=True, roles=roles_of_run(EmbodiedLoop, config))[1].memory[0]
+
+    def of(role, line):
+        return float(re.search(rf"\b{role} ([\d.]+)", line)[1])
+
+    inside, apart = told(), told("roles.reference=true")
+    assert of("reference", apart) == pytest.approx(3.09, abs=0.01)  # 1.54e9 weights of two bytes
+    assert of("learner", inside) - of("learner", apart) == pytest.approx(3.09, abs=0.1)
+    assert of("critic", apart) == pytest.approx(of("learner", apart) + 3.09, abs=0.1)  # whose weights are the policy's
+    assert of("reward", told(f"roles.reward_model={large}")) == 15.2
+    cache = 32 * 2048 * 28 * 2 * 4 * 128 * 2 / 1e9
+    assert of("judge", told(f"roles.judge={large}")) == pytest.approx(15.2 + cache, abs=0.1)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Roles that a recipe adds: a reference, a critic, and what scores answers: a function, a classifier, a judge."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -7,17 +8,23 @@ import numpy as np
 import pytest
 import torch
 from language_models import answers
-from talking_runs import Talk, far
+from served_language import SECRET, served
+from talking_runs import Talk, far, program
 from tiny_language import build, publish
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
+from embodied import benchmark, plan, share, train
 from embodied.config.recipe import load
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.types import Servers
+from embodied.placement.profile import read_profile
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
+from embodied.policies.policy_folder import read_weights
+from embodied.profiling import measure
+from embodied.serving.config import TOKEN
 from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.scoring_roles import JudgeClient
+from embodied.workflows.scoring_roles import JudgeClient, JudgeWorker
 from embodied.workflows.shipped_roles import roles_of_run
 
 COMPARED = ["algo.kl_coef=0.3", "algo.filter=none"]
@@ -116,6 +123,35 @@ def test_judges_are_asked_over_their_queue(tmp_path):
         assert reward == float(judged(f"Q{asked}A{answer}").strip().startswith(first))
 
 
+def test_a_resumed_run_is_judged_by_the_policy_that_it_started_from(tmp_path, monkeypatch):
+    start, folder, judges, build_judge = tmp_path / "start", tmp_path / "runs", [], JudgeWorker.build
+    build(preset="tiny_gpt2", dtype="float64", seed=7).save_pretrained(start)
+
+    def noted(worker, *given):
+        build_judge(worker, *given)
+        judges.append(tmp_path / f"judge-{len(judges)}")
+        worker.policy.save_pretrained(judges[-1])
+
+    monkeypatch.setattr(JudgeWorker, "build", noted)
+    words = [f"run.start_from={start}", "roles.judge=start", "run.iterations=1"]
+    words.append("placement={'sim,policy': 'cpu:0', 'learner,reward,judge': 'cpu:1'}")
+    assert train.main(program(folder, *words)) == 0
+    (run,) = folder.iterdir()
+    assert train.main([f"resume={run}", "run.iterations=2"]) == 0
+    assert [far(read_weights(judge), read_weights(start)) for judge in judges] == [0, 0]
+
+
+def test_a_judge_has_an_engine_of_its_own_where_servers_answer_for_the_policy(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    judge = publish(tmp_path / "judge", "qwen3", False)
+    words = [f"roles.judge={judge}", "roles.judge_tokens=3", "roles.judge_says=x"]
+    places = {"reward": "fake:0", "judge": "fake:1"}
+    alone = scored(tmp_path / "own", *words, **places)
+    with served(build(preset="tiny_gpt2", dtype="float64", max_running=8, seed=7), tmp_path) as server:
+        asked = ["policy.engine=http", f"policy.url={server.url}", f"policy.weights={tmp_path / 'weights'}"]
+        assert scored(tmp_path / "served", *words, *asked, **places) == alone
+
+
 class Judges:
     """The channels of two judges, of which one answers nothing while the other has questions, and their replies."""
 
@@ -143,6 +179,27 @@ def test_a_judge_that_answers_slowly_is_asked_less():
         zip(questions, questions, strict=True)
     )
     assert {name: len(asked) for name, asked in judges.asked.items()} == {"fast": 6, "slow": 2}
+
+
+@pytest.mark.slow
+def test_a_profile_a_plan_a_benchmark_and_a_prediction_of_sharing_know_five_roles(tmp_path, capsys):
+    folder = publish(tmp_path / "model", "qwen3", False)
+    words = ["recipe=sums_ppo_critic", "run.start_from=null", f"run.dir={tmp_path}", "env.num_envs=8", "algo.groups=8"]
+    words += ["algo.minibatch_size=8", "algo.kl_coef=0.1", "roles.reference=true", f"roles.judge={folder}"]
+    added = {"reward", "judge", "reference", "critic"}
+    assert measure.main([*words, "seconds=4"]) == 0
+    (path,) = (tmp_path / "profiles").glob("*.json")
+    profile = read_profile(path)
+    assert added < profile.costs.keys()
+    assert all(profile.costs[role]["cpu"].seconds.at(8) > 0 for role in added)
+    assert plan.main([*words, "cluster=16xCPU", f"out={tmp_path}/plan"]) == 0
+    found = json.loads((tmp_path / "plan/plan.json").read_text())
+    assert all(role in str(mode["placement"]) for mode in found["modes"].values() for role in added)
+    options = ["rounds=1", "modes=[collocated]", "profile=stored", f"out={tmp_path}/bench"]
+    assert benchmark.main([*words, *options]) == 0
+    (measured,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
+    assert all(0 < measured["rounds"]["collocated"][0]["busy"][role] < 1 for role in added)
+    assert share.main(["devices=cpu:0-1", *words, "run.iterations=3", *words, "run.iterations=3", "--plan"]) == 0
 
 
 def test_recipes_add_their_roles_to_a_program_that_trains():
