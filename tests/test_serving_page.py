@@ -130,6 +130,7 @@ def test_vllms_server_takes_weights_beside_ours_and_its_logprobs_are_the_models(
         for version in range(3):
             engine.load(policy.state_dict(), version)
             while not all(server.takes for server in engine.pool.servers):
+                assert not any(server.is_refused for server in engine.pool.servers)
                 time.sleep(0.1)
             assert largest_gap(engine, policy, version) <= 1e-5
             with torch.no_grad():

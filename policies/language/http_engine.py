@@ -14,6 +14,7 @@ import importlib.util
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -31,7 +32,7 @@ from embodied.policies.language.engine import Answer, Engine, Request, unanswere
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import Read, body_of, fingerprint, settings_of
 from embodied.policies.language.remote_server import RemoteServer, token_of
-from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, ServerPool
+from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
 from embodied.policies.language.trust import find_lie
 from embodied.policies.language.weight_folder import WeightFolder
 from embodied.policies.vla.lora import merged, scaling_of
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
 LOOK_S = 0.05  # that a step waits for an answer
+GATHER_S = 0.02  # that it then waits for others
 
 
 class HTTPEngine(Engine):
@@ -103,16 +105,7 @@ class HTTPEngine(Engine):
     def step(self) -> list[Answer]:
         """The answers that have come; waits a moment where there are none."""
         answers, self.ended = self.ended, []
-        came = []
-        with contextlib.suppress(queue.Empty):
-            wait = bool(self.asked) and not answers
-            while self.asked:
-                item = self.pool.done.get(timeout=LOOK_S) if wait and not came else self.pool.done.get_nowait()
-                if isinstance(item, Exception):
-                    self.abort()
-                    raise item
-                came.append(item)
-        if came:
+        if came := self.arrived(0.0 if answers else LOOK_S):
             differences = self.differences([(self.asked[number], found) for _, number, found in came])
             compared = [
                 (server, number, self.answer(self.asked[number], found), gaps, self.lie(self.asked[number], found))
@@ -122,6 +115,23 @@ class HTTPEngine(Engine):
                 del self.asked[number]
                 answers.append(answer)
         return answers
+
+    def arrived(self, wait_s: float) -> list[tuple[PooledServer, int, Read]]:
+        """The answers that have come, of which the first is waited for. Others are waited for a moment where all are to
+        be computed again, so that one pass computes several."""
+        found: list[tuple[PooledServer, int, Read]] = []
+        until = time.monotonic() + wait_s
+        with contextlib.suppress(queue.Empty):
+            while len(found) < len(self.asked):
+                left = until - time.monotonic()
+                item = self.pool.done.get(timeout=left) if left > 0 else self.pool.done.get_nowait()
+                if isinstance(item, Exception):
+                    self.abort()
+                    raise item
+                if not found:
+                    until = time.monotonic() + (GATHER_S if self.config.gap_limit else 0.0)
+                found.append(item)
+        return found
 
     def abort(self) -> list[Answer]:
         self.call(self.pool.forget)

@@ -26,6 +26,7 @@ from embodied.runtime.published_weights import buckets_of
 from embodied.runtime.tensor_bytes import read_safetensors
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers after which it is worth trying again
+RPC = "/collective_rpc"
 EXTENSION = "embodied.policies.language.vllm_worker.FromFolder"
 
 
@@ -156,7 +157,7 @@ class RemoteServer:
         extends = f"start it with --worker-extension-cls {EXTENSION}"
         load: dict[str, Any] = {"method": "load_folder", "args": [str(folder)]}
         try:
-            seen = await self.call("POST", "/collective_rpc", {"method": "sees_folder", "args": [str(folder)]})
+            seen = await self.call("POST", RPC, {"method": "sees_folder", "args": [str(folder)]})
         except ServerUnavailable as err:  # it is without our extension
             if err.status != 500:
                 raise
@@ -167,12 +168,12 @@ class RemoteServer:
             if not all(each == "True" for each in seen["results"]):
                 for data in self.buckets(folder, name, version):
                     text = base64.b64encode(data).decode()
-                    await self.call("POST", "/collective_rpc", {"method": "receive_bucket", "args": [text]})
+                    await self.call("POST", RPC, {"method": "receive_bucket", "args": [text]})
                 load = {"method": "load_received"}
         await self.call("POST", "/pause?mode=wait", missing=None)
         try:
             try:
-                await self.call("POST", "/collective_rpc", load)
+                await self.call("POST", RPC, load)
             except ServerUnavailable as err:
                 if err.status != 500:
                     raise
@@ -202,6 +203,8 @@ class RemoteServer:
             what: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
             if limit_s is not None:
                 what["timeout"] = aiohttp.ClientTimeout(total=limit_s)
+            if path == RPC:  # vLLM closes a connection after an error inside, in the middle of the next request
+                what["headers"] = {"Connection": "close"}
             async with self.session.request(method, self.url + path, allow_redirects=False, **what) as response:
                 status, text = response.status, await response.text()
         except TimeoutError:
@@ -228,7 +231,7 @@ class RemoteServer:
     def hint(self, status: int, path: str) -> str:
         if status in (401, 403):
             return "; policy.token_from says where the token is" + ("" if self.token else ", and there is none")
-        if status == 404 and self.owner == "vllm" and path in ("/collective_rpc", "/resume"):
+        if status == 404 and self.owner == "vllm" and path in (RPC, "/resume"):
             return "; only with VLLM_SERVER_DEV_MODE=1 in its environment does vllm serve take new weights"
         return ""
 

@@ -262,14 +262,14 @@ class ServerPool:
             if self.folder is None:
                 await self.check_weights(remote)
             elif await remote.weights() != name:
-                server.loads += 1
-                if server.loads > CHANGES:
+                if server.loads == CHANGES:
                     raise EmbodiedError(
                         f"{remote.name} has had other weights than this run's {CHANGES} times: another program loads "
                         "weights there; give every run servers of its own"
                     )
                 with self.folder.reading() as at:
                     await remote.load(at, name, self.tied)
+                server.loads += 1
 
     async def check_weights(self, remote: RemoteServer) -> None:
         """Refuse a server that has other weights than these, which are not to be changed. Of servers that do not say
