@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Collection
@@ -32,6 +33,7 @@ from embodied.serving.openai_protocol import BadRequest, TokenScore
 
 SCORED = 256  # places of a prompt whose logits are computed at a time
 FAILS = "the engine fails at this request; the server's log says why"
+GATHER_S = 0.01  # for which a prompt waits for others while answers are written: one pass reads them all
 ROUND = "serve"  # the stream of noise of requests that bring none
 Mode = Literal["wait", "abort", "keep"]
 
@@ -61,6 +63,7 @@ class ServedConversation:
     on_progress: Callable[[Answer], object] | None = None  # is called with the answer so far, token by token
     written: Future[Written] = field(default_factory=Future)
     scores: int | None = None  # how many of the likeliest tokens are reported at every place of the prompt; None: none
+    since: float = field(default_factory=time.monotonic)
     alone: bool = False  # the engine failed while it was written: it is written again with no other beside it
 
 
@@ -193,7 +196,8 @@ class Generation:
             except Exception as err:  # goes to the client that asked
                 settle(done, error=err)
             return
-        while self.waiting and self.engine.room > 0 and not (self.paused or self.changes or self.must_wait()):
+        gathered = self.waiting and (not self.writing or time.monotonic() - self.waiting[0].since >= GATHER_S)
+        while gathered and self.waiting and self.engine.room > 0 and not self.holds():
             one = self.waiting.popleft()
             try:
                 self.scored[one] = () if one.scores is None else self.score(one.tokens, one.scores)
@@ -211,9 +215,11 @@ class Generation:
             except Exception:
                 self.find_culprit(traceback.format_exc())
 
-    def must_wait(self) -> bool:
-        """True while a conversation runs alone, or has to and other conversations are open."""
-        return bool(self.writing) and (self.waiting[0].alone or any(one.alone for one in self.writing))
+    def holds(self) -> bool:
+        """True while no conversation may begin: after /pause, before a change of weights, and while a conversation runs
+        alone, or has to and other conversations are open."""
+        alone = bool(self.writing) and (self.waiting[0].alone or any(one.alone for one in self.writing))
+        return alone or self.paused or bool(self.changes)
 
     def find_culprit(self, why: str) -> None:
         """The engine failed: a conversation that was written alone is to blame, and its client hears so, unless the

@@ -14,7 +14,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -65,6 +65,7 @@ class LanguageServer:
         self.token = config.token
         self.numbers = itertools.count()
         self.active = 0
+        self.word = cache(lambda token: self.policy.tokenizer.decode([token]))  # answers repeat tokens
         self.arriving: ArrivingWeights | None = None
 
     async def run(self, ready: Callable[[int], None], stop: asyncio.Event) -> None:
@@ -263,7 +264,7 @@ class LanguageServer:
 
     def words(self, ask: Ask) -> Callable[[int], str]:
         """The names of tokens in an answer."""
-        return openai.token_name if ask.token_names else lambda token: self.policy.tokenizer.decode([token])
+        return openai.token_name if ask.token_names else self.word
 
     def served(self) -> Served:
         return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
@@ -379,7 +380,7 @@ class LanguageServer:
         at once. "weight_version" is their name in /weight_info; known weights are not loaded again."""
         fields = await body_of(request)
         if not isinstance(fields, dict) or fields.keys() - {"path", "version", "mode", "weight_version"}:
-            raise BadRequest("send path, version and, if you like, mode and weight_version")
+            raise BadRequest("send path (for prime-rl's weight_dir), version and, if you like, mode and weight_version")
         version, mode = openai.whole(fields, "version", None, 0, openai.LARGEST_SEED), fields.get("mode", "wait")
         if version is None or not isinstance(fields.get("path"), str):
             raise BadRequest("send the path of a folder, and the version of its weights")
