@@ -5,7 +5,7 @@ runs all of them, in turns, and puts predicted next to measured. What does not f
 
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 
-  recipe    {recipes}
+  recipe    a name (python -m embodied.list recipes), or path/to/my.yaml
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   modes     all, one of {modes}, {other} (the fastest way without a name), or a list of
             them (default all)
@@ -34,7 +34,6 @@ from typing import Any
 from embodied import let_call
 from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
-from embodied.config.recipe_files import recipe_words
 from embodied.config.yaml_values import read_yaml
 from embodied.core.errors import ConfigError, nearest
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
@@ -72,9 +71,7 @@ ROUNDS = 7
 WARM_UP = 2
 OVERLAPPING = ("periodic", "async")  # schedules that are shown beside the modes, under which rollout and update overlap
 OWN = ("modes", "schedules", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
-USAGE = (__doc__ or "").format(
-    recipes=recipe_words(), modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP
-)
+USAGE = (__doc__ or "").format(modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ the winner, and why it wins. Nothing is started; neither torch nor a simulator i
 
 usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out=FOLDER] [key=value ...] [--help]
 
-  recipe    {recipes}; its profile is the one measured here last
+  recipe    a name (python -m embodied.list recipes), or path/to/my.yaml; its newest profile of
+            this machine
   program   a workflow of your own, my_module:MyLoop, with roles of its own (default: collect, update, publish)
   profile   a file written by `python -m embodied.profiling recipe=NAME`, or one of the package's own:
             published_maniskill_openvla, published_libero_openvla_oft,
@@ -29,7 +30,6 @@ from typing import Any
 from embodied import assets, let_call
 from embodied.config.cli import from_python
 from embodied.config.recipe import RunConfig, load
-from embodied.config.recipe_files import recipe_words
 from embodied.config.sections import RunSection
 from embodied.core.arrays import gather
 from embodied.core.errors import ConfigError
@@ -63,7 +63,7 @@ MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not r
 FIRST = ("sim", "policy", "learner")  # of the same colours in every drawing
 MOST_ROWS = 24  # devices drawn; more would not be told apart
 MOST_SPANS = 2000  # bars drawn in a row; neighbours are joined beyond
-USAGE = (__doc__ or "").format(recipes=recipe_words())
+USAGE = __doc__ or ""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE ..
        python -m embodied.share resume=FOLDER
        python -m embodied.share join=FOLDER RECIPE [key=value ...]
 
-  RECIPE    {recipes}; or a file. Keys before the first recipe hold for all runs that do not
-            set them, keys after a recipe for that run
+  RECIPE    a name (python -m embodied.list recipes), or path/to/my.yaml. Keys before the first
+            recipe hold for all runs that do not set them, keys after a recipe for that run
   weights   1,2: the second run owns twice as many devices [equal]
   devices   shared devices: cpu:0-3, gpu:0,gpu:1 or node1/gpu:0 [all GPUs; all cores where there are none]
   rule      lend: a device is lent while its run has no work for it; remaining: generation goes to the run with the
@@ -34,7 +34,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path, replace_text
 from embodied.placement import PlacementError, Topology
@@ -56,7 +55,7 @@ from embodied.run.shared_runs import (
     read_shared_runs,
 )
 
-USAGE = (__doc__ or "").format(recipes=recipe_words())
+USAGE = __doc__ or ""
 OWN = ("weights", "devices", "rule", "folder", "resume", "join")
 RULES = ("lend", "remaining")
 ADD_S = 60.0  # for an answer to join=

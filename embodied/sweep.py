@@ -5,7 +5,7 @@ one page compares the settings.
 
 usage: python -m embodied.sweep recipe=NAME KEY=A,B,C [KEY=A,B ...] [seeds=0-2] [key=value ...] [--dry-run | --help]
 
-  recipe    {recipes}
+  recipe    a name (python -m embodied.list recipes), or path/to/my.yaml
   KEY=A,B   a key of the recipe with several values: every combination is a run. Commas inside brackets or quotes
             belong to a value: 'policy.hidden=[64,64],[256,256]'
   seeds     0-2 or 0,2,5: every setting with each of these seeds [0]
@@ -27,13 +27,12 @@ from typing import Any
 
 from embodied import let_call
 from embodied.config.cli import from_python
-from embodied.config.recipe_files import recipe_words
 from embodied.core.errors import ConfigError
 from embodied.run import launch
 from embodied.run.run_group import RunGroup, read_group
 from embodied.run.seeds_and_sweeps import run_several
 
-USAGE = (__doc__ or "").format(recipes=recipe_words())
+USAGE = __doc__ or ""
 
 
 def main(argv: list[str] | None = None) -> int:

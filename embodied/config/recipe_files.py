@@ -59,10 +59,3 @@ def by_family(names: list[str]) -> dict[str, list[str]]:
     for name in names:
         found.setdefault(family_of(env_of(name)), []).append(name)
     return dict(sorted(found.items(), key=lambda item: (item[0] == LANGUAGE, item[0] != DEFAULT_ENV, item[0])))
-
-
-def recipe_words() -> str:
-    """The words that `recipe=` takes, on one line."""
-    families = "; ".join(f"{family}: {', '.join(names)}" for family, names in by_family(recipe_names(RECIPES)).items())
-    more = " or ".join(f"recipes/{folder.name}" for folder in FOLDERS[1:])
-    return f"{families}; one of {more} (python -m embodied.list), or path/to/my.yaml"

@@ -1,5 +1,6 @@
 """`--help` names every key and answers before anything heavy is imported."""
 
+import importlib
 import json
 import re
 import signal
@@ -71,6 +72,11 @@ def test_ctrl_c_while_a_command_is_imported_is_a_line(command, tmp_path):
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=30)[1]
     assert (process.returncode, said) == (130, "stopped at once\n")
+
+
+@pytest.mark.parametrize("command", ["plan", "benchmark", "share", "sweep"])
+def test_a_usage_fits_into_a_terminal(command):
+    assert max(map(len, importlib.import_module(f"embodied.{command}").USAGE.splitlines())) <= 120
 
 
 def test_a_command_whose_packages_are_missing_says_how_to_install_them():
