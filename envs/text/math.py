@@ -203,8 +203,8 @@ def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
 
 
 def illustrated(asks: Said, images: Any, data: Path, where: str) -> Said:
-    """The messages with these pictures of a data set, each in place of an <image>, or all before what the first message
-    says."""
+    """The messages with these pictures of a data set, each in place of an <image>, or all before the first message's
+    text."""
     texts_alone = not isinstance(asks, str) and all(isinstance(message["content"], str) for message in asks)
     names = [picture_file(each, data.absolute()) for each in images] if isinstance(images, list) else [None]
     if not texts_alone or None in names:

@@ -73,7 +73,7 @@ def options_of(name: str, options: dict[str, Any]) -> Any:
 
 
 class Mixture(TextEnv):
-    """Plays a conversation with the env that its task names, or in training with one that its seed draws."""
+    """Plays a conversation with its task's env, or in training with an env drawn by its seed."""
 
     @classmethod
     def tasks(cls, config: Any) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Mixture(TextEnv):
 
     @classmethod
     def load(cls, config: Any) -> dict[str, tuple[type[TextEnv], Any]]:
-        """The class of each env and what it loads, by its name."""
+        """By name, the class of each env and its loaded data."""
         parts = {part.name: part for part in parts_of(config).values()}
         return {name: (part.kind, part.kind.load(part.config)) for name, part in parts.items()}
 

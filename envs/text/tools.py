@@ -1,8 +1,8 @@
 """Tools that a policy calls in the middle of a conversation: Python in a box, search in documents, functions of yours.
 
 A call is what the model's own chat template makes of one: the tags of Qwen and Hermes, the bare JSON of Llama 3, or
-Mistral's list. What tools there are goes to the template with the first message (`with_tools`), and what a tool returns
-comes back as a message of the role `tool`, which the template puts into words.
+Mistral's list. The template gets the tools with the first message (`with_tools`), and a tool's reply as a message of
+the role `tool`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONGEST_REPLY = 4_000  # characters
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a policy may call with arguments by name; what it raises is its reply."""
+    """A function that a policy may call with arguments by name; an exception is its reply."""
 
     name: str
     about: str
@@ -74,7 +74,7 @@ def with_tools(said: Sequence[Message], tools: Iterable[Tool]) -> Said:
 
 
 def parsed_calls(answer: str) -> list[ToolCall]:
-    """The calls in an answer, in any of the formats above; what is no whole call is none."""
+    """The calls in an answer, in any of the formats above; incomplete calls are ignored."""
     found: list[Any] = [json_in(text) for text in TOOL_CALL.findall(answer)]
     if not found and (listed := MISTRAL.search(answer)):
         found = calls if isinstance(calls := json_in(listed[1]), list) else []

@@ -5,7 +5,7 @@ for clients that know the token. A chat request waits there until the policy has
 (`verifiers_child.py`) and the endpoint; `Example` is one conversation: it begins, hears answers, and ends.
 
 A process that dies, or does not come back with a request or a score in time, is replaced. That costs the conversation
-it was at: the others are said again to the new one, which must ask what the old one asked.
+it was at: the other conversations are repeated to the new process, which must ask the same questions.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 class Lost(Exception):
-    """A conversation that cannot go on and counts for nothing; why."""
+    """A conversation that cannot continue and is dropped, with the reason."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class ProcessDied:
 
 
 class Child:
-    """The process, and what it says: to `mail[number]` what concerns an example."""
+    """The process, and its messages: those of an example go to `mail[number]`."""
 
     def __init__(self, config: Any, url: str = "", key: str = "") -> None:
         self.name, self.start_s = config.name, config.start_s
@@ -123,7 +123,7 @@ class Child:
             self.process.stdin.flush()
 
     def kill(self) -> None:
-        """End the process and what it has started, at once."""
+        """End the process and its children, at once."""
         if self.process.returncode is None:  # it was not waited for, so its number is nobody else's yet
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -204,7 +204,7 @@ class Bridge:
 
 
 class Example:
-    """One that is rolled out, with the policy's answers."""
+    """An example in progress, with the policy's answers."""
 
     def __init__(self, bridge: Bridge, held_out: bool, number: int) -> None:
         self.bridge, self.where = bridge, (held_out, number)
@@ -232,7 +232,7 @@ class Example:
         return self._answer(text)
 
     def stop(self) -> dict[str, Any] | None:
-        """Let it end where it is, and say how; None where it wants to go on."""
+        """End it now, and return its result; None if it has to continue."""
         self.request.answer(400, {"error": {**FULL, "type": "invalid_request_error"}})
         ended = self._next()
         return ended if isinstance(ended, dict) else None
@@ -304,7 +304,7 @@ class Example:
         raise EmbodiedError(f"env.name={self.bridge.config.name} ({self.bridge.facts['kind']}): {why}")
 
     def _say_again(self) -> None:
-        """Repeat this conversation to the process that has replaced the one that knew it."""
+        """Repeat this conversation to the replacement of its process."""
         before = self.known
         self._begin()
         said = self._next()
@@ -317,7 +317,7 @@ class Example:
 
 
 def plain(message: dict[str, Any], example: Example) -> dict[str, Any]:
-    """A message with what is said in it, and nothing else."""
+    """A message with its role and content only."""
     content = message.get("content") or ""
     if isinstance(content, list):
         if other := {part.get("type") for part in content} - {"text"}:

@@ -28,7 +28,7 @@ WANTED = "verifiers>=0.1.14,<0.5"
 SHARE, MOST = 0.05, 500  # held out of a dataset that has no other beside it
 ENDLESS = 10_000  # tasks that are taken of a taskset that makes them forever
 END_S = 10.0  # after its worker is gone, a hung environment ends with its process
-LONGEST = 1000  # characters of what is for people to read
+LONGEST = 1000  # longest text for people to read
 KEY = "EMBODIED_API_KEY"  # verifiers 0.4 reads our endpoint's key here, and keeps names like this one from tools
 RAISED = ContextVar("raised", default=None)  # what reward functions of an example raised: the package calls that 0
 
@@ -59,7 +59,7 @@ def main():
 
 
 def opened(name, kwargs):
-    """The environment, by what the installed package offers, and the version of the package."""
+    """The environment, loaded as the installed package's version requires, and that version."""
     mend = f'{sys.executable} -m pip install "{WANTED}"'
     try:
         import verifiers
@@ -95,8 +95,8 @@ def why_not(name, err):
 
 
 def splits(train, evaluated):
-    """The examples to train on and those held out. Without evaluation examples the first are held out; what is held out
-    is not trained on, though the dataset repeats it."""
+    """The training examples and the held-out ones. Without evaluation examples the first are held out; repeated
+    held-out examples are not trained on."""
     if not train or not evaluated:
         every = train or evaluated
         count = max(1, min(MOST, int(SHARE * len(every))))
@@ -144,7 +144,7 @@ class DatasetEnvironment:
         yield
 
     async def roll(self, example, model):
-        """Roll an example out; returns what it was worth."""
+        """Play an example; returns its score."""
         RAISED.set(raised := [])
         sampling = deepcopy(self.env.sampling_args)
         output = await self.env.run_rollout(deepcopy(example), self.client, model, sampling)
@@ -163,7 +163,7 @@ def turns_of(env):
 
 
 class RewardErrorHandler(logging.Handler):
-    """Keeps what the package only logs: that a reward function failed."""
+    """Records failures of reward functions, which the package only logs."""
 
     def emit(self, record):
         raised = RAISED.get()
@@ -214,7 +214,7 @@ class TasksetEnvironment:
         return {name: one for name, one in named.items() if isinstance(one, self.vf.AgentConfig)}
 
     def seated(self, taskset, default):
-        """What is set for an agent whose author set nothing: it chats, in this process."""
+        """The default of an agent without a harness: it chats, in this process."""
         chats = default.harness is None and self.vf.default_harness_id(taskset) == "bash"
         here = "runtime" not in default.model_fields_set
         return ({"harness": {"id": "null"}} if chats else {}) | ({"runtime": {"type": "subprocess"}} if here else {})
@@ -294,7 +294,7 @@ async def chat(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_)
 
 
 async def result_of(function, names, servers):
-    """What a tool says to a call."""
+    """A tool's reply to a call."""
     from verifiers.v1.harnesses.utils.mcp import call_mcp
 
     if function.name not in names:
@@ -317,7 +317,7 @@ class Player:
             self.open[command["end"]].cancel()
 
     async def play(self, number, example):
-        """Roll an example out and say what it was worth."""
+        """Play an example and report its score."""
         try:
             self.say(ended=number, **await self.env.roll(example, f"policy-{number}"))
         except Exception as err:  # an environment's own code raises anything

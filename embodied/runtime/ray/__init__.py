@@ -1,8 +1,7 @@
 """The Ray backend: hosts as actors on one or many nodes.
 
-`actors` are the hosts, `nodes` the connection and what is there, `reservation` what a run holds of it,
-`own_cluster` a Ray of one's own, `object_store` how large arrays travel, `guard` the parent of a host's process
-there.
+`actors` are the hosts, `nodes` the connection and its machines, `reservation` a run's cores and GPUs, `own_cluster` a
+Ray for one run, `object_store` the transport of large arrays, `guard` the parent of a host's process.
 """
 
 __all__ = ["actors", "nodes", "own_cluster"]

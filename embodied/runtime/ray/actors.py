@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 _EXIT_BYTES = 16  # after the progress: how the process ended
 _LAST_WORDS_S = 10.0  # how long it may take to fetch the log of a host on another machine
 _LOST_S = 45.0  # how long Ray may take to say that a node is lost
-_DELIVERY_S = 5.0  # how long a call that ended may wait until its puts are there
+_DELIVERY_S = 5.0  # how long an ended call may wait for the arrival of its puts
 _ONE_THREAD_EACH = {"control": 1, "channels": 1, "reports": 1}
 
 # Ray would hide every GPU from an actor that asks it for none; which ones a host sees is the plan's business.
@@ -190,7 +190,7 @@ class RayBackend(Processes):
         self.call(host, ("channel", message), payload)  # in order with calls and news of deaths
 
     def _listen(self, process: RayProcess) -> None:
-        """A thread per host: takes what it sends, until its end."""
+        """A thread per host: receives its messages, until its end."""
         failed = ""
         try:
             for sent in process.actor.listen.remote():
@@ -227,7 +227,8 @@ class RayBackend(Processes):
             process.stopped.set()
 
     def _exit_code(self, process: RayProcess) -> int | None:
-        """Returns what the guard wrote, also of a process that never reported its number; None if it wrote nothing."""
+        """Returns the exit code that the guard wrote, also for a process that never reported its id; None if it wrote
+        nothing."""
         if not process.here:
             return self._last_words(process) if process.pid is not None else None
         until = time.monotonic() + KILL_S
@@ -308,7 +309,7 @@ class RayHost:
 
     @ray.method(concurrency_group="reports", num_returns="streaming")
     def listen(self) -> Iterator[tuple]:
-        """Yields all that this host sends the driver, in order."""
+        """Yields this host's messages to the driver, in order."""
         while True:
             yield self._reports.get()
 
@@ -317,7 +318,7 @@ class RayHost:
     @ray.method(concurrency_group="channels")
     def serve_channel(self, peer: str, life: int, message: bytes, *payload: Any) -> None:
         with _ending_the_process_on_error():
-            if life >= self._peers.get(peer, (0, None))[0]:  # not what a life that is over has sent
+            if life >= self._peers.get(peer, (0, None))[0]:  # not from an earlier life
                 self._host.serve_channel(peer, unpack_message(message), _received(payload))
 
     # Inside
@@ -342,7 +343,7 @@ class RayHost:
         self._tell("report", message, packed)
 
     def _wait_until_sent(self) -> None:
-        """A call is done when what it has put is there: should this process die, it is not lost."""
+        """A call is done when its puts have arrived: if this process dies, they are not lost."""
         with self._sending:
             sent = dict(self._sent)
         if sent:

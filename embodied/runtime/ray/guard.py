@@ -1,7 +1,7 @@
 """The parent of a host's process on a Ray node. Runs by itself, before anything of Ray or of ours is imported.
 
-It sets the cores the host will find from its first instruction on, ends it when the driver or the node's Ray ends,
-kills what it leaves behind, and writes down how it ended, which Ray does not report.
+It sets the host's cores before its first instruction, ends it when the driver or the node's Ray ends, kills its
+remaining children, and writes down its exit code, which Ray does not report.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ def main(order, command):
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
     exit_file = os.open(order["exit_file"], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what has left the group becomes ours
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that leave the group become our children
     guarded = [pid for pid in (order["driver"], os.getppid()) if pid]
     child = start(command)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(child, signal.SIGKILL))
     wait_for_one_of([child, *guarded])
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # with what it started; its number is not reused before it is waited for
+        os.killpg(child, signal.SIGKILL)  # with its children; its id is not reused before it is waited for
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_orphans()
     os.pwrite(exit_file, f"{code}\n".encode(), order["exit_at"])

@@ -55,8 +55,8 @@ class RayNode:
 
 
 class Connection:
-    """Joins the cluster at an address, or one that is started for this run. A connection that the program has
-    made before (`ray.init`) is used and left as it is."""
+    """Joins the cluster at an address, or starts one for this run. An existing connection of the program (`ray.init`)
+    is used and left open."""
 
     def __init__(self, address: str | None, modules: Sequence[str] = (), start_s: float = START_S) -> None:
         self._own_cluster: OwnCluster | None = None
@@ -94,7 +94,7 @@ class Connection:
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 
     def ask(self, function: Callable[[int, int], Any]) -> dict[str, Any]:
-        """Returns what it returns on every node, ours first, given how many GPUs and cores Ray counts there."""
+        """Calls a function on every node with Ray's numbers of GPUs and cores; returns the results, ours first."""
         nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.own.id, node.name))
         counts = [(node.id, (node.num_gpus, node.num_cpus)) for node in nodes]
         return dict(zip([node.name for node in nodes], answers(counts, function), strict=True))
@@ -123,17 +123,19 @@ class Connection:
 
 
 def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int], int]) -> HostPlan:
-    """The same host on the least busy of these nodes, with as many cores, those that the fewest hosts have."""
+    """The same host on the least busy of these nodes, with as many cores, namely the least used ones."""
     if any("gpu:" in device for device in plan.devices):
         raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
     node = min(nodes, key=lambda node: sum(busy.get((node.name, core), 0) for core in node.cores) / len(node.cores))
     free_first = sorted(node.cores, key=lambda core: busy.get((node.name, core), 0))
-    env = {key: value for key, value in plan.env.items() if key not in OF_CARDS}  # one that only drew draws on cores
+    env = {
+        key: value for key, value in plan.env.items() if key not in OF_CARDS
+    }  # a host that only rendered on a GPU renders on cores
     return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])), env=env)
 
 
 def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]:
-    """Returns what a function returns on each of these nodes, given the arguments of each."""
+    """Calls a function on each of these nodes with the node's arguments, and returns the results."""
     try:
         return ray.get([run_on(node_id, function, *arguments) for node_id, arguments in nodes], timeout=_LOOK_S)
     except RayError as err:
@@ -154,7 +156,7 @@ def look(file: str, content: bytes) -> tuple[tuple[int, ...], str, bool, str]:
 
 
 def last_words(exit_file: str, log: str | None) -> tuple[int | None, bytes]:
-    """Returns, on a node, how a host ended and what it printed. Removes both files."""
+    """Returns, on a node, a host's exit code and output. Removes both files."""
     until, code = time.monotonic() + _END_S, b""
     while not code.endswith(b"\n") and time.monotonic() < until:
         with suppress(FileNotFoundError):
@@ -238,7 +240,7 @@ def _connect(address: str, runtime_env: dict | None) -> None:
     finally:
         worker.listen_error_messages = print_errors
         if main:
-            signal.signal(signal.SIGTERM, handler)  # Ray sets one that exits
+            signal.signal(signal.SIGTERM, handler)  # Ray's handler would exit
 
 
 def _why(error: BaseException) -> str:
@@ -272,7 +274,7 @@ def _cores() -> tuple[int, ...]:
 
 @contextmanager
 def _secret() -> Iterator[tuple[str, bytes]]:
-    """A file that only processes of this machine and user can open, and what is in it."""
+    """A file that only processes of this machine and user can open, and its content."""
     content = secrets.token_bytes(32)
     fd = os.memfd_create("embodied-here", os.MFD_CLOEXEC)
     try:
@@ -311,7 +313,8 @@ def _copy_package(name: str, target: Path) -> None:
 
 
 def _copy_own(name: str, target: Path) -> None:
-    """A package, or a module with the modules and packages beside it. What is installed is to be installed there."""
+    """Copies a package, or a module with the modules and packages beside it. Installed packages must be installed on
+    the nodes."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ConfigError(f"there is no module {name!r} to send to the nodes of the cluster")

@@ -2,8 +2,8 @@
 
 The writer copies every buffer of 64 KiB or more once into the store; a reader on the same machine uses it in place, on
 another machine Ray fetches it while the message is on its way. Arrays arrive read-only. Torch CPU tensors arrive as a
-writable copy, because torch knows no read-only tensors and the store's pages are shared. What was on a GPU arrives on
-the reader's own, or on the CPU where it has none.
+writable copy, because torch knows no read-only tensors and the store's pages are shared. Tensors from a GPU arrive on
+the reader's own GPU, or on the CPU if it has none.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from embodied.core.errors import EmbodiedError
 from embodied.runtime.host import HostPlan
 from embodied.runtime.ray.nodes import RayNode
 
-_RESERVE_S = 15.0  # for which a run waits for devices: those of a run that has just ended come back late
+_RESERVE_S = 15.0  # how long a run waits for devices: an ended run's devices come back late
 _LOOK_S = 60.0  # to start a process on a node
 _UNITS = {"CPU": "cores", "GPU": "GPUs"}
 
@@ -60,7 +60,7 @@ class Reservation:
             raise EmbodiedError(self._why_not())
 
     def _take_named(self, node: RayNode, gpus: set[int], offered: set[int]) -> None:
-        """Take the node's free GPUs one by one until these are among them, and give back the others."""
+        """Take the node's free GPUs one by one until all of `gpus` are taken, and give back the rest."""
         spare = []
         try:
             for _ in range(node.num_gpus):
@@ -91,7 +91,7 @@ class Reservation:
         return set(ray.get(task.options(scheduling_strategy=there).remote(), timeout=_LOOK_S))
 
     def _why_not(self) -> str:
-        """What is lacking, by node."""
+        """The missing devices, by node."""
         free = available_resources_per_node()
         lacking = [
             f"{len(wanted)} {_UNITS[kind]} of {node.name}, of which {free.get(node_id, {}).get(kind, 0):g} are free"
@@ -106,7 +106,7 @@ class Reservation:
 
 
 def reserved_gpus() -> list[int]:
-    """In a task that holds GPUs of a node: their numbers, as plans count those that the node's Ray sees."""
+    """In a task that holds GPUs of a node: their numbers, counted among the GPUs of the node's Ray, as in plans."""
     held = [str(name) for name in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
     started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
     seen: Any = dict(line.partition("=")[::2] for line in started_with).get("CUDA_VISIBLE_DEVICES")
