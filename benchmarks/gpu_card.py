@@ -111,6 +111,26 @@ def ppo_fast(asked: argparse.Namespace) -> Figures:
     return maniskills_own(asked.ppo_fast, asked, *([] if asked.tiny else ["--compile", "--cudagraphs"]))
 
 
+def points(asked: argparse.Namespace) -> Figures:
+    """maniskill_ppo_gpu with a simulator that costs next to nothing (`gpu_points.py`): what the toolkit itself takes,
+    recorded as graphs, not recorded, and with rollouts that go by way of the host's memory."""
+    device, where = ("cpu", "cpu:0") if asked.tiny else ("cuda", "gpu:0")
+    figures: Figures = {}
+    for arm, tensors, more in (("graphs", True, []), ("no_graphs", True, ["learner.graphs=off"]), ("host", False, [])):
+        env = {"name": "benchmarks.gpu_points:GpuPoints", "num_envs": 8 if asked.tiny else 1024}
+        env |= {"on_success": "continue", "kwargs": {"device": device, "tensors": tensors}}
+        kept = [f"env={json.dumps(env)}", f'placement={{"sim,policy": "{where}", learner: "{where}"}}', *more]
+        kept += ["algo.minibatch_size=40"] if asked.tiny else []
+        kept += ["run.per_gpu=false", "run.env_steps=null", "run.eval_every=null", "eval.episodes=4", "eval.num_envs=4"]
+        with tempfile.TemporaryDirectory() as folder:
+            command = train_command("maniskill_ppo_gpu", *kept, f"run.dir={folder}")
+            command.append(f"run.iterations={2 if asked.tiny else 10}")
+            measure(command, environment(), LIMIT_S / 3)
+            rows = read_metrics(only_run(Path(folder)))
+        figures[f"{arm}_steps_per_s"] = median(row["steps_per_s"] for row in rows[len(rows) // 2 :])
+    return figures
+
+
 # Plans, memory and weights
 
 
@@ -341,6 +361,8 @@ def lora(asked: argparse.Namespace) -> Figures:
 
     with FlopCounterMode(display=False) as counter:
         step()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     seconds = best_seconds(step, device, tries=2)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
@@ -373,8 +395,8 @@ def bridge(asked: argparse.Namespace) -> Figures:
 
 
 BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
-    "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "plan": plan, "swap": swap, "weights": weights,
-    "openvla": openvla, "lora": lora, "pi0": pi0, "language": language, "bridge": bridge,
+    "ppo": ppo, "ppo_maniskill": ppo_maniskill, "ppo_fast": ppo_fast, "points": points, "plan": plan, "swap": swap,
+    "weights": weights, "openvla": openvla, "lora": lora, "pi0": pi0, "language": language, "bridge": bridge,
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ A reader's location decides how it gets a version:
 When rollouts lag behind updates, a snapshot has two areas for the tensors that training changes: the next version is
 written and sent while the previous one acts (`WeightStore(changing=...)`, `WeightReader.fetch`).
 
-The learner chooses a version's tensors when it calls `WeightStore.publish`: all of them first and after a load, then
+The trainer chooses a version's tensors when it calls `WeightStore.publish`: all of them first and after a load, then
 only the trained ones. The loop decides how old a rollout's version may be (`workflows/rl_loop.py`); a reader has
 exactly the requested version, or an error. There is at most one snapshot beside the live tensors. It is memory without
 a name (memfd): readers open it through its owner's process, and the kernel frees it with its last user.

@@ -30,6 +30,7 @@ _spec.loader.exec_module(toy)
 
 PPO = {"rollout_decisions": toy.T, "epochs": 2, "minibatch_size": 17, "lr": 1e-2, "max_grad_norm": 0.3}
 DEVICE = "cpu"
+TOLERANCE = {"cpu": 1e-9, "cuda": 1e-6}  # CUDA's Adam takes learning rates in float32
 CAMERA = EnvSpec(ActionSpec(3), state_dim=5, images={"top": (36, 36, 3)}, privileged_dim=2)
 
 
@@ -100,7 +101,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_recorded_steps_learn_what_others_learn(way):
     options = dict(WAYS[way])
-    tolerance = options.pop("tolerance", 1e-9)
+    tolerance = options.pop("tolerance", TOLERANCE[DEVICE])
     assert_alike(learned("on", **options), learned("off", **options), tolerance)
 
 
@@ -135,7 +136,7 @@ def test_what_was_recorded_is_recorded_again_where_memory_has_moved(change, tmp_
             optimizer.save(tmp_path)
             optimizer.load(tmp_path)
 
-    assert_alike(learned("on", between=between), learned("off"))
+    assert_alike(learned("on", between=between), learned("off"), TOLERANCE[DEVICE])
 
 
 @pytest.mark.usefixtures("on_devices")
@@ -156,7 +157,7 @@ def reads_its_numbers(policy):
 
     def forward(inputs):
         scores = score(inputs)
-        return scores if float(scores.values.sum()) < 1e9 else None
+        return scores if float(scores.values.detach().sum()) < 1e9 else None
 
     policy.forward = forward
 

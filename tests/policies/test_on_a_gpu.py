@@ -33,9 +33,12 @@ class RealCard(nullcontext):
         return module.to(WHERE)
 
 
-@pytest.fixture(params=[WHERE, pytest.param("cuda", marks=pytest.mark.gpu)], autouse=True)
+@pytest.fixture(params=[WHERE, pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "WHERE", request.param)
+
+
+on_both = pytest.mark.usefixtures("device")
 
 
 ROWS, DECISIONS, SIDE = 2, 2, 64
@@ -66,8 +69,8 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def on_the_card(family, truth=True):
-    card = RealCard() if WHERE == "cuda" else Card(truth)
-    return card, card.take(shallow(make_policy(*(FAMILIES | IMITATED)[family]).eval()))
+    card, seed = (RealCard(), 0) if WHERE == "cuda" else (Card(truth), None)  # where numbers are none, nothing is drawn
+    return card, card.take(shallow(make_policy(*(FAMILIES | IMITATED)[family], seed).eval()))
 
 
 def shallow(policy):
@@ -163,6 +166,7 @@ WAYS = {
 }
 
 
+@on_both
 @each_family
 def test_acting_and_valuing(family):
     card, policy = on_the_card(family, truth=False)  # the normaliser has counted something
@@ -173,6 +177,7 @@ def test_acting_and_valuing(family):
     assert isinstance(values, np.ndarray) or values.device.type == output.actions.device.type == WHERE
 
 
+@on_both
 @each_family
 def test_scoring_and_an_update(family):
     card, policy = on_the_card(family)
@@ -180,6 +185,7 @@ def test_scoring_and_an_update(family):
         assert learn(policy, rollout(policy))["train/epochs"] == 1
 
 
+@on_both
 @pytest.mark.parametrize("family", IMITATED)
 def test_imitating(family):
     card, policy = on_the_card(family)

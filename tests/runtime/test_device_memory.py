@@ -99,12 +99,18 @@ def test_what_changed_in_between_is_what_comes_back():
         assert network.weight.unique().tolist() == [value]
 
 
+@pytest.fixture(scope="module")
+def cuda():
+    """What it opens and takes for its first product stays to the end."""
+    trained("cuda")
+    return "cuda"
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_the_memory_is_free_again_and_the_copies_are_pinned():
+def test_on_a_gpu_the_memory_is_free_again_and_the_copies_are_pinned(cuda):
     torch.cuda.empty_cache()
     baseline = torch.cuda.memory_allocated()
-    network, adam, _ = trained("cuda")
+    network, adam, _ = trained(cuda)
     tensors = tensors_of(network, adam)
     before = [tensor.clone().cpu() for tensor in tensors]
     offloader = Offloader()
