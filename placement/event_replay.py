@@ -69,7 +69,7 @@ class LayoutReplay:
         self.pricer, self.layout = pricer, layout
         self.dataflow = pricer.dataflow
         self.schedule = Schedule()
-        self.beside = (inf, inf)  # from when to when the other side works, where learners work while the others collect
+        self.beside = (inf, inf)  # working hours of the other side, if learners work while sims collect
         self.played: dict[tuple[int, int], float] = {}  # (asker, decisions) -> when all of its stages had made so many
         self.names: dict[Zone, list[str]] = {}
         used: dict[str, list[str]] = {name: [] for name in pricer.classes}
@@ -99,10 +99,10 @@ class LayoutReplay:
         self.schedule.seconds = now + self.dataflow.fixed_s
         return self.schedule
 
-    # Learners beside the others
+    # Learners beside sims and policies
 
     def _overlapped(self, layer: Layer, at: dict, start: float) -> float:
-        """Learners on devices of their own, while the others collect."""
+        """Learners on devices of their own, while sims and policies collect."""
         collecting, learning = sides(self.pricer, layer)
         if self.dataflow.schedule == "async":
             update_s = self._tried(learning, layer, at, start)[0]
@@ -122,8 +122,8 @@ class LayoutReplay:
     def _tried(
         self, side: Sequence[NodeTurn], layer: Layer, at: dict, start: float, alone: bool = False
     ) -> tuple[float, list[float]]:
-        """Seconds of one side, and when groups come, without a trace of it: learners as if the others worked all the
-        time, unless `alone`, the others as if learners never did."""
+        """Seconds of one side, and the arrival of groups, without a trace: learners as if the other side worked all the
+        time, unless `alone`; the other side as if learners never worked."""
         kept, self.schedule = self.schedule, Schedule()
         self.beside = (start, inf) if learns(self.dataflow, side[0].node) and not alone else (inf, inf)
         end = self._play(side, layer, at, start)
@@ -145,11 +145,11 @@ class LayoutReplay:
             max(self.played[sim, max(1, round(asker.calls * wave / waves))] for sim, wave in group.items())
             for group in groups
         ]
-        late = end - max(played)  # what comes once in a rollout is spread over its waves
+        late = end - max(played)  # costs once per rollout are spread over its waves
         return sorted(there + late * max(group.values()) / waves for there, group in zip(played, groups))
 
     def _learn_groups(self, name: str, at: dict, start: float, arrivals: list[float]) -> float:
-        """One after the other, as they come; then what comes once."""
+        """Groups one after the other, as they arrive; then the costs once per update."""
         whole = self._node_seconds(name, at)
         tails = [float(tail_seconds(self.pricer, at, self.layout.stages, beside)) for beside in (True, False)]
         each = [(seconds - tail) / len(arrivals) for seconds, tail in zip(whole, tails)]
@@ -199,7 +199,7 @@ class LayoutReplay:
         return max(free.values())
 
     def _encode(self, name: str, at: dict, now: float, ready: list[list[float]]) -> float:
-        """The time at which frozen parts have computed what has come, chunk by chunk."""
+        """The time at which frozen parts have encoded the arrived chunks."""
         each = float(self.pricer.encoding_seconds(name, at)) / len(ready)
         for times in ready:
             begin = max([now, *times])
@@ -336,7 +336,7 @@ class Cycle:
         self.simulate(request.asker, now)
 
     def simulate(self, asker: int, now: float) -> None:
-        """The next stage in order, once its answer is there."""
+        """Simulate the next stage in order, after its answer."""
         number, stage = divmod(self.turn[asker], self.stages)
         if number == self.calls or stage not in self.answered[asker]:
             return

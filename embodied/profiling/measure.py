@@ -117,7 +117,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "nodes": nodes,
             "commit": commit(),
             "date": now(),
-            # Each conversation goes on as soon as it is answered, so stages would add nothing.
+            # Each conversation continues as soon as it is answered, so stages would not help.
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not config.policy.speaks)],
         }
         if config.algo.whole_episodes:
@@ -148,9 +148,8 @@ class Site:
     sims: int = 0  # on other devices, at most
 
     def sizes(self, config: RunConfig) -> list[int]:
-        """Envs per worker and stage, the share of a device first, then others around it. Where sims are elsewhere, rows
-        that a policy worker is asked for at once: at most its share, or what it answers in a call, or a sim's
-        request."""
+        """Envs per worker and stage, the share of a device first, then sizes around it. If sims run elsewhere, rows of
+        a policy worker's call: at most its share, or the rows of a merged call, or a sim's request."""
         total, workers = config.env.num_envs, self.on.count
         if "sim" in self.parts:
             shares = [total // n for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
@@ -186,7 +185,7 @@ def probe_hosts(site: Site, there: Topology, draws: bool) -> list[PlannedHost]:
 class Probed:
     costs: dict[str, dict[str, Cost]]
     horizon: int  # decisions of a rollout, or of a whole episode
-    reset_s: float  # of the resets of whole episodes, per episode of a row; part of what a sim's decisions cost
+    reset_s: float  # of the resets of whole episodes, per episode of a row; part of a sim's cost per decision
     lengths: Lengths | None = None  # of conversations
 
 
@@ -209,7 +208,8 @@ def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probe
 def probe_site(
     config: RunConfig, site: Site, hosts: list[PlannedHost], clock: Clock, share: float, logs: Path
 ) -> Probed:
-    """The costs of its parts on one of its devices, while the others do the same. `share`: of the time, at most."""
+    """The costs of its parts on one of its devices, while its other devices do the same. `share`: of the time, at
+    most."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     alone: dict[str, float] = defaultdict(lambda: 1.0)
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
@@ -286,8 +286,7 @@ def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
 
 
 def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatch: int) -> dict[str, float]:
-    """The seconds of each part on one device while the others do nothing, next to what it took while all did the
-    same."""
+    """The seconds of each part on one device while the other devices are idle, relative to all devices working."""
     (samples,) = probe.rollout(num_envs, decisions, REPEATS).wait()
     took = {name: samples.seconds[name][-REPEATS:] for name in ("sim", "policy") if name in together}
     if "whole" in together:
@@ -299,8 +298,7 @@ def beside_nobody(probe, together: dict, num_envs: int, decisions: int, minibatc
 
 
 def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
-    """The cost with what its workers need of a device, as a run counts it, and what it takes them to leave it and to
-    come back."""
+    """The cost with its workers' device memory, as a run counts it, and the seconds to offload and onload it."""
     seconds = {name: median(getattr(m, name) for m in moves) for name in ("onload_s", "offload_s")}
     alike = {name: getattr(moves[0], name) for name in ("weight_bytes", "split_bytes")}
     own = CUDA_BYTES if on.kind == "gpu" else 0.0
@@ -309,8 +307,8 @@ def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:
-    """The most decisions a rollout can have so that two sizes of envs are measured in time, and those that the recipe's
-    have."""
+    """The most decisions of a rollout with which two sizes of envs can be measured in time, and the decisions of the
+    recipe."""
     samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
     horizon = samples[0].horizon
     decision_s = max(found.decision_s for found in samples)

@@ -1,9 +1,9 @@
 """A worker that measures the parts of a recipe in one process: its env, its policy and its learner, at several sizes.
 
 The real workers do the work, unchanged, on the device that their role has in a run; only the channels between them are
-replaced, by calls. So what is measured holds what their work holds in a run (recording, resets, noise, checks), and no
-time that goes into handing over. Where simulators have other devices than networks, each is measured by itself: sims
-with noise for actions, networks with what a few rows of a sim show, many times over.
+replaced, by calls. So measurements include all work of a run (recording, resets, noise, checks), but no transfers.
+Where simulators have other devices than networks, each is measured by itself: sims with noise for actions, networks
+with what a few rows of a sim show, many times over.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Samples:
     horizon: int = 1  # decisions of a rollout, or of a whole episode
     decision_s: float = 0.0  # that went by for each decision of the last rollout, whatever in it is measured
     policy_bytes: float = 0.0  # that the policy says it needs, having answered this size
-    conversations: list[tuple[int, int]] = field(default_factory=list)  # tokens of the prompt, and of all that follows
+    conversations: list[tuple[int, int]] = field(default_factory=list)  # tokens of the prompt, and of the rest
     pass_cost: tuple[float, ...] = (1.0, 0.0)  # as `Policy.pass_cost`
 
 
@@ -73,13 +73,13 @@ class Moves:
     bytes: float
     offload_s: float
     onload_s: float
-    weight_bytes: float = 0.0  # of them, those that a process with a learner's has once
+    weight_bytes: float = 0.0  # of them, weights shared with a learner in the process
     split_bytes: float = 0.0  # of them, what learners with shards divide among them
 
 
 @dataclass
 class ProbedPart:
-    """A sim, what it played last, and the policy that it asks where that is measured."""
+    """A sim, its last rollout, and the policy that it asks, if that is measured."""
 
     sim: SimWorker
     kept: ReplayedChannel
@@ -93,7 +93,7 @@ class ProbeWorker(Worker):
     policy_worker: type[Worker] = PolicyWorker
 
     def __init__(self, config: RunConfig, device: str = "cpu", parts: tuple[str, ...] = PARTS) -> None:
-        """`device` is torch's name of where the policy and the learner compute; `parts` are those that are measured."""
+        """`device` is the torch device of policy and learner; `parts` are the measured ones."""
         self.config = config
         self.device = device
         self.measured = parts
@@ -189,7 +189,7 @@ class ProbeWorker(Worker):
         return len(played.mask)
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:
-        """Seconds of updates of a new learner, added to `found`; -> those of encoding, and the bytes it needs."""
+        """Seconds of updates of a new learner, added to `found`; -> seconds of encoding, and needed bytes."""
         learner, encoding = self._learner(algo, part), []
         for repeat in range(repeats + 1):
             started, before = perf_counter(), learner.timers.totals()
@@ -345,11 +345,11 @@ def used_bytes(simulator: str) -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-# Stand-ins for channels and for what is at their other end, around a worker that is measured by itself
+# Stand-ins for channels and their other ends, around a worker that is measured alone
 
 
 class DirectChannel:
-    """A channel there and back: what is put gets its `answer` in this process, when somebody waits for it."""
+    """A channel for requests and replies: `answer` runs in this process when somebody waits for a reply."""
 
     def __init__(self) -> None:
         self.waiting: deque = deque()
@@ -398,7 +398,7 @@ class NoiseAnswers(DirectChannel):
 
 
 class ReplayedChannel:
-    """A channel that keeps what is put, and gives it again and again, as if `copies` sims had played it."""
+    """A channel that keeps its items and gives them repeatedly, as if `copies` sims had sent them."""
 
     copies = 1
 
@@ -413,7 +413,7 @@ class ReplayedChannel:
 
 
 class Items:
-    """A channel to a learner, with all that it will ever hold."""
+    """A channel to a learner, with all of its items."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = deque(items)

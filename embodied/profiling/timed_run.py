@@ -1,8 +1,8 @@
 """Short real runs: iterations of the real recipe under one plan, only timed, with nothing written and nothing kept.
 
-A benchmark compares them with what was predicted. A profile takes from them what only a real run shows of a recipe's
-costs, as what it takes beyond its parts: handing over between processes, sims and learners waiting for each other, new
-weights, the driver, and roles that have no probe.
+A benchmark compares them with what was predicted. A profile takes from them the costs that only a real run shows, as
+its seconds beyond the parts: handing over between processes, sims and learners waiting for each other, new weights, the
+driver, and roles that have no probe.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Round:
     rollout_s: float
     update_s: float
     publish_s: float
-    sync_s: float  # of the update, in which a learner waits for the others or exchanges with them; their mean
+    sync_s: float  # of the update: a learner's waits and exchanges with other learners; their mean
     barrier_s: float  # of the rollout, in which a sim that has ended waits for the slowest; their mean
     first_backward_s: float | None  # since the iteration began; None where the first rank learned nothing
     env_steps: int
@@ -86,7 +86,7 @@ class TimedRun:
 
     def iterate(self) -> Round:
         before = self._totals()
-        self.flows()  # forgets those of earlier iterations
+        self.flows()  # forget earlier iterations
         started = time.perf_counter()
         _, numbers = self.loop.iterate(self.iteration, MANY)
         seconds = time.perf_counter() - started
@@ -129,7 +129,7 @@ class TimedRun:
         return through_the_driver(found, roles_of_run(self.program, self.loop.config))
 
     def peak_bytes(self) -> int:
-        """Bytes of all processes of the plan, each at its fullest; shared pages count in all that map them."""
+        """Bytes of all processes of the plan, each at its peak; shared pages count in every process that maps them."""
         peaks: dict[tuple[str, int], int] = {}
         for group in self.loop.groups:
             peaks |= zip(group.process().wait(), group.peak_bytes().wait(), strict=True)
@@ -171,7 +171,7 @@ def through_the_driver(
     return found
 
 
-# What a profile takes from them
+# Costs for a profile
 
 FEWEST_DECISIONS = 4
 REAL_ITERATIONS = 4  # of each of two short real runs; the first one warms up
@@ -235,8 +235,8 @@ def calibrate(
 def timed_layouts(
     sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[PlacedRole] = ()
 ) -> list[Layout]:
-    """The layouts of the real runs: learners take turns with policies; then, where there are enough devices, they share
-    processes, and have others than sims. Other roles are beside the policies, or, without networks, the sims."""
+    """The layouts of the real runs: learners take turns with policies; then, with enough devices, they share processes,
+    on other devices than sims. Other roles are beside the policies, or, without networks, beside the sims."""
     computing = tuple(role.name for role in more if role.network or sims == networks)
     playing = tuple(role.name for role in more if role.name not in computing)
     workers = next(k for k in range(min(sims.count, num_envs), 0, -1) if num_envs % k == 0)
@@ -264,7 +264,7 @@ def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
 
 
 def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
-    """The profile with what the second run shows: weights that need not be handed over, and requests that must be."""
+    """The profile with costs from the second run: shared weights without a transfer, and requests with one."""
     link = profile.link
     if link == Link():
         link = Link(latency_s=latency_of(profile, pricer, layout, seen))
@@ -318,7 +318,7 @@ def beside_sims_s(profile: Profile, pricer: Pricer, layout: Layout) -> float:
 
 
 def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
-    """Put what the first run took beyond its parts where it belongs."""
+    """Assign the first run's seconds beyond its parts."""
     at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
     update = float(pricer.node_seconds(("learner",), at, 1) + pricer.encoding_seconds("learner", at))
@@ -347,8 +347,8 @@ def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
 def shortened(
     config: RunConfig, profile: Profile, expected_s: float, clock: Clock, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[RunConfig, Profile]:
-    """The recipe with fewer decisions and epochs per iteration, where so many of `expected_s` would take longer than
-    there is time. What is taken from the real runs is per decision and per gradient step."""
+    """The recipe with fewer decisions and epochs per iteration, if iterations of `expected_s` would take too long.
+    Costs from real runs are per decision and per gradient step."""
     left = max(clock.seconds - clock.spent() - 2 * START_S, 0.1 * clock.seconds)
     share = left / (2 * REAL_ITERATIONS * expected_s)
     if share >= 1:
@@ -377,7 +377,7 @@ def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunCon
 
 
 def real_run(config: RunConfig, plan: PlacementPlan, logs: Path, clock: Clock, program: type) -> RunTimings:
-    """Two iterations at least, of which the first warms up."""
+    """At least two iterations; the first is a warm-up."""
     with TimedRun(config, plan, logs, program) as timed_run:
         rounds = [timed_run.iterate()]
         while len(rounds) < 2 or (len(rounds) < REAL_ITERATIONS and clock.left(1.0)):

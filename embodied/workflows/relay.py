@@ -19,9 +19,9 @@ class RelayWorker(EpisodeKeeper):
     """Gets whole rollouts, or groups of whole episodes, and hands on what `relay` makes of them."""
 
     def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
-        """Returns what learners get instead of these, one for each, and metrics of the iteration, of which the first
-        worker's are kept. A part is a rollout of some env rows, or the episodes of a group that one round played
-        (all of them, unless a round refills a batch). The workers of a role share the parts: one may have none."""
+        """Returns the learners' trajectories instead of these, one for each, and metrics of the iteration (the first
+        worker's are kept). A part is a rollout of some env rows, or the episodes of a group that one round played (all
+        of them, unless a round refills a batch). The workers of a role share the parts: one may have none."""
         raise NotImplementedError
 
     def connect(self, servers: Servers) -> None:
