@@ -1,4 +1,4 @@
-"""What can go wrong, in the words of the person who has to mend it.
+"""Errors, in the words of the person who has to fix them.
 
 `EmbodiedError` and its subclasses are for the user's side: a command prints their text without a traceback and exits
 with `exit_code`. A broken invariant of our own is an `assert` instead.
@@ -49,7 +49,7 @@ class Diverged(EmbodiedError):
 
 
 class NothingToLearn(EmbodiedError):
-    """Training came to an end before its length: what was collected taught nothing, time and again."""
+    """Training ended early: several batches in a row had no gradient."""
 
 
 class EvaluationStopped(EmbodiedError):
@@ -84,7 +84,7 @@ class WorkerFailed(EmbodiedError):
 
 
 class ChannelClosed(EmbodiedError):
-    """The other side of a channel is gone: nothing more will come, or what is put will not be taken."""
+    """The other side of a channel is gone: no more items will come, or nobody will take them."""
 
     def __init__(self, channel: str, peer: str, cause: str) -> None:
         super().__init__(f"channel {channel!r} was closed by {peer}: {cause}")

@@ -1,6 +1,6 @@
 """Reads files that other programs may have written, and writes small ones in one step.
 
-What is wrong with a file that is read becomes an error that names it.
+A damaged file becomes an error that names it.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any
 
 from embodied.core.errors import ConfigError
 
-KINDS = ("*.parquet", "*.arrow", "*.jsonl")  # of files in a folder, of which the first kind that is there is read
-Row = tuple[str, dict[str, Any]]  # where it lies, for messages; and what it says
+KINDS = ("*.parquet", "*.arrow", "*.jsonl")  # kinds of files in a folder; the first kind found is read
+Row = tuple[str, dict[str, Any]]  # its place, for messages; and its content
 
 
 def read_rows(path: Path) -> Generator[Row]:

@@ -1,7 +1,7 @@
 """Recorded episodes on disk, in the layout that LeRobot reads and writes (version 3.0): parquet, mp4 and metadata.
 
-`DatasetWriter` writes one, `read_dataset` reads ours and others'. They need pyarrow
-(`pip install 'embodied-loop[datasets]'`) and no torch.
+`DatasetWriter` writes one, `read_dataset` reads any. They need pyarrow (`pip install 'embodied-loop[datasets]'`) and no
+torch.
 """
 
 from embodied.datasets.episode_buffer import EpisodeBuffer, buffer_name

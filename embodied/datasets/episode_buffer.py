@@ -91,9 +91,9 @@ class EpisodeBuffer:
 
 
 class EpisodeRecorder:
-    """Open buffers by env row, which get every env step that is played and what was seen before it; none where the
-    recording has no folder for them. Where a policy decides several env steps at once, the steps inside a decision are
-    observed as well, for the record only."""
+    """Open buffers by env row, which get every env step and the observation before it; none where the recording has no
+    folder for them. Where a policy decides several env steps at once, the steps inside a decision are observed as well,
+    for the record only."""
 
     def __init__(self, env: VectorEnv, recording: Recording, warn: Callable[[str], object]) -> None:
         self.env, self.folder = env, recording.buffers

@@ -1,7 +1,7 @@
 """Write quantiles into meta/stats.json of a dataset that has none: python -m embodied.datasets.quantiles FOLDER
 
 LeRobot 2 and the first 3.0 store none, and some models need them (`policy.statistics=FOLDER`). Only the figures of
-actions and states are computed; those of other features stay.
+actions and states are computed; other features keep theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a dataset in LeRobot's layout 3.0, 2.1 or 2.0, from us or others, episode by episode.
+"""Reads a dataset in LeRobot's layout 3.0, 2.1 or 2.0, of any origin, episode by episode.
 
     for episode in read_dataset("push"):
         episode.obs["state"], episode.obs["images"]["front"], episode.actions    # [T, ...]
@@ -43,10 +43,8 @@ OLDER_EPISODES, OLDER_TASKS = "meta/episodes.jsonl", "meta/tasks.jsonl"  # layou
 
 @dataclass(frozen=True)
 class RecordedEpisode:
-    """An episode of T env steps.
-
-    `obs` is what a policy observes before each action: "state" [T, D], "images" {camera: uint8 [T, H, W, 3]},
-    "instruction" T times the task.
+    """An episode of T env steps. `obs` are the observations before each action: "state" [T, D], "images" {camera: uint8
+    [T, H, W, 3]}, "instruction" T times the task.
     """
 
     index: int
@@ -115,7 +113,7 @@ class Dataset:
         return RecordedEpisode(entry["episode_index"], task, success, obs, as_vectors(numbers.pop(ACTION)), numbers)
 
     def check_whole(self, count: int | None = None) -> None:
-        """Raise ConfigError unless what it reads of the first `count` episodes is there and whole."""
+        """Raise ConfigError if a file of the first `count` episodes is missing or cut short."""
         for entry in self.entries[:count] if self.images else ():
             for path in self._video_paths(entry).values():
                 with reading(path, ConfigError, AGAIN):

@@ -1,7 +1,7 @@
 """Checks of a dataset's own description, and safe paths to its files.
 
-Datasets come from others. Only files inside the dataset's folder are opened, and templates of paths are filled in by
-`fill`: `str.format` would follow whatever a template asks for, attributes and widths of a gigabyte included.
+Datasets come from other people. Only files inside the dataset's folder are opened, and templates of paths are filled in
+by `fill`: `str.format` would follow whatever a template asks for, attributes and widths of a gigabyte included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embodied.datasets.lerobot_layout import ACTION, INFO, STATE, VERSION, camer
 
 AGAIN = "download it, or collect it, again"
 PLACEHOLDER = re.compile(r"\{(\w+)(?::0(\d)d)?\}")  # {chunk_index:03d}
-# By version, what a chunk and a file in it are called
+# By version, the names of a chunk and of a file in it
 PLACES = {"v3.": ("chunk_index", "file_index"), "v2.": ("episode_chunk", "episode_index")}
 OLDER = ("v2.0", "v2.1")
 NUMBERS = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
@@ -111,7 +111,7 @@ def inside(root: Path, relative: str | Path) -> Path:
 
 
 def check_table(path: Path) -> None:
-    """Raise ConfigError unless this parquet file ends as one does: what a copy that broke off lacks is its end."""
+    """Raise ConfigError unless this parquet file has its end, which an interrupted copy lacks."""
     with reading(path, ConfigError, AGAIN), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(MAGIC)))
         if file.read() != MAGIC:

@@ -46,7 +46,7 @@ class DatasetWriter:
         self._sizes = {"data_files_size_in_mb": data_mb, "video_files_size_in_mb": video_mb}
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, Stats] = {}
-        self._entries: list[dict[str, Any]] = []  # those of the last episodes, not written yet
+        self._entries: list[dict[str, Any]] = []  # entries of the last episodes, not written yet
         self._root = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         self._root.mkdir(parents=True)
         every, data_bytes, video_bytes = self.features | INDICES, data_mb * 2**20, video_mb * 2**20

@@ -56,7 +56,7 @@ def head_of(result: Any) -> list[str]:
 
 
 def middle(values: Iterable[float | None]) -> float | None:
-    """The median of those that are known."""
+    """The median of the known values."""
     known = [value for value in values if value is not None]
     return median(known) if known else None
 
@@ -70,7 +70,7 @@ def rows_of(result: Any) -> dict[str, dict[str, float | None]]:
 
 
 def describe(result: Any) -> list[str]:
-    """The one table, and what it shows."""
+    """The table, and its conclusions."""
     lines = ["", f"{result.task}, {result.num_envs} envs, {result.where}; medians of {num_rounds(result)} rounds"]
     lines.append("".join(f"{name:>{14 if i == 0 else 13}}" for i, name in enumerate(head_of(result))))
     for mode, row in rows_of(result).items():
@@ -130,7 +130,7 @@ def verdict(result: Any) -> list[str]:
 
 
 def in_predicted_order(measured: Sequence[str], seconds: dict[str, float]) -> bool:
-    """True if none was faster than one that is predicted to take less; those predicted equal may be in any order."""
+    """True if no mode was faster than a mode predicted to be faster; modes predicted equal may be in any order."""
     return not any(
         seconds[slow] > seconds[quick]
         and slow not in equal_to_the_fastest({quick: seconds[quick], slow: seconds[slow]})
@@ -197,7 +197,7 @@ def html(results: Sequence[Any], about: dict[str, Any]) -> str:
 
 
 def made(results: Sequence[Any], about: dict[str, Any]) -> Html:
-    """Says when, where, of which code and under what load this was measured, and by which profiles it was predicted."""
+    """Date, machine, code, load and profiles of this measurement."""
     machine = [about.get("host"), about.get("processor"), results[0].where if results else "", about.get("platform")]
     facts = {
         "recipe": about["recipe"],

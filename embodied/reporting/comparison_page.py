@@ -232,7 +232,7 @@ def prompts_read(evaluation: Evaluation) -> dict[Prompt, str]:
 
 
 def answers_to_same_prompts(entries: list[ComparedRun]) -> list[Html]:
-    """The first answers of every run to some prompts that read alike; those of different outcomes come first."""
+    """The first answers of every run to some common prompts; prompts with different outcomes come first."""
     evaluations = [entry.run.last for entry in entries]
     if not all(one and one.of_text for one in evaluations):
         return []
@@ -281,7 +281,7 @@ def other_conditions(first: Run, second: Run) -> list[str]:
 
 
 def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Html]:
-    """Episodes of which every run has a video; those with different outcomes come first."""
+    """Episodes with a video of every run; episodes with different outcomes come first."""
     if any(entry.run.last is None for entry in entries):
         return []
     paths = [videos_by_episode(entry.run.last) for entry in entries]

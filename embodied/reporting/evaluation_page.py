@@ -72,7 +72,7 @@ def named_table(head: str, rows: dict[str, dict[str, object]]) -> Html:
 
 
 def answers_of(run: Run, one: Evaluation) -> dict[str, object]:
-    """The figures of an evaluation of a language policy, and what it was made of."""
+    """The figures of an evaluation of a language policy, and its origin."""
     steps = run.env_steps(one.version)
     about = {
         "version": one.version,
@@ -179,7 +179,7 @@ def videos_by_episode(evaluation: Evaluation) -> dict[int, Path]:
 
 
 class PageVideos:
-    """Puts videos into a page while they are small and there is room, and links the others."""
+    """Embeds small videos in a page while there is room, and links the rest."""
 
     def __init__(self, beside: Path) -> None:
         self.beside = beside

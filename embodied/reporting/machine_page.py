@@ -90,7 +90,7 @@ def per_worker(spans: list[TimedSpan]) -> Html:
 
 
 def worker_rows(spans: list[TimedSpan], title: str) -> Html:
-    """A row per worker: what it did when."""
+    """A row per worker: its activities over time."""
     start, end = min(span.start_s for span in spans), max(span.end_s for span in spans)
     names = sorted({span.name for span in spans if span.name != "wait"})
     rows = [strip(worker, pieces(own, start, end), own[0].host) for worker, own in by_worker(spans)]
@@ -140,7 +140,7 @@ def moved(span: TimedSpan, start: float, width: float) -> Html:
 
 
 def most(busy: dict[str, float], width: float) -> str:
-    """The name that took most of a bin, of which it may have been idle for the rest."""
+    """The activity with the largest part of a bin; the rest may be idle."""
     name = max(busy, key=busy.__getitem__)
     return name if busy[name] >= width - sum(busy.values()) else IDLE
 

@@ -43,7 +43,7 @@ class PartialEvaluation:
         notify: Callable[[str], object] = lambda line: None,
     ) -> None:
         """`asked` is everything that decides the outcome of an episode: earlier sessions with the same `asked` count.
-        `policy` is the entry in results.json. `notify` gets a line every so often that says how far it is."""
+        `policy` is the entry in results.json. `notify` gets lines on its progress."""
         self.folder, self.asked, self.policy, self.clock = folder, asked, policy, clock
         self.num_episodes = asked["eval"]["episodes"]
         self.finished: dict[int, EpisodeResult] = {}
@@ -129,7 +129,7 @@ def unmark(folder: Path) -> None:
 
 
 def is_part_of(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The content of partial.json, if the folder holds a part of what is asked for."""
+    """The content of partial.json, if the folder holds a part of the evaluation `asked`."""
     partial = partial_in(folder)
     return partial if partial and partial.get("asked") == json.loads(json.dumps(asked)) else None
 

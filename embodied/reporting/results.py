@@ -1,4 +1,4 @@
-"""results.json and episodes.csv of an evaluation, comparison.json of several, and what a report expects in such files.
+"""results.json and episodes.csv of an evaluation, comparison.json of several, and the keys that a report expects.
 
 The same episodes give the same bytes, in whatever order they ended.
 """
@@ -26,7 +26,7 @@ from embodied.reporting.success_stats import compare, of_text
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
-UNWRITTEN = ("prompt_tokens", "all_tokens", "places")  # by which learners share out what they learn from
+UNWRITTEN = ("prompt_tokens", "all_tokens", "places")  # used to deal episodes to learners
 FIELDS = {field.name: field for field in dataclasses.fields(EpisodeResult) if field.name not in UNWRITTEN}
 TEXT_COLUMNS = ("truncated", "tokens")  # of language policies alone
 COLUMNS = tuple(name for name in FIELDS if name not in TEXT_COLUMNS)
@@ -57,7 +57,7 @@ def write_episodes(folder: Path, episodes: Iterable[EpisodeResult]) -> None:
 
 
 def read_results(folder: Path) -> tuple[dict[str, Any], list[EpisodeResult]]:
-    """Read what `write_results` wrote; raises EmbodiedError with what is wrong in a damaged file."""
+    """Read the files of `write_results`; raises EmbodiedError for a damaged file."""
     results = read_object(folder / RESULTS)
     with reading(folder / RESULTS):
         check(results, Results)
@@ -117,7 +117,7 @@ def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> di
     return comparison
 
 
-# What a report relies on in the files it shows: the kind of each key it reads. Other keys may hold anything.
+# The kinds of the keys that a report reads. Other keys may hold anything.
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 LARGEST = 1e100
@@ -316,7 +316,7 @@ def warn_of_errors(results: dict) -> str:
 
 
 def describe_causes(causes: dict[str, int]) -> str:
-    """The most frequent cause, and how many others there are."""
+    """The most frequent cause, and the number of further causes."""
     first, *others = causes or {"unknown": 0}
     return first + (f" (and {len(others)} other causes)" if others else "")
 

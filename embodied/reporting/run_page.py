@@ -1,4 +1,4 @@
-"""report.html: one file that shows what a run did and how well, readable from disk by any browser.
+"""report.html: one file on a run and its results, readable from disk by any browser.
 
 Training writes it after every evaluation and at the end, an evaluation into its own folder, and `python -m
 embodied.report` makes it again from what is on disk. Each part of the page is one function of the files it shows.
@@ -62,7 +62,7 @@ def page_of(folder: Path, beside: Path) -> tuple[str, int]:
 
 
 def report_or_say_why(folder: Path) -> None:
-    """Write a report; if that fails print a line, so that the run it describes goes on."""
+    """Write a report; if that fails print a line, so that the run continues."""
     try:
         write_report(folder)
     except Exception as err:
@@ -133,7 +133,7 @@ def header(run: Run) -> Html:
 
 
 def subject(run: Run) -> str:
-    """Describes in a few words what was trained or evaluated."""
+    """A short description of the trained or evaluated policy and task."""
     if run.config:
         config = read_yaml(run.config)
         policy, algo = (config.get(key) or {} for key in ("policy", "algo"))

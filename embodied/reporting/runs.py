@@ -84,7 +84,7 @@ class Run:
 
     @property
     def last(self) -> Evaluation | None:
-        """The newest evaluation during training; if there is none, the last of the others."""
+        """The newest evaluation during training; if there is none, the last evaluation started by hand."""
         own = [one for one in self.evaluations if one.in_training]
         found = own or self.evaluations
         return found[-1] if found else None

@@ -75,7 +75,7 @@ def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
 
 
 def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict[str, Any] | None:
-    """Count, rate and interval of the known outcomes; None where none is known. Those of one prompt are alike."""
+    """Count, rate and interval of the known outcomes; None if none is known. Outcomes of one prompt are correlated."""
     known = [outcome for outcome in outcomes if outcome is not None]
     if not known:
         return None
@@ -258,8 +258,8 @@ def compare_means(differences: list[float]) -> dict[str, Any] | None:
 
 
 def iqm(scores: Any) -> Any:
-    """The interquartile mean: the mean of what is left when the lowest and the highest quarter, each rounded down, are
-    cut off, as scipy.stats.trim_mean(scores, 0.25) and rliable compute it. iqm([0, 4, 5, 6, 100]) is 5."""
+    """The interquartile mean: the mean without the lowest and the highest quarter, each rounded down, as
+    scipy.stats.trim_mean(scores, 0.25) and rliable compute it. iqm([0, 4, 5, 6, 100]) is 5."""
     ranked = np.sort(np.asarray(scores, float))
     cut = ranked.shape[-1] // 4
     return ranked[..., cut : ranked.shape[-1] - cut].mean(axis=-1)

@@ -195,7 +195,7 @@ def legend(entries: list[tuple[str, str, str]]) -> Html | None:
 
 
 def swatch(color: int) -> Html:
-    """A spot of this colour, before the name of what has it."""
+    """A spot of this colour, before a name in a legend."""
     return tag("i", class_=f"swatch c{color % COLORS}")
 
 

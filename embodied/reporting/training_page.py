@@ -99,7 +99,7 @@ def in_both(run: Run, key: str) -> list[Series]:
 
 
 def learning_charts(run: Run) -> list[Html]:
-    """A chart for each number of the learner; those that never changed are listed in words."""
+    """A chart for each number of the learner; constant numbers are listed in words."""
     names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith(LOSSES))
     ages, layers = (numbered(names, begin) for begin in (AGE, LOAD))
     names = [name for name in names if name not in (*ages, *layers)]
@@ -118,7 +118,7 @@ def learning_charts(run: Run) -> list[Html]:
 
 
 def numbered(names: Iterable[str], begin: str) -> list[str]:
-    """Those of these names that are `begin` and a number, by number."""
+    """The names that consist of `begin` and a number, sorted by number."""
     return sorted((name for name in names if name.startswith(begin) and name[len(begin) :].isdigit()), key=number_of)
 
 
@@ -148,8 +148,8 @@ def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -
 
 
 def rows_with(run: Run, key: str) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that have this number. Means over episodes begin where FEWEST episodes have ended, if
-    ever: those that end first are the short ones, which succeed."""
+    """The rows of metrics.jsonl with this number. Means over episodes begin after FEWEST ended episodes, since the
+    first ones to end are short and successful."""
     rows = [row for row in run.metrics if row.get(key) is not None]
     enough = [row for row in rows if row.get("recent_episodes", FEWEST) >= FEWEST]
     return (enough or rows) if key in OVER_EPISODES else rows

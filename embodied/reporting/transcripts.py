@@ -52,7 +52,7 @@ class TranscriptWriter:
         self.file.flush()
 
     def close(self) -> None:
-        """Close the file; what was added is in it."""
+        """Close the file, with all added conversations in it."""
         self.file.close()
 
     def __enter__(self) -> TranscriptWriter:
@@ -63,7 +63,7 @@ class TranscriptWriter:
 
 
 def record_transcripts(recording: Recording, source: str) -> TranscriptWriter:
-    """Writes beside the folder of videos what a sim worker, `source`, holds of an evaluation."""
+    """Writes the evaluation conversations of a sim worker, `source`, beside the folder of videos."""
     return TranscriptWriter(recording.videos.parent / PARTS, source)
 
 
@@ -126,7 +126,7 @@ def plain(value: Any) -> Any:
 
 
 def read_transcripts(folder: Path, wanted: Collection[int] | None = None) -> dict[int, dict[str, Any]]:
-    """The conversations of the evaluation in `folder` by episode, in order: all of them, or those that are wanted."""
+    """The conversations of the evaluation in `folder` by episode, in order: all, or the `wanted` ones."""
     return {index: json.loads(line) for index, line in transcript_lines(folder, wanted)}
 
 

@@ -96,7 +96,7 @@ class VideoRecorder:
             self.newest[row] = beside(frame, [camera[row] for camera in images.values()]) if images else frame.copy()
 
     def _give_up(self, problem: str) -> None:
-        """Record no more videos; the episodes go on and count."""
+        """Record no more videos; the episodes continue and count."""
         self.warn(f"no videos: {problem}")
         self.episodes = frozenset()
         for writer in self.open.values():
@@ -105,7 +105,7 @@ class VideoRecorder:
 
 
 class EpisodeStatus:
-    """The progress of an episode, for what is written under its frames."""
+    """The progress of an episode, for the text under its frames."""
 
     def __init__(self, words: str, has_success: bool) -> None:
         self.words, self.has_success = words, has_success

@@ -1,4 +1,4 @@
-"""Videos of episodes: mp4 files that any browser plays, what is drawn below their frames, and a mosaic of several.
+"""Videos of episodes: mp4 files that any browser plays, text below their frames, and a mosaic of several.
 
 Frames are streamed to ffmpeg one by one, so that memory stays flat.
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from embodied.core.errors import DeadlineExceeded, EmbodiedError
 
-CLOSE_S = 60.0  # for ffmpeg to write what it still holds
+CLOSE_S = 60.0  # for ffmpeg to write its last frames
 JOIN_S = 600.0  # for ffmpeg to join files of some hundred megabytes
 # Colours are converted and labelled as BT.709, else players guess by frame size.
 BT709 = (
@@ -165,7 +165,7 @@ class VideoWriter:
         raise EmbodiedError(f"ffmpeg ended with code {code} while writing into {self.folder}: {'; '.join(words[-3:])}")
 
 
-# What is added to frames
+# Text and images added to frames
 
 TEXT, PAPER, MARGIN = (235, 235, 235), (24, 24, 28), 3
 WIDEST = 640  # a wider frame gets no larger letters

@@ -25,7 +25,7 @@ class Suite:
     num_tasks: int
     max_steps: int  # env steps of an episode, as published evaluations use them
     num_states: int = 50  # stored initial states of every task
-    perturbation: str = ""  # of LIBERO-Pro: what is changed in the suite whose name it begins with
+    perturbation: str = ""  # of LIBERO-Pro: the perturbation of the suite whose name it begins with
 
     @property
     def is_told_by_file(self) -> bool:
@@ -82,7 +82,7 @@ SUITES = BENCHMARK | {
 }
 MUJOCO = ("3.3.0", "3.3.1", "3.3.2")  # of libero-v1; images differ from 3.3.3 on, places of objects from 3.4 on
 SETTLING_STEPS = 10  # played with an open gripper before an episode begins, so that objects come to rest
-OWN_STEPS = 300  # env steps of an episode of a task of one's own that does not say
+OWN_STEPS = 300  # default episode length of the user's own tasks, in env steps
 
 
 def is_own(task: str) -> bool:
@@ -91,7 +91,7 @@ def is_own(task: str) -> bool:
 
 
 def tasks_of(selection: str | Sequence[str]) -> tuple[str, ...]:
-    """Task names that `env.task` means: a task, a suite, or a list of these. ValueError says what is wrong."""
+    """Task names of `env.task`: a task, a suite, or a list of these. ValueError names the mistake."""
     names = [selection] if isinstance(selection, str) else list(selection)
     found: list[str] = []
     for name in names:

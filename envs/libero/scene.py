@@ -66,7 +66,7 @@ class Scene:
         return MjData(self.sim.model)
 
     def attach(self, row: SceneRow) -> None:
-        """Make robosuite's objects those of this row."""
+        """Switch robosuite's objects to this row's."""
         before = self._attached() if self._attached else None
         if before is row:
             return
@@ -167,7 +167,7 @@ _drawing = threading.Lock()
 
 
 def build(files: TaskFiles, new_env: Any) -> Any:
-    """robosuite's env of a task; what is wrong with one of the user's own in a line."""
+    """robosuite's env of a task; a mistake in the user's own task becomes a line."""
     if files.states is not None:
         with quiet():
             return new_env(str(files.bddl))
@@ -190,7 +190,7 @@ class Draws:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Let the global generators go on where these stopped, for a while."""
+        """Continue the global random generators from this state, for a while."""
         with _drawing:
             before = np.random.get_state(), random.getstate()
             np.random.set_state(self._numpy)

@@ -133,7 +133,7 @@ def limit_of(task: str) -> int | None:
 
 
 def read_bddl(path: Path, task: str) -> str:
-    """The text of a task file that can be one; ConfigError says what is wrong with it."""
+    """The text of a valid task file; ConfigError names its mistake."""
     said = f"env.task={task!r}: "
     try:
         text = re.sub(r";[^\n]*", "", path.read_text(encoding="utf-8"))
@@ -181,7 +181,7 @@ def read_states(path: Path) -> np.ndarray:
 
 
 def check_own(config: Any) -> None:
-    """Refuse what is known to be wrong before a simulator is there."""
+    """Refuse mistakes that can be found without a simulator."""
     for task in filter(is_own, tasks_of(config.task)):
         own_files(task)
     if config.states_file is not None:
@@ -240,7 +240,7 @@ def register(kind: type) -> None:
 
 
 def mentioned(found: dict) -> Iterator[str]:
-    """Names in the goal, in the initial state and among what the task is about."""
+    """Names in the goal, in the initial state and among the objects of interest."""
     yield from found["obj_of_interest"]
     for term in [*found["initial_state"], *found["goal_state"]]:
         yield from (name for name in term[1:] if isinstance(name, str))

@@ -23,7 +23,7 @@ ABOVE = 0.07  # over a thing before the hand comes down
 CLEAR = 0.06  # how high over its place a thing is carried
 PRESS = 0.02  # below where a thing would rest, to which it is brought down: it touches before the fingers open
 DEEP = 0.004  # below a thing's middle, where fingers close
-BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to those of the arm's base
+BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to the arm's base axes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from embodied.envs.maniskill.images import intrinsics
 FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # of the camera, in pixels
 WHOLE: Region = (0.0, 0.0, 1.0, 1.0)
 MIDDLE_SQUARE: Region = (0.125, 0.0, 0.875, 1.0)  # of an image that is a third wider than high
-SCORE = {"is_src_obj_grasped": 0.1, "consecutive_grasp": 0.1}  # and 1 for what was grasped and is where it should be
+SCORE = {"is_src_obj_grasped": 0.1, "consecutive_grasp": 0.1}  # and 1 for success after a grasp
 BASES = {"flat_table": ([0.147, 0.028, 0.870], [0, 0, 0, 1]), "sink": ([0.127, 0.060, 0.85], [0, 0, 0, 1])}
 ASIDE = sapien.Pose([0.147, 0.028, 1.87], [0, 0, 0, 1])  # where the arm is while objects are put down
 
@@ -53,7 +53,7 @@ class BridgeScene:
 
     @property
     def _default_human_render_camera_configs(self) -> CameraConfig:
-        """The middle of what the robot's camera sees."""
+        """The middle of the robot's camera image."""
         (camera,) = self.agent._sensor_configs
         pose = sapien.Pose(*BASES[self.scene_setting]) * camera.pose.sp
         fov = 2 * np.arctan(HEIGHT / 2 / FOCAL)

@@ -43,7 +43,7 @@ OLD_PLATES, NEW_PLATES = (0,), tuple(range(1, 17))
 
 @dataclass(frozen=True)
 class Variant:
-    """The things that episodes are drawn from, those of `train` by default."""
+    """The objects that episodes are drawn from, by default the training objects."""
 
     objects: tuple[int, ...] = OLD_OBJECTS
     plates: tuple[int, ...] = OLD_PLATES
@@ -51,7 +51,7 @@ class Variant:
     places: str = "pairs"  # which table of `PLACES`
     turns: tuple[float, ...] = TURNS
     extra: str = ""  # "object" or "plate": a wrong one lies there as well
-    extras: tuple[int, ...] = ()  # all that can be it, the right one left out
+    extras: tuple[int, ...] = ()  # all possible ones, except the right one
     textures: tuple[int, ...] = (0,)  # painted over the picture; 0 paints nothing
     weight: float = 0.0  # how strongly
     everywhere: bool = False  # over all of it, or over robot and things only
@@ -110,7 +110,7 @@ class Episode:
     template: int
     places: np.ndarray  # [2 or 3, 2]: of object, plate and a third thing
     turn: float  # degrees
-    start: np.ndarray  # [6], what the arm's joints begin with beyond the usual, in radians
+    start: np.ndarray  # [6], offsets of the arm's initial joints, in radians
 
 
 def grid(size: int) -> list[tuple[float, float]]:
@@ -207,5 +207,5 @@ IN_DISTRIBUTION = ("Single-v1", "Main-v3", "MainCarrot-v3", "MainImage-v3")
 
 
 def variant(name: str, which: str | None) -> Variant:
-    """Unset, what a task is for: the ones to train on, or for the others what was never seen in training."""
+    """Unset: training objects for the training tasks, unseen objects for the other tasks."""
     return variants(which or ("train" if name in IN_DISTRIBUTION else "test"))[name]
