@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -10,7 +11,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -422,20 +422,28 @@ def test_a_language_run_is_told_what_this_server_is(policy):
         asyncio.run(look(address.replace("ws", "http", 1)))
 
 
+def test_a_server_that_a_shell_started_in_the_background_ends_with_sigint_while_it_loads(monkeypatch):
+    """Shells ignore SIGINT in what they start there."""
+    monkeypatch.setattr(serve, "find_language", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            serve.start(["checkpoint=somewhere"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT], ids=["asked", "in the background"])
-def test_the_command_serves_a_policy_folder_until_it_is_asked_to_stop(policy, tmp_path, stop):
-    """Shells ignore SIGINT in what they start in the background."""
+def test_the_command_serves_a_policy_folder_until_it_is_asked_to_stop(policy, tmp_path):
     policy.save_pretrained(tmp_path / "policy")
     command = [sys.executable, "-m", "embodied.serve", f"checkpoint={tmp_path / 'policy'}", "port=0"]
-    ignored = partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=ignored) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             lines = [next(process.stdout) for _ in range(3)]
             with connect(lines[-1].split()[1]) as connection:
                 connection.recv(timeout=30)
                 assert ask(connection, request())["actions"].shape == (4, 2)
-            process.send_signal(stop)
+            process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:
             process.kill()
