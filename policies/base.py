@@ -128,6 +128,11 @@ class Policy(nn.Module):
         """Bytes of that memory for one env row whose decision has so many tokens besides image tokens."""
         return 0
 
+    def counted_features(self, places: int) -> Tensor:
+        """What its vision tower makes of a conversation's pictures with so many places, on the meta device: nothing is
+        computed, and what a backward pass would keep can be counted."""
+        raise NotImplementedError
+
     @property
     def horizon(self) -> int:
         """Actions of a demonstration that it learns to predict from one observation."""

@@ -2,7 +2,8 @@
 
 A sequence is what passes through the network at once: conversations that share a prompt, or several short ones. All
 ranks tell each other how long theirs are, compute the same table of passes from that, and run their passes in its
-order. Ranks that help get the sequence's tokens; its loss stays with the rank whose sequence it is, the owner.
+order. Ranks that help get the sequence's tokens and its pictures' names; its loss stays with the rank whose sequence
+it is, the owner.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import EmbodiedError
 from embodied.learners.config import LearnerConfig
 from embodied.placement.balance import PassCost
@@ -39,7 +41,7 @@ class SharedPass:
     owner: int  # the place in the group of the rank that has the loss
     number: int  # in the table
     order: deque[int]  # of this rank's shared passes that have not begun
-    sizes: tuple[int, int]  # tokens and conversations
+    sizes: tuple[int, int, int]  # tokens, conversations, and numbers that spell the names of its pictures
     told: PendingTensor
 
     def inputs(self) -> dict[str, Any]:
@@ -47,14 +49,16 @@ class SharedPass:
         mine, owner = self.group.ranks[self.group.place], self.group.ranks[self.owner]
         if (turn := self.order.popleft()) != self.number:
             raise EmbodiedError(f"learner rank {mine} begins pass {self.number} of the table before pass {turn}")
-        number, *told = self.told.wait().cpu().split([1, *(self.sizes[name in TOLD[2:]] for name in TOLD)])
+        tokens, conversations, spelt = self.sizes
+        number, *told, names = self.told.wait().cpu().split([1, *2 * [tokens], *2 * [conversations], spelt])
         if int(number) != self.number:
             raise EmbodiedError(
                 f"learner rank {owner} runs pass {int(number)} where rank {mine} runs pass {self.number}: "
                 "their tables differ"
             )
         inputs = dict(zip(TOLD, told, strict=True))
-        return inputs | {"mask": inputs["mask"].bool(), "ranks": (self.group, self.owner)}
+        inputs |= {"mask": inputs["mask"].bool(), "ranks": (self.group, self.owner)}
+        return inputs | ({"pictures": read_names(names.numpy())} if spelt else {})
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,8 @@ class PassTable:
     def passes(self, items: Sequence[Tensor], inputs: Callable[[Tensor], dict], padding: Tensor | None) -> list[Pass]:
         """This rank's passes where it has these sequences, each given by its items. All ranks take part. `padding`:
         items for passes that count nothing, where all ranks must run equally many."""
-        told = [[np.asarray(inputs(each)[name].cpu()).reshape(-1) for name in TOLD] for each in items]
-        rows = np.array([self._row(*each) for each in told]).reshape(-1, 4)
+        told = [told_of(inputs(each)) for each in items]
+        rows = np.array([self._row(*each) for each in told]).reshape(-1, 5)
         of_ranks = self.collective.gather(rows)
         first = sum(map(len, of_ranks[: self.rank]))
         own = dict(enumerate(zip(items, told, strict=True), first))
@@ -119,21 +123,42 @@ class PassTable:
         most = max(sum(rank in group for group in ranks) for rank in range(len(of_ranks)))
         return found + [Pass(padding, counts=False)] * (most - len(found))
 
-    def _row(self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[float]:
-        """Of a sequence, the tokens that pass through the network, their cost, and the numbers of tokens and
-        conversations."""
+    def _row(
+        self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, names: np.ndarray
+    ) -> list[float]:
+        """Of a sequence, the tokens that pass through the network, the cost of these and of its pictures, and its
+        `SharedPass.sizes`."""
         blocks = blocks_of(tokens, mask, lengths, groups)
         cost = sum(self.cost.of(lengths[[*block.members]].tolist(), block.shared) for block in blocks)
-        return [sum(block.size for block in blocks), cost, len(tokens), len(lengths)]
+        cost += self.cost.of([], places=places_of(tokens, read_names(names)))
+        return [sum(block.size for block in blocks), cost, len(tokens), len(lengths), len(names)]
 
     def _share(
-        self, number: int, ranks: range, owner: int, sizes: list[int], order: deque[int], own: tuple | None
+        self, number: int, ranks: range, owner: int, sizes: Sequence[int], order: deque[int], own: tuple | None
     ) -> SharedPass:
-        """Begin to send a sequence's number and tokens from its owner to all of its ranks."""
+        """Begin to send a sequence's number, tokens and pictures' names from its owner to all of its ranks."""
         group, place = self.groups[len(ranks)], ranks.index(owner)
-        sent = torch.empty(1 + 2 * sum(sizes), dtype=torch.int64)
+        tokens, conversations, spelt = sizes
+        sent = torch.empty(1 + 2 * (tokens + conversations) + spelt, dtype=torch.int64)
         if own is not None:
             sent = torch.from_numpy(np.concatenate([[number], *own[1]]).astype(np.int64))
-        tokens, conversations = sizes
         coming = group.send_from(place, sent.to(self.device))
-        return SharedPass(group, place, number, order, (tokens, conversations), coming)
+        return SharedPass(group, place, number, order, (tokens, conversations, spelt), coming)
+
+
+def told_of(inputs: dict[str, Any]) -> list[np.ndarray]:
+    """What ranks that help are told of a sequence, each in one dimension; the names of its pictures as numbers."""
+    text = "\0".join(inputs.get("pictures", ())).encode()
+    names = np.frombuffer(text + bytes(-len(text) % 8), np.int64)
+    return [*(np.asarray(inputs[name].cpu()).reshape(-1) for name in TOLD), names]
+
+
+def read_names(spelt: np.ndarray) -> list[str]:
+    """The names that `told_of` spelt."""
+    return spelt.tobytes().rstrip(b"\0").decode().split("\0") if len(spelt) else []
+
+
+def places_of(tokens: np.ndarray, names: Sequence[str]) -> int:
+    """The places of the different pictures that these tokens show, one name after the other."""
+    counts = np.bincount(np.cumsum(tokens == FIRST_PLACE)[tokens < 0], minlength=1)[1:].tolist()
+    return sum(dict(zip(names, counts, strict=True)).values())

@@ -70,6 +70,7 @@ class Memory:
 def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     """Memory of a recipe's learner, found without its simulator and its model's folder; None for small policies. An
     iteration has so many items, where nothing says how many are computed together."""
+    from embodied.envs import env_class
     from embodied.policies import policy_class
 
     kind = policy_class(config.policy.name)
@@ -77,7 +78,9 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     if policy is None:
         return None
     rows = config.learner.micro_batch_size or config.algo.minibatch_size or items
-    inputs = conversations(longest_pass(policy, config.learner)) if kind.speaks else made_up(policy, rows)
+    inputs = made_up(policy, rows) if not kind.speaks else conversations(longest_pass(policy, config.learner))
+    if kind.speaks and env_class(config.env).shows_pictures(config.env):
+        inputs["places"] = longest_pass(policy, config.learner)  # at most: as if pictures filled the prompts
     copied = num_bytes(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, inputs)
     return replace(found, reference=copied) if config.algo.kl_coef and not config.roles.reference else found
@@ -132,8 +135,9 @@ def training_bytes(p: Tensor) -> int:
 
 def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> int:
     """The bytes that the forward pass keeps for the backward pass, in the policy's own precision; weights are not
-    counted again."""
-    policy = policy.to("meta")
+    counted again. "places" of the inputs are those of pictures, which pass through the vision tower besides."""
+    policy, inputs = policy.to("meta"), {**inputs}
+    places = inputs.pop("places", 0)
     if config.checkpoint_activations:
         recompute(policy)
     weights = {p.untyped_storage()._cdata for p in policy.parameters()}
@@ -147,6 +151,8 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy(inputs)
         loss = scores.logprobs.sum() + scores.values.sum()
+        if places:
+            loss = loss + policy.counted_features(places).sum()
     total = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
     del loss
     return total

@@ -11,15 +11,7 @@ from embodied.core.files import as_path
 from embodied.core.options import broken_rules, never_with, only_with
 from embodied.envs import import_class, speaks
 
-OUR_ENGINE = never_with(
-    {"policy.engine": "vllm"},
-    {"policy.reads_pictures": True, "policy.pretrained": bool},
-    "models that see are run by our own engine alone; set policy.engine=transformers",
-)
-PICTURES = (
-    never_with({"policy.engine": ("vllm", "http")}, {}, "it passes no pictures on; set policy.engine=transformers"),
-    never_with("learner.sequence_degree", {}, "learners exchange tokens alone; try learner.sequence_degree=1"),
-)
+PICTURES = (never_with({"policy.engine": "http"}, {}, "it passes no pictures on; try policy.engine=transformers"),)
 LEARNING = (
     never_with(
         {"policy.weights": None},
@@ -48,7 +40,6 @@ PLAYING = (
 
 def check_pictures(config: RunConfig, kind: Any) -> None:
     """Refuse a policy that reads text alone for an env that shows pictures, and what is not done with pictures."""
-    refuse(broken_rules((OUR_ENGINE,), config))
     if not kind.shows_pictures(config.env):
         return
     policy, given = config.policy, f"env.name={config.env.name} shows pictures"

@@ -31,7 +31,8 @@ def divided(packed: Packed, count: int) -> list[Packed]:
     """
     width = packed.ids.shape[1]
     more = [(0, 0), (0, -width % count)]
-    ids, positions, segments = (np.pad(each, more) for each in (packed.ids, packed.positions, packed.segments))
+    ids, segments = (np.pad(each, more) for each in (packed.ids, packed.segments))
+    positions = np.pad(packed.positions, more + [(0, 0)] * (packed.positions.ndim - 2))
     whole = replace(packed, blocks=np.pad(packed.blocks, more, constant_values=-1), segments=segments)
     row, column = np.divmod(packed.sources, width)
     parts = []

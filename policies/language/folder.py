@@ -86,7 +86,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 def check_for_vllm(folder: Path) -> None:
     """Refuse a model that vLLM cannot run on a CPU."""
-    shape = read_config(folder)
+    shape = read_config(folder).get_text_config()
     if getattr(shape, "n_routed_experts", None):
         raise ConfigError(
             f"policy.engine=vllm: on a CPU a {shape.model_type} takes no new weights there, and {folder} is one; "

@@ -220,11 +220,14 @@ class LanguagePolicy(PublishedPolicy):
         seen = attention.attention_mask(packed, way, self.device)
         more = {"use_cache": False} | ({} if ranks is None else {"ranks": ranks})
         attention.use_kernel(self.decoder, way if ranks is None else DIVIDED)
-        read = {"input_ids": ids} if self.sight is None else {"inputs_embeds": self.sight.embed(self.model, ids, names)}
+        read = {"input_ids": ids}
+        if self.sight is not None:
+            read = {"inputs_embeds": self.sight.embed(self.model, ids, names, ranks)}
         places = positions if positions.ndim == 2 else positions.movedim(2, 0)
         blocks = packed.blocks if ranks is None else packed.blocks[:, ranks.group.place :: ranks.group.size]
         at = packed.positions if packed.positions.ndim == 2 else packed.positions.max(-1)
-        self.count_work(at[blocks >= 0], sum(self.sight.read(name).places for name in names))
+        shown = sum(self.sight.read(name).places for name in names)
+        self.count_work(at[blocks >= 0], shown / (1 if ranks is None else ranks.group.size))
         with self.experts.counting(tensor_of(blocks >= 0, self.device)):
             states = self.decoder(**read, position_ids=places, attention_mask=seen, **more)
         return states.last_hidden_state.flatten(0, 1)[sources]
@@ -281,10 +284,13 @@ class LanguagePolicy(PublishedPolicy):
     def pass_cost(self) -> tuple[float, float, float]:
         return (*files.pass_cost(self.model), place_cost(self.model))
 
+    def counted_features(self, places: int) -> Tensor:
+        return SIGHTS[self.model.config.model_type].counted(self.model, places)
+
     def exchange_size(self) -> tuple[int, int]:
         return files.exchange_size(self.model)
 
-    def count_work(self, positions: np.ndarray, places: int) -> None:
+    def count_work(self, positions: np.ndarray, places: float) -> None:
         """Count a pass of tokens at these positions of their conversations, and of pictures with so many places."""
         (token, pair, place), taught = self.pass_cost(), torch.is_grad_enabled()
         products = token * len(positions) + 2 * pair * float((positions + 1).sum()) + place * places

@@ -22,11 +22,14 @@ from torch import Tensor
 from embodied.core.arrays import tensor_of
 from embodied.core.conversations import FIRST_PLACE
 from embodied.core.errors import CheckpointError
-from embodied.core.pictures import PictureError, load_picture, shown
+from embodied.core.pictures import PictureError, drawing, load_picture, shown
+from embodied.policies.language.attention import COUNTED
 from embodied.policies.language.config import SEEING
+from embodied.policies.language.divided_rows import DividedPass, Exchange
 
 PREPROCESSOR = "preprocessor_config.json"
 KEPT_BYTES = 2**28  # of pictures whose pixels are kept, the latest
+BLANK = drawing("count", 0, 16)  # what a rank looks at that must take part and has no picture of its own
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class Picture:
     @property
     def places(self) -> int:
         return sum(token < 0 for token in self.tokens)
+
+    @property
+    def is_place(self) -> np.ndarray:
+        """bool [n]: which tokens, from the first place to the last, are places."""
+        found = np.array(self.tokens) < 0
+        at = np.flatnonzero(found)
+        return found[at[0] : at[-1] + 1]
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +76,11 @@ class Sight:
     @classmethod
     def patches_of_place(cls, config: Any) -> int:
         """The number of patches that the model makes one place of."""
+        raise NotImplementedError
+
+    @classmethod
+    def counted(cls, model: Any, places: int) -> Tensor:
+        """`Policy.counted_features` of this kind of model."""
         raise NotImplementedError
 
     def __deepcopy__(self, _: dict) -> Sight:
@@ -129,6 +144,10 @@ class Sight:
             tokens += [*self.read(name).tokens, *piece]
         return tokens
 
+    def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
+        """A picture's pixels by the names and in the shapes that vLLM's model takes."""
+        return picture.pixels
+
     # What the network makes of them
 
     def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
@@ -139,14 +158,30 @@ class Sight:
         """What the vision tower makes of these pictures [places, D], one after the other."""
         raise NotImplementedError
 
-    def embed(self, model: Any, ids: Tensor, names: Sequence[str]) -> Tensor:
+    def embed(self, model: Any, ids: Tensor, names: Sequence[str], ranks: DividedPass | None = None) -> Tensor:
         """The embeddings [..., D] of tokens whose places of pictures are numbered over all pictures of these names, as
-        `numbered` does."""
+        `numbered` does. `ranks` compute them together, where the tokens are this rank's part of the rows."""
         words = model.get_input_embeddings()(ids.clamp(min=0))
-        if not names:
-            return words
-        seen = self.features(model, names).to(words.dtype)
-        return torch.where((ids < 0)[..., None], seen[(-1 - ids).clamp(min=0)], words)
+        if not names:  # ranks that hold shards of the tower's blocks run these equally often
+            sharded = hasattr(next(tower_blocks_of(model)[0].parameters()), "device_mesh")
+            return words + 0 * self.features(model, [BLANK]).sum() if sharded else words
+        seen = self.features(model, names) if ranks is None else self.divided_features(model, names, ranks)
+        return torch.where((ids < 0)[..., None], seen.to(words.dtype)[(-1 - ids).clamp(min=0)], words)
+
+    def divided_features(self, model: Any, names: Sequence[str], ranks: DividedPass) -> Tensor:
+        """The features of these pictures where ranks divide them: each looks at neighbours of about as many places, and
+        gives the others what it sees.
+
+        Pictures of 2, 1 and 1 places on two ranks: rank 0 looks at the first, rank 1 at the others.
+        """
+        group, counts = ranks.group, np.array([self.read(name).places for name in names])
+        looks = (np.cumsum(counts) - counts) * group.size // counts.sum()
+        sizes = np.bincount(looks, counts, group.size).astype(int).tolist()
+        mine = [name for name, rank in zip(names, looks.tolist(), strict=True) if rank == group.place]
+        seen = self.features(model, mine or [BLANK])[: sizes[group.place]]
+        room = torch.nn.functional.pad(seen, (0, 0, 0, max(sizes) - len(seen)))
+        came = Exchange.apply(group, room.expand(group.size, -1, -1).flatten(1)).view(group.size, *room.shape)
+        return torch.cat([rows[:size] for rows, size in zip(came, sizes, strict=True)])
 
     def numbered(self, tokens: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
         """The tokens of conversations, int64 [n], with their pictures' places numbered over all different pictures: the
@@ -173,6 +208,17 @@ class QwenSight(Sight):
     @classmethod
     def patches_of_place(cls, config: Any) -> int:
         return config.vision_config.spatial_merge_size**2
+
+    @classmethod
+    def counted(cls, model: Any, places: int) -> Tensor:
+        tower, vision = model.base_model.visual, model.config.vision_config
+        tower.set_attn_implementation(COUNTED)
+        patches, numbers = places * cls.patches_of_place(model.config), tower.patch_embed.proj.weight[0].numel()
+        hidden = tower.patch_embed(torch.empty(patches, numbers, dtype=tower.dtype, device="meta"))
+        angles = hidden.new_empty(patches, vision.hidden_size // vision.num_heads)
+        for block in tower.blocks:
+            hidden = block(hidden, cu_seqlens=torch.tensor([0, patches]), position_embeddings=(angles, angles))
+        return tower.merger(hidden)
 
     def opening(self) -> str:
         ends = self.own.convert_ids_to_tokens([self.config.vision_start_token_id, self.config.vision_end_token_id])
@@ -222,6 +268,18 @@ class IdeficsSight(Sight):
     def patches_of_place(cls, config: Any) -> int:
         return config.scale_factor**2
 
+    @classmethod
+    def counted(cls, model: Any, places: int) -> Tensor:
+        base, vision = model.base_model, model.config.vision_config
+        tower, tile = base.vision_model, (vision.image_size // vision.patch_size) ** 2
+        tower.set_attn_implementation(COUNTED)
+        tiles, sides = -(-places * cls.patches_of_place(model.config) // tile), 2 * [vision.image_size]
+        pixels = torch.empty(tiles, vision.num_channels, *sides, dtype=tower.dtype, device="meta")
+        hidden = tower.embeddings.patch_embedding(pixels).flatten(2).transpose(1, 2)
+        for block in tower.encoder.layers:
+            hidden = block(hidden, attention_mask=None)
+        return base.connector(tower.post_layernorm(hidden))
+
     def process(self, pixels: np.ndarray) -> Picture:
         found = dict(self.processor(images=[[pixels]], return_row_col_info=True, return_tensors="np"))
         rows, columns = (int(np.ravel(found.pop(key))[0]) for key in ("rows", "cols"))
@@ -240,6 +298,11 @@ class IdeficsSight(Sight):
                 place += count
             tokens += self.own(part, add_special_tokens=False)["input_ids"]
         return Picture(found, tuple(tokens))
+
+    def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
+        """The tiles of all pictures stand one after the other there."""
+        tiles = {key: array[0] for key, array in picture.pixels.items()}
+        return tiles | {"num_patches": np.array([len(tiles["pixel_values"])])}
 
     def features(self, model: Any, names: Sequence[str]) -> Tensor:
         pictures, device = [self.read(name).pixels for name in names], next(model.parameters()).device

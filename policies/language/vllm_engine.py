@@ -18,9 +18,11 @@ On a CPU vLLM's sleep frees nothing, so the same memory is emptied here.
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.util
 import math
 import os
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied.core.conversations import SamplingRule
+from embodied.core.conversations import FIRST_PLACE, SamplingRule
 from embodied.core.errors import ConfigError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, cache_bytes, seed_of, unanswered
@@ -117,7 +119,28 @@ class VLLMEngine(Engine):
             seed=seed_of(seed, stream, request),
             stop_token_ids=self.stops,
         )
-        self.engine.add_request(name, {"prompt_token_ids": [int(token) for token in request.tokens]}, settings)
+        self.engine.add_request(name, self.prompt_of(request), settings)
+
+    def prompt_of(self, request: Request) -> dict[str, Any]:
+        """A conversation as vLLM takes it. Its pictures are processed as for our own network, and their hashes let
+        vLLM reuse keys and values."""
+        sight, tokens = self.policy.sight, [int(token) for token in request.tokens]
+        if not request.pictures:
+            return {"prompt_token_ids": tokens}
+        from vllm.inputs import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        fields_of = self.engine.renderer.get_mm_processor()._get_mm_fields_config
+        begins = np.flatnonzero(np.array(tokens) == FIRST_PLACE).tolist()
+        items, places = [], []
+        for begin, name in zip(begins, request.pictures, strict=True):
+            picture = sight.read(name)
+            pixels = {key: torch.from_numpy(array) for key, array in sight.for_vllm(picture).items()}
+            items += MultiModalKwargsItems.from_hf_inputs(pixels, fields_of(pixels, {}))["image"]
+            places.append(PlaceholderRange(begin, len(picture.is_place), torch.from_numpy(picture.is_place)))
+        hashes = [hashlib.sha256(name.encode()).hexdigest() for name in request.pictures]
+        images = MultiModalKwargsItems({"image": items})
+        return mm_input(self.policy.shown_tokens(tokens), images, {"image": hashes}, {"image": places})
 
     def step(self) -> list[Answer]:
         answers, self.ended = self.ended, []
@@ -158,6 +181,8 @@ class VLLMEngine(Engine):
             self.engine.collective_rpc(replace_weights, args=(pairs,))
         if not self.engine.reset_prefix_cache():  # what it remembers of prompts is of the weights before
             raise AssertionError("vLLM did not forget its prefixes")
+        if self.policy.sight:
+            self.engine.reset_encoder_cache()  # what its vision tower made of pictures
         self.engine.set_weight_version(str(version))
         self.version = version
         self._wake(CACHE)
@@ -213,6 +238,8 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
         shape = copy.deepcopy(policy.model.config)
         shape.architectures = [type(policy.model).__name__]
         shape.save_pretrained(folder)
+        if policy.sight:
+            take_processed_pictures(shape.architectures[0], policy.max_length)
         llm = LLM(
             folder,
             dtype=config.dtype,
@@ -224,12 +251,41 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
             max_num_seqs=config.max_running,
             distributed_executor_backend="uni",
             logprobs_mode="raw_logprobs",
+            **({"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}),
             **(on_gpu(bytes_, num_bytes(policy.model.parameters())) if policy.device.type == "cuda" else {}),
         )
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
         SamplingParams, n=1, logprobs=0, ignore_eos=True, detokenize=False, output_kind=delta
     )
+
+
+def take_processed_pictures(architecture: str, most: int) -> None:
+    """Let vLLM's model of this name take pictures as `Sight` processes them, each of at most so many places. vLLM would
+    ask transformers' processors for that number, which need torchvision and a published folder."""
+    if importlib.util.find_spec("torchvision") is None:  # vLLM's Qwen2-VL wants a function that needs none
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as without
+
+        sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", without)
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    known = ModelRegistry.models[architecture].load_model_cls()
+    factories = known._processor_factory
+
+    class Limits(factories.info):
+        def get_supported_mm_limits(self) -> dict[str, int | None]:
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, *_: Any, **__: Any) -> dict[str, int]:
+            return {"image": most}
+
+    class Processor(factories.processor):
+        requires_tokenizer = False
+
+    more = {"info": Limits, "dummy_inputs": factories.dummy_inputs}
+    register = MULTIMODAL_REGISTRY.register_processor(Processor, **more)
+    ModelRegistry.register_model(architecture, register(type(known.__name__, (known,), {})))
 
 
 def on_gpu(cache: int, weights: int) -> dict[str, Any]:

@@ -140,9 +140,9 @@ PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: every e
 PPO env.name=uneven_env:Uneven env.side_by_side=4 -> env.side_by_side=4: only text envs hold conversations
 PPO env.name=sums -> answers with actions; try policy.name=language
 PICTURES policy.preset=tiny -> policy.preset=tiny reads text alone
-PICTURES policy.engine=vllm -> policy.engine=vllm: it passes no pictures on; set policy.engine=transformers
 PICTURES SERVER policy.weights=. -> policy.engine=http: it passes no pictures on
-PICTURES learner.sequence_degree=2 -> learners exchange tokens alone; try learner.sequence_degree=1
+SUMS policy.lora_rank=2 policy.lora_config.use_dorra=1 -> unknown key, did you mean 'use_dora'? known: use_dora, use_r
+PPO learner.shard=true placement={"sim,policy":"cpu:0","learner":"cpu:1"} -> try learner.shard=false, or placement=
 """
 ROWS = [row.split(" -> ") for row in TABLE.strip().splitlines()]
 
@@ -171,6 +171,10 @@ def test_what_does_not_go_together_is_answered_with_a_value_that_works(asked, an
         keys = {word.partition("=")[0] for word in advised.split()}
         again = mistakes([*(word for word in words if word.partition("=")[0] not in keys), *advised.split()])
         assert line not in again, f"{advised} is no way out"
+
+
+def test_one_wrong_option_is_one_mistake():
+    assert len(mistakes(words_of("PPO algo.groups=4"))) == 1
 
 
 def rules():

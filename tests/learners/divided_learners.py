@@ -4,6 +4,7 @@ divided_learners.py FOLDER RANK RANKS. Prints how far each ends from a single ra
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from tiny_language import SPEC, build
+from tiny_language import SEES, SPEC, build
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.core.conversations import FIRST_PLACE
+from embodied.core.pictures import drawing
 from embodied.core.types import BatchEnd, Trajectory, Unit, choose
 from embodied.learners.config import LearnerConfig
 from embodied.learners.divided_passes import PassTable
@@ -37,26 +40,44 @@ WAYS = {
     "sharded": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, {}),
     "periodic": (GRPO | {"epochs": 1, "minibatch_size": None}, {"sequence_degree": "auto"}, {}),
     "values": ({"name": "ppo", **BASE}, {"sequence_degree": 2}, {"value_head": True}),
+    "pictures": (GRPO, {"sequence_degree": ranks}, {"preset": "tiny_vl"}),
+    "pictures sharded": (GRPO, {"sequence_degree": "auto", "shard": True}, {"preset": "tiny_vl"}),
+    "pictures apart": (GRPO, {"shard": True}, {"preset": "tiny_vl"}),
 }
+SHOWN = {0: [64, 32], 1: [128], 2: [32, 32, 32], 5: [48]}  # pixels of the pictures in the prompts of these groups
 USED: list[set[int]] = [set()]  # degrees of this rank's passes, table by table
 
 
-def conversations() -> Trajectory:
-    """Groups of conversations, each a prompt of five tokens and an answer; their log-probs are nearly the policy's."""
+def conversations(preset: str) -> Trajectory:
+    """Groups of conversations, each a prompt of five tokens and an answer, and for a policy that sees pictures in some
+    prompts; their log-probs are nearly the policy's."""
     draw, count = np.random.default_rng(0), len(ANSWERS) * SIZE
-    prompts = np.repeat(draw.integers(3, 90, (len(ANSWERS), 5)), SIZE, axis=0)
+    policy = build(SPECS[preset], preset=preset, dtype="float64")
+    prompts = [*draw.integers(3, 90, (len(ANSWERS), 5))]
+    names = {
+        group: [drawing("count", 10 * group + at, size) for at, size in enumerate(sizes)]
+        for group, sizes in (SHOWN.items() if policy.spec.pictures else ())
+    }
+    for group, shown in names.items():
+        prompts[group] = np.concatenate([[3], *(policy.sight.read(name).tokens for name in shown), prompts[group]])
+    prompts = [prompt for prompt in prompts for _ in range(SIZE)]
     answers = [draw.integers(3, 90, size) for size in np.ravel(ANSWERS)]
     tokens = [np.concatenate(both).astype(np.int32) for both in zip(prompts, answers, strict=True)]
     lengths = np.array([len(each) for each in tokens])
-    mask = np.concatenate([np.arange(length) >= 5 for length in lengths])
+    mask = np.concatenate([np.arange(len(all_)) >= len(p) for all_, p in zip(tokens, prompts, strict=True)])
     inputs = {"actions": np.concatenate(tokens)[:, None, None], "mask": mask[:, None], "lengths": lengths}
+    obs = {}
+    if names:
+        obs["picture"] = np.full(lengths.sum(), "", object)
+        inputs["pictures"] = [name for group in range(len(ANSWERS)) for name in SIZE * names.get(group, [])]
+        obs["picture"][inputs["actions"][:, 0, 0] == FIRST_PLACE] = inputs["pictures"]
     with torch.no_grad():
-        found = build(preset="tiny_gpt2", dtype="float64")(inputs | {"groups": np.arange(count)}).logprobs.numpy()
+        found = policy(inputs | {"groups": np.arange(count)}).logprobs.numpy()
     last = (np.arange(lengths.sum()) == np.repeat(np.cumsum(lengths), lengths) - 1)[:, None]
     return Trajectory(
         ids=np.arange(count),
         lengths=lengths,
-        obs={},
+        obs=obs,
         actions=inputs["actions"],
         logprobs=found + 0.1 * mask[:, None, None] * draw.normal(size=found.shape),
         rewards=np.zeros((len(mask), 1)),
@@ -68,33 +89,36 @@ def conversations() -> Trajectory:
     )
 
 
-DATA = conversations()
-SCORES = np.random.default_rng(7).normal(size=len(DATA.ids))
-ADVANTAGES = np.random.default_rng(8).normal(size=len(DATA.ids))
+SPECS = {"tiny_gpt2": SPEC, "tiny_vl": SEES}
+DATA = {preset: conversations(preset) for preset in SPECS}
+IDS = DATA["tiny_gpt2"].ids
+SCORES, ADVANTAGES = (np.random.default_rng(seed).normal(size=len(IDS)) for seed in (7, 8))
 
 
-def unit(ids: np.ndarray, **about) -> list:
+def unit(preset: str, ids: np.ndarray, **about) -> list:
     """What a channel delivers for these conversations."""
     source = f"sim#{ids[0]}-{len(ids)}"
-    return [choose(DATA, ids, source), Unit((source,), ids, ADVANTAGES[ids], SCORES[ids], **about)]
+    return [choose(DATA[preset], ids, source), Unit((source,), ids, ADVANTAGES[ids], SCORES[ids], **about)]
 
 
 def learned(name: str, rank: int, ranks: int) -> tuple[dict, dict]:
     """The weights and numbers of a rank after an update."""
     algo, options, policy = WAYS[name]
+    policy = {"preset": "tiny_gpt2"} | policy
     if ranks == 1:
         options = {"sequence_degree": 1}
     meet = None if ranks == 1 else RendezvousFile(f"{folder}/{name}", 500.0)
-    config = LanguageConfig(name="language", preset="tiny_gpt2", dtype="float64", **policy)
+    config = LanguageConfig(name="language", dtype="float64", **policy)
     kind = PPOConfig if algo["name"] == "ppo" else GRPOConfig
     worker = LearnerWorker(config, kind(**algo), LearnerConfig(pack_tokens=PACK, **options), 0, meet)
     worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, ranks, Timers()
-    worker.build(SPEC, f"{rank:016d}", snapshot=False)
+    worker.build(SPECS[policy["preset"]], f"{rank:016d}", snapshot=False)
     if name == "periodic":
-        shares = [np.array_split(np.arange(first, first + SIZE), ranks)[rank] for first in DATA.ids[::SIZE]]
-        units = [unit(ids) if len(ids) else unit(DATA.ids[:1], is_padding=True) for ids in shares]
+        shares = [np.array_split(np.arange(first, first + SIZE), ranks)[rank] for first in IDS[::SIZE]]
+        one = partial(unit, policy["preset"])
+        units = [one(ids) if len(ids) else one(IDS[:1], is_padding=True) for ids in shares]
     else:
-        units = [unit(np.array_split(DATA.ids.reshape(-1, SIZE), ranks)[rank].ravel())]
+        units = [unit(policy["preset"], np.array_split(IDS.reshape(-1, SIZE), ranks)[rank].ravel())]
     channel = Items([*(item for each in units for item in each), BatchEnd(0, 10)])
     numbers = worker.learn(channel, 0, 0, one_by_one=name == "periodic")
     weights = dict(worker._whole(worker.dtypes.keys()))
@@ -124,7 +148,8 @@ for name in WAYS:
         with safe_open(wanted_file, "pt") as file:
             wanted = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
             alone = json.loads(file.metadata()["numbers"])
-    first = build(preset="tiny_gpt2", dtype="float64").state_dict()
+    preset = WAYS[name][2].get("preset", "tiny_gpt2")
+    first = build(SPECS[preset], preset=preset, dtype="float64").state_dict()
     moved = max(float((wanted[key] - first[key]).abs().max()) for key in first)
     apart = max((float((weights[key] - wanted[key]).abs().max()) for key in weights), default=0.0)
     same = max(

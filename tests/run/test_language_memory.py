@@ -3,15 +3,20 @@
 import json
 import os
 import re
+from functools import partial
 
 import pytest
+import tiny_language
 import torch
-from tiny_language import answers, build, inputs_of
+from tiny_language import SEES, SPEC, answers, build, inputs_of
+from tiny_sight import publish
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
+from embodied.core.pictures import drawing
 from embodied.learners.config import LearnerConfig
 from embodied.learners.memory_estimate import Memory, count, longest_conversation, longest_pass
+from embodied.policies.language.config import SEEING
 from embodied.run import hub, launch
 from embodied.run.memory_check import acting_bytes
 from embodied.workflows.rl_loop import EmbodiedLoop
@@ -142,10 +147,18 @@ def test_a_conversation_of_unknown_length_counts_as_a_pack_unless_vllm_reserves_
     assert [longest_pass(build(max_length=most), divided) for most in (512, 1024)] == [300, 512]  # a learner's half
 
 
-@pytest.mark.parametrize("preset", ["tiny", "tiny_gpt2"])
-def test_what_is_counted_is_what_a_pass_keeps(preset):
-    inputs, kept = inputs_of(*answers([7] * 60, [8] * 60, prompt=[5] * 20)), {}
-    policy = build(preset=preset)
+@pytest.mark.parametrize("kind", ["tiny", "tiny_gpt2", "tiny_vl", *SEEING])
+def test_what_is_counted_is_what_a_pass_keeps(kind, tmp_path):
+    """The pass, with pictures where a model sees them."""
+    prompt, pictures = [5] * 20, [drawing("count", seed, 128) for seed in range(4)]
+    made_of = {"pretrained": str(publish(tmp_path, kind))} if kind in SEEING else {"preset": kind}
+    build = partial(tiny_language.build, SEES if kind in (*SEEING, "tiny_vl") else SPEC, **made_of)
+    policy, kept = build(), {}
+    if policy.sight:
+        prompt = [5, *(token for name in pictures for token in policy.sight.read(name).tokens)]
+    inputs = inputs_of(*answers([7] * 60, [8] * 60, prompt=prompt))
+    places = {"places": sum(token < 0 for token in prompt)}
+    shown = {"pictures": 2 * pictures} if policy.sight else {}
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 
     def keep(tensor):
@@ -155,11 +168,12 @@ def test_what_is_counted_is_what_a_pass_keeps(preset):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        policy(inputs).logprobs.sum()
+        policy(inputs | shown).logprobs.sum()
     held = sum(size for _, size in kept.values())
-    counted = count(build(preset=preset), LearnerConfig(), inputs)
+    inputs["actions"] = inputs["actions"].clip(0)
+    counted = count(build(), LearnerConfig(), inputs | places)
     assert 0.8 * held <= counted.activations <= 1.1 * held  # on cores tables of who sees whom are kept, too
-    again = count(build(preset=preset), LearnerConfig(checkpoint_activations=True), inputs)
+    again = count(build(), LearnerConfig(checkpoint_activations=True), inputs | places)
     assert again.activations < 0.6 * counted.activations
 
 

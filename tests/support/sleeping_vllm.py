@@ -107,6 +107,7 @@ class SleepyWorker(LanguageWorker):
         super().build(spec)
         alike = self.config.model_copy(update={"dtype": "float32"})  # vLLM has no float64, which the test needs
         about = {"model": self.policy.model, "tokenizer": self.policy.tokenizer, "max_length": self.policy.max_length}
+        about["sight"] = None
         stand_in = {
             "start": lambda config, policy: (SleepyVLLM(config, policy), settings),
             "importlib": SimpleNamespace(util=SimpleNamespace(find_spec=bool)),  # vLLM need not be installed

@@ -1,5 +1,6 @@
 """Let vLLM answer, in processes of their own since it keeps threads and process groups; prints what it wrote as JSON,
-a line for each of MODELS, after one of the heads that vLLM runs on a CPU. All fork from one that has imported vLLM.
+a line for each of MODELS, after one of the heads that vLLM runs on a CPU, and before one for each kind that sees. All
+fork from one that has imported vLLM.
 
 `gaps`: the largest distance of its log-probs from the model's own, after each of three loads. `slept`: what it has
 while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
@@ -8,14 +9,20 @@ while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import tiny_language
+import tiny_sight
 import torch
 from language_models import STOP, answers, drained, engine_of, logprobs_by_the_model, question, qwen3, qwen3_moe
 
 from embodied.core.conversations import SamplingRule
-from embodied.policies.language.engine import Sampling
+from embodied.core.pictures import drawing
+from embodied.policies.language.config import SEEING
+from embodied.policies.language.engine import Sampling, make_engine
 from embodied.policies.language.vllm_engine import SETTINGS, memory_of
 
 MODELS = {"tied": lambda: qwen3(tied=True), "untied": qwen3, "experts": qwen3_moe}
@@ -94,6 +101,45 @@ def main(kind):
     print(json.dumps(said | {"stop": STOP}))
 
 
+def seen(kind, folder):
+    """Of a model that sees, after each of two loads: how far log-probs of answers to pictures are from the learner's,
+    and from those that it has where other pictures are shown."""
+    torch.manual_seed(0)
+    tiny_sight.publish(Path(folder), kind, dim=32)
+    policy = tiny_language.build(tiny_language.SEES, pretrained=folder, max_length=256, max_running=4)
+    engine = make_engine(policy.config.model_copy(update={"engine": "vllm"}), policy)
+    pictures = [drawing("count", seed, 48) for seed in range(3)]
+    others = dict(zip(pictures, [*pictures[1:], pictures[0]], strict=True))
+    asked, said = [], {"seen": []}
+    for number in range(6):
+        shown = (pictures[number % 3], pictures[0])[: 1 + number % 2]
+        parts = [*({"type": "image", "image": name} for name in shown), {"type": "text", "text": "sum: "}]
+        tokens = policy.tokenizer.encode(({"role": "user", "content": parts},), first=True)
+        asked.append(replace(question(number, tokens, 8), pictures=shown))
+    for _ in range(2):
+        engine.load(policy.model_weights(), 1)
+        found = answers(engine, asked)
+        distances = [
+            [np.abs(found[one.key].logprobs - scored(policy, one, found[one.key], names)).max() for names in both]
+            for one in asked
+            for both in [(one.pictures, [others[name] for name in one.pictures])]
+        ]
+        said["seen"].append(np.max(distances, axis=0).tolist())
+        train(policy)
+    engine.close()
+    print(json.dumps(said))
+
+
+def scored(policy, request, answer, pictures):
+    """The learner's log-probs of an answer to a prompt that shows these pictures."""
+    tokens = np.array([*request.tokens, *answer.tokens])
+    mask = np.arange(len(tokens)) >= len(request.tokens)
+    inputs = {"actions": tokens[:, None, None], "mask": mask[:, None], "lengths": np.array([len(tokens)])}
+    with torch.no_grad():
+        scores = policy(inputs | {"groups": np.zeros(1), "pictures": [*pictures]})
+    return scores.logprobs.ravel().numpy()[mask]
+
+
 def drawn(engine, model):
     """What does not depend on the model: rules of sampling, ends of answers, and weights that make no numbers."""
     said = {"narrow": [answered(answers(engine, ASKED, **rule)) for rule in ({"top_k": 1}, {"top_p": 1e-6})]}
@@ -126,9 +172,13 @@ if __name__ == "__main__":
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     print(json.dumps({"heads": CPUAttentionBackend.get_supported_head_sizes()}), flush=True)
-    for kind in MODELS:
+    for kind in (*MODELS, *SEEING):
         if (child := os.fork()) == 0:
-            main(kind)
+            if kind in MODELS:
+                main(kind)
+            else:
+                with tempfile.TemporaryDirectory() as folder:
+                    seen(kind, folder)
             sys.stdout.flush()
             os._exit(0)  # whatever vLLM has left
         if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):

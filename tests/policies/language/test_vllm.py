@@ -17,6 +17,7 @@ from tiny_language import publish
 from embodied import train
 from embodied.core.errors import ConfigError
 from embodied.policies.config import LanguageConfig
+from embodied.policies.language.config import SEEING
 from embodied.policies.language.folder import CPU_HEADS
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.policies.language.vllm_engine import on_gpu
@@ -33,8 +34,10 @@ def script():
     command = [sys.executable, "-W", "ignore", str(SCRIPT)]
     done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"heads"', '{"gaps"'))]
-    return dict(zip(("heads", "tied", "untied", "experts"), lines, strict=True))
+    lines = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"heads"', '{"gaps"', '{"seen"'))
+    ]
+    return dict(zip(("heads", "tied", "untied", "experts", *SEEING), lines, strict=True))
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "experts"])
@@ -50,6 +53,13 @@ def drawn(script):
 @needs_vllm
 def test_logprobs_are_the_models_at_temperature_1_after_every_load(said):
     assert max(said["gaps"]) <= 1e-5
+
+
+@needs_vllm
+@pytest.mark.parametrize("kind", SEEING)
+def test_pictures_are_seen_as_the_learner_sees_them_after_every_load(script, kind):
+    for same, other in script[kind]["seen"]:
+        assert same <= 1e-5 < 1e-3 < other
 
 
 @needs_vllm
