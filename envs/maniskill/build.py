@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
-from embodied.core.errors import EmbodiedError
+from embodied.core.errors import EmbodiedError, in_a_line
 from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.maniskill.state_numbers import numbers
 from embodied.envs.maniskill.task_choices import check_choices, refused
@@ -18,6 +21,7 @@ NO_DRAWING = (
     "this GPU does not draw, since its driver lacks the graphics part; in a container start it with "
     "NVIDIA_DRIVER_CAPABILITIES=all"
 )
+DOWNLOADS = "https://github.com/sapien-sim/physx-precompiled/releases/download"
 
 
 def draws_on_gpu() -> bool:
@@ -36,6 +40,26 @@ def gpu_draws() -> bool:
         return False
 
 
+def load_gpu_physics() -> None:
+    """Loads PhysX's library for GPUs, which SAPIEN downloads when it is first used: here by one process at a time."""
+    import sapien.physx
+
+    version = sapien.physx.version()
+    folder = Path.home() / ".sapien" / "physx" / version
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            sapien.physx.enable_gpu()
+        except (OSError, BadZipFile) as err:
+            if (folder / "libPhysXGpu_64.so").exists():
+                raise
+            raise EmbodiedError(
+                f"env.backend=cuda: PhysX's library for GPUs is not in {folder}, and SAPIEN cannot download it: "
+                f"{in_a_line(err)}; unzip {DOWNLOADS}/{version}/linux-so.zip there, fetched where there is a network"
+            ) from None
+
+
 def render_backend(config: ManiSkillConfig) -> str:
     """The device that draws, by ManiSkill's name. On a GPU that does not draw, states are observed without one."""
     if config.backend != "cuda":
@@ -50,6 +74,8 @@ def render_backend(config: ManiSkillConfig) -> str:
 def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
     """One batched env, or `num_envs` plain ones."""
     ensure_vulkan()
+    if config.backend == "cuda":
+        load_gpu_physics()
     draws = render_backend(config)
     height, width = config.image_size
     view = {"height": height, "width": width} if config.cameras else {}

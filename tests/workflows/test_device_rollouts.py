@@ -57,7 +57,8 @@ def trained(folder, recipe, options):
             results, numbers = loop.iterate(iteration, 2)
         loop.save_learners(folder / "saved")
     numbers = {name: number for name, number in numbers.items() if not name.startswith(("time/", "memory/"))}
-    return moved[2].lines + moved[3].lines, read_weights(folder / "saved" / "policy"), numbers, results
+    resets = moved[2].of_resets + moved[3].of_resets
+    return (moved[2].lines + moved[3].lines, resets), read_weights(folder / "saved" / "policy"), numbers, results
 
 
 def test_the_gpu_recipe_moves_nothing_in_a_step_and_learns_what_it_learns_on_the_host(
@@ -68,8 +69,9 @@ def test_the_gpu_recipe_moves_nothing_in_a_step_and_learns_what_it_learns_on_the
 
     _, *on_host = trained(tmp_path / "host", "maniskill_ppo_gpu", SMALL)
     monkeypatch.setattr(ManiSkillEnv, "gives_tensors", True)
-    moved, *on_device = trained(tmp_path / "device", "maniskill_ppo_gpu", SMALL)
+    (moved, resets), *on_device = trained(tmp_path / "device", "maniskill_ppo_gpu", SMALL)
     assert sum(moved.values()) <= 5, moved  # of 50 decisions
+    assert 0 < sum(resets.values()) <= 5, resets  # of all rows at once
     assert on_device[1:] == on_host[1:] and len(on_device[2]) == 4
     for name, array in on_host[0].items():
         np.testing.assert_array_equal(on_device[0][name], array)
@@ -80,6 +82,6 @@ CNN = ["policy={name: cnn, channels: [4, 4], kernels: [4, 3], strides: [2, 1], f
 
 
 def test_where_success_ends_episodes_a_step_reads_their_flags_in_one_copy(tmp_path, noise_of_tensors):
-    moved, *_ = trained(tmp_path, "pointmass_ppo", [*POINTS, *CNN, "algo.minibatch_size=80"])
+    (moved, _), *_ = trained(tmp_path, "pointmass_ppo", [*POINTS, *CNN, "algo.minibatch_size=80"])
     reads = [count for line, count in moved.items() if line.startswith("cpu") and "vector_env.py" in line]
     assert max(reads) == 20, moved

@@ -39,6 +39,16 @@ def test_physics_on_a_gpu_that_does_not_draw_has_no_renderer_and_cameras_are_ref
         build.render_backend(images)
 
 
+def test_where_physx_cannot_be_downloaded_the_error_says_what_goes_where(monkeypatch, tmp_path):
+    def no_network(url):
+        raise OSError("no such\nhost")
+
+    monkeypatch.setattr("requests.get", no_network)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(EmbodiedError, match=rf"is not in {tmp_path}.*no such.*host; unzip https:.*/linux-so.zip there"):
+        build.build(ManiSkillConfig(task="PushCube-v1", backend="cuda"), 2)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "cpu_batched"])
 def test_states_are_the_same_without_a_renderer_and_there_are_no_videos_with_the_reason(backend, monkeypatch):
     found = []
