@@ -26,7 +26,7 @@ from embodied.reporting.share_page import LiveTable
 from embodied.reporting.share_record import ShareRecord
 from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseError
 from embodied.runtime.run_turns import FORMAT, INITIALISE, RECORD, RunTurns
-from embodied.runtime.shared_leases import BEGINNING, SOCKET
+from embodied.runtime.shared_leases import BEGINNING, LOCKS, SOCKET
 
 MOST_BYTES = 4 << 20  # of a message
 STRANGER = ""
@@ -68,6 +68,7 @@ class LeaseServer:
         before = os.umask(0o177)
         try:
             self._socket.bind(str(self.path))
+            Path(f"{self.path}{LOCKS}").touch()
         finally:
             os.umask(before)
         self._socket.listen()
@@ -285,8 +286,9 @@ class LeaseServer:
         for peer in [peer for peer in self.peers if peer.run]:
             told = self._told(peer.run, leaving)
             if peer is answered or peer.actions or told != peer.told:
-                lent = sorted({*self.devices} - self.turns.runs[peer.run].own)
-                message = {"n": peer.number, "told": told, "actions": peer.actions, "lent": lent}
+                own = self.turns.runs[peer.run].own & {*self.devices}
+                message = {"n": peer.number, "told": told, "actions": peer.actions, "own": sorted(own)}
+                message["lent"] = sorted({*self.devices} - own)
                 peer.told, peer.actions = told, []
                 self._send(peer, message | ({"error": error} if error and peer is answered else {}))
 

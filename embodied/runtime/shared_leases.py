@@ -2,8 +2,11 @@
 
 `EMBODIED_SHARE` names that process's socket; unset, nothing here is used. A message is a JSON object in a line. The run
 asks (`acquire`, `release`, ...) and waits for the answer; the parent tells at any time what the run holds, what it
-should give back, and which memory to move. If the parent dies, the run goes on as if it were alone, asks itself to
-stop, and so ends its step, saves, and says how to go on.
+should give back, and which memory to move.
+
+If the parent dies, the run asks itself to stop, and so ends its step, saves, and says how to go on. Until then it
+borrows nothing and uses no device that another run still has: a run locks the devices that it holds, and the kernel
+unlocks them when its processes have ended.
 
     shared = parent()                    # None without EMBODIED_SHARE
     shared.begin()                       # waits for the run's own devices
@@ -13,16 +16,20 @@ stop, and so ends its step, saves, and says how to go on.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from embodied.core.errors import EmbodiedError, WorkerFailed
 from embodied.runtime.device_leases import GB, Action, Claim, Coordinator, LeaseError
@@ -34,6 +41,8 @@ if TYPE_CHECKING:
 SOCKET = "EMBODIED_SHARE"  # names the parent's socket
 ANSWER_S = 300.0  # the parent answers at once, but for planning a run that joins; later it counts as gone
 LOOK_S = 1.0
+ORPHANED_S = 900.0  # for other runs to end their step, save and stop
+LOCKS = ".locks"  # the file of locks is called so, after the socket
 BEGINNING = "initialise"  # the gang of a run that builds its workers
 
 
@@ -74,13 +83,16 @@ class SharedLeases:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.connect(path)
+            self._locks = DeviceLocks(f"{path}{LOCKS}")
         except OSError as err:
             raise EmbodiedError(
                 f"{SOCKET}={path}: {err.strerror or err}; unset it, or start the runs with python -m embodied.share"
             ) from None
         self.alone = False  # the parent is gone
+        self._until = float("inf")  # other runs should have ended then
         self.local: Coordinator | None = None  # decides then
-        self.lent: frozenset[str] = frozenset()  # devices of other runs
+        self.own: frozenset[str] = frozenset()  # devices of this run
+        self.lent: frozenset[str] = frozenset()  # and of other runs
         self.told: dict[str, Any] = {"granted": [], "waiting": [], "leaving": [], "in_the_way": {}, "resident": []}
         self.told["holding"] = []  # also gangs whose memory is still on its way
         self._asked = self._answered = 0
@@ -99,7 +111,7 @@ class SharedLeases:
     def begin(self, capacity: Mapping[str, float] | None = None) -> None:
         """Wait for the run's own devices, and for those of this limited memory, to build workers there."""
         self._ask("begin", capacity=dict(capacity or {}))
-        while not self.alone and BEGINNING not in self.told["granted"]:
+        while not (self._has(self.own) if self.alone else BEGINNING in self.told["granted"]):
             with self._heard:
                 self._heard.wait(LOOK_S)
 
@@ -159,7 +171,9 @@ class SharedLeases:
         return self._do("acquire", gang)
 
     def release(self, gang: str) -> list[Action]:
-        return self._do("release", gang)
+        with self._heard:
+            self._locks.keep({device for other in self._holding() - {gang} for device in self._devices(other)})
+            return self._do("release", gang)
 
     def cancel(self, gang: str) -> list[Action]:
         return self._do("cancel", gang)
@@ -175,19 +189,45 @@ class SharedLeases:
         self._ask("revise", claims=[asdict(claim) for claim in claims])
 
     def granted(self, gang: str) -> bool:
-        return self._now().granted(gang) if self.alone else gang in self.told["granted"]
+        if not self.alone:
+            return gang in self.told["granted"]
+        devices = self._devices(gang)
+        return self._now().granted(gang) and not devices & self.lent and self._has(devices)
 
     def leaving(self) -> set[str]:
-        return self._now().leaving() if self.alone else {*self.told["leaving"]}
+        if not self.alone:
+            return {*self.told["leaving"]}
+        borrowed = {gang for gang in self._holding() if self._devices(gang) & self.lent & self._locks.held}
+        return self._now().leaving() | borrowed
 
     def in_the_way(self, gang: str) -> set[str]:
-        return self._now().in_the_way(gang) if self.alone else {*self.told["in_the_way"].get(gang, ())}
+        if not self.alone:
+            return {*self.told["in_the_way"].get(gang, ())}
+        return set() if self._now().granted(gang) else self._now().in_the_way(gang)
 
     # Inside
 
     def _now(self) -> Coordinator:
         assert self.local is not None, "no gang has joined yet"
         return self.local
+
+    def _holding(self) -> set[str]:
+        return {*self._now().holding} if self.alone else {*self.told["holding"]}
+
+    def _devices(self, gang: str) -> set[str]:
+        """The devices of a gang that several runs share."""
+        claims = self.local.gangs.get(gang, ()) if self.local else ()
+        mine = {device for claim in claims for device in claim.devices} if gang != BEGINNING else self.own
+        return {*mine} & (self.own | self.lent)
+
+    def _has(self, devices: Collection[str]) -> bool:
+        """True if no other run has these devices, which are this run's then. Asked when the parent is gone."""
+        if not (locked := self._locks.lock(devices)) and time.monotonic() > self._until:
+            raise EmbodiedError(
+                f"the command that started this run is gone, and {ORPHANED_S:g} s later another run still has "
+                f"{', '.join(sorted(devices))}; end that one, then go on with resume="
+            )
+        return locked
 
     def _do(self, verb: str, gang: str) -> list[Action]:
         return [] if self._ask(verb, gang=gang) else getattr(self._now(), verb)(gang)
@@ -225,9 +265,12 @@ class SharedLeases:
         with self._heard:
             self._answered = message["n"]
             self._problem = message.get("error") or self._problem
-            self.lent = frozenset(message.get("lent", self.lent))
+            self.own, self.lent = frozenset(message["own"]), frozenset(message["lent"])
             if self._answered >= self._asked:  # else it is older than what was asked since
                 self.told = message["told"]
+                held = {device for gang in self._holding() for device in self._devices(gang)}
+                self._locks.keep(held)
+                self._locks.lock(held)
             self._actions += [Action(*one) for one in message.get("actions", ())]
             self._heard.notify_all()
         self._news.set()
@@ -239,11 +282,12 @@ class SharedLeases:
                 for gang in (*self.told["holding"], *self.told["waiting"]):
                     if gang != BEGINNING:
                         self._actions += self.local.acquire(gang)
-            self.alone = True
+            self.alone, self._until = True, time.monotonic() + ORPHANED_S
             self._heard.notify_all()
         self._news.set()
         with suppress(OSError):  # where it was killed it has left its socket
             os.unlink(self._path)
+            os.unlink(f"{self._path}{LOCKS}")
             os.rmdir(os.path.dirname(self._path))
         stop_this_run()
 
@@ -256,3 +300,33 @@ class SharedLeases:
                 actions, self._actions = self._actions, []
             with suppress(WorkerFailed):  # every caller that waits for that worker hears it too
                 self._follow(actions)
+
+
+class DeviceLocks:
+    """Which run of a machine has which device, as the kernel knows it: a locked byte of a file for each device."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.held: set[str] = set()
+
+    def lock(self, devices: Collection[str]) -> bool:
+        """Lock all of these; False, and none of those that were not locked yet, where another run has one."""
+        new = [device for device in devices if device not in self.held]
+        for place, device in enumerate(new):
+            try:
+                self._set(device, fcntl.F_WRLCK)
+            except BlockingIOError:
+                for other in new[:place]:
+                    self._set(other, fcntl.F_UNLCK)
+                return False
+        self.held |= {*new}
+        return True
+
+    def keep(self, devices: Collection[str]) -> None:
+        """Unlock all others."""
+        for device in self.held - {*devices}:
+            self._set(device, fcntl.F_UNLCK)
+        self.held &= {*devices}
+
+    def _set(self, device: str, how: int) -> None:
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", how, os.SEEK_SET, crc32(device.encode()), 1, 0))

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from embodied.core.errors import EmbodiedError
 from embodied.run.lease_server import LeaseServer, is_stopped
 from embodied.runtime import shared_leases
 from embodied.runtime.device_leases import Claim, Coordinator, LeaseError
@@ -140,17 +141,50 @@ def test_a_connection_that_ends_frees_what_its_run_held(parent):
     until(lambda: other.granted("update"))
 
 
-def test_a_run_whose_parent_is_gone_keeps_what_it_holds_gets_the_rest_and_asks_itself_to_stop(parent, stopped):
-    run, other = joined(parent, "a", "fake:0", "fake:1"), joined(parent, "b", "fake:0", "fake:1")
+def test_runs_whose_parent_is_gone_stop_and_have_no_device_both(parent, stopped, monkeypatch):
+    """Owners of one device take turns still, and the borrower of another one gives it back for good."""
+    one, other = joined(parent, "one", "fake:0", "fake:1"), joined(parent, "other", "fake:0", "fake:1")
+    lender = joined(parent, "lender", "fake:1", "fake:0")
+    lender.acquire("update")
     other.acquire("update")
-    run.acquire("update")
-    assert not run.granted("update")
+    one.acquire("update")
+    one.acquire("borrower")
+    lender.release("update")
+    parent.ahead_s = 30.0
+    until(lambda: one.granted("borrower"))
     parent.close()
-    until(lambda: run.alone and other.alone and len(stopped) == 2)
-    assert run.granted("update")
-    run.release("update")
-    run.acquire("rollout")
-    assert run.granted("rollout") and not run.granted("update") and run.in_the_way("rollout") == {"rollout"}
+    until(lambda: all(run.alone for run in (one, other, lender)) and len(stopped) == 3)
+    assert other.granted("update") and not one.granted("update") and not one.in_the_way("update")
+    lender.acquire("update")
+    assert one.leaving() == {"borrower"} and not lender.granted("update")
+    monkeypatch.setattr(lender, "_until", 0.0)
+    with pytest.raises(EmbodiedError, match="another run still has fake:1; end that one, then go on with resume="):
+        lender.granted("update")
+    one.release("borrower")
+    one.acquire("borrower")
+    assert lender.granted("update") and not one.granted("borrower") and not one.leaving()
+    other.release("update")
+    assert one.granted("update")
+    other.acquire("rollout")
+    assert not other.granted("rollout")
+    one._locks.keep(())  # as the kernel does when a process has ended
+    assert other.granted("rollout")
+
+
+def test_a_run_whose_parent_is_gone_before_it_could_build_waits_until_its_devices_are_free(parent, stopped):
+    builds = parent.connect("builds", ["fake:0"])
+    with parent.lock:
+        parent.server.expect("waits", os.getpid(), 1.0, ["fake:0"])
+    waits, built = SharedLeases(str(parent.server.path)), threading.Event()
+    thread = threading.Thread(target=lambda: (waits.begin(), built.set()))
+    thread.start()
+    until(lambda: waits.told["waiting"])
+    parent.close()
+    until(lambda: waits.alone and builds.alone)
+    assert not built.wait(2 * shared_leases.LOOK_S)
+    builds._locks.keep(())
+    assert built.wait(DEADLINE_S)
+    thread.join()
 
 
 def test_a_run_builds_where_memory_is_limited_once_others_have_given_theirs_back(parent):
