@@ -55,12 +55,12 @@ class DeviceSharing:
         coordinator: Coordinator,
         groups: Sequence[WorkerGroup],
         timers: Timers,
-        growing: Mapping[str, Callable[[], list[Claim]]] | None = None,
+        growing: Mapping[str, Callable[[Collection[str]], list[Claim]]] | None = None,
         parts: Mapping[str, Sequence[str]] | None = None,
         timeout_s: float = 600.0,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
-        """`growing`: by phase, what its workers need after it, which may be more than they knew of before. `parts`: by
+        """`growing`: by phase, what its workers but for some need after it, which may be more than before. `parts`: by
         phase, the gangs that give way in it. A phase waits `timeout_s` for its devices. `wake` is called when workers
         can join or should leave."""
         self.coordinator: Coordinator | SharedLeases = coordinator
@@ -72,6 +72,7 @@ class DeviceSharing:
         self.timeout_s, self.wake = timeout_s, wake
         self.moves: list[Action] = []  # all executed actions
         self.changes = 0  # counts events that may let workers join or leave
+        self.unbuilt: set[str] = set()  # restarted workers without their devices
         self._phases: dict[str, _Phase] = {}  # that hold their devices
         self._changed = threading.Condition(threading.RLock())
 
@@ -178,7 +179,7 @@ class DeviceSharing:
 
     def _grow(self, name: str) -> None:
         if name in self._phases and name in self.growing:
-            needs = self.growing[name]()
+            needs = self.growing[name](self.unbuilt)
             with self._changed:
                 self.coordinator.revise(needs)
 
@@ -226,7 +227,8 @@ class DeviceSharing:
         """Execute all actions of a step at once, then the actions that they make possible."""
         with self.timers.measure("switch") if actions else nullcontext():
             while actions:
-                calls = [getattr(self.workers[action.worker], action.verb)() for action in actions]
+                built = [action for action in actions if action.worker not in self.unbuilt]
+                calls = [getattr(self.workers[action.worker], action.verb)() for action in built]
                 for call in calls:
                     call.survivors()  # the memory of a process that died moved in its way
                 self.moves += actions
@@ -265,7 +267,7 @@ def share_devices(
     everyone = [claim.worker for members in leases.values() for claim in members]
     # How much memory work takes is known when it was done; where nothing is limited nobody asks.
     limited = min(limits.values()) < float("inf")
-    growing = {name: partial(claim, survivors=True) for name, claim in claims.items()} if limited else {}
+    growing = claims if limited else {}
     late = {part: claims for found in parts.values() for part, claims in found.items()}
     left = {name: [c for c in mine if all(c not in part for part in late.values())] for name, mine in leases.items()}
     coordinator = Coordinator(limits, left | late, everyone, dict.fromkeys(late, 1), preemptible=late)
@@ -317,17 +319,19 @@ def claims_of(
     groups: Sequence[WorkerGroup],
     shared: set[str],
     devices: Mapping[str, tuple[str, ...]],
-    survivors: bool = False,
+    unbuilt: Collection[str] | None = None,
 ) -> list[Claim]:
-    """Returns the memory that the workers of these groups report, divided over the devices of each; `survivors` leaves
-    out dead workers."""
+    """Returns the memory that the workers of these groups report, divided over the devices of each. With `unbuilt`,
+    these workers and dead workers are left out."""
+    asked = [
+        (worker, devices[host], group[i].needs(worker in shared))
+        for group in groups
+        for i, (worker, host) in enumerate(zip(group.workers, group.hosts, strict=True))
+        if worker not in (unbuilt or ())
+    ]
     claims = []
-    for group in groups:
-        asked = group.needs.each([(worker in shared,) for worker in group.workers])
-        needs = asked.survivors() if survivors else dict(zip(group.workers, asked.wait(), strict=True))
-        for worker, host in zip(group.workers, group.hosts, strict=True):
-            if worker in needs:
-                held, need = devices[host], needs[worker]
-                movable = need.num_bytes > need.kept_bytes
-                claims.append(Claim(worker, held, need.num_bytes / len(held), need.kept_bytes / len(held), movable))
+    for worker, held, call in asked:
+        for need in call.wait() if unbuilt is None else call.survivors().values():
+            movable = need.num_bytes > need.kept_bytes
+            claims.append(Claim(worker, held, need.num_bytes / len(held), need.kept_bytes / len(held), movable))
     return claims

@@ -36,8 +36,15 @@ class WeightSync:
     version acts.
     """
 
-    def __init__(self, cluster: Cluster, readers: WorkerGroup, device_sharing: DeviceSharing) -> None:
-        self.readers, self.device_sharing = readers, device_sharing
+    def __init__(
+        self,
+        cluster: Cluster,
+        readers: WorkerGroup,
+        device_sharing: DeviceSharing,
+        build: Callable[[WorkerGroup], Handle],
+    ) -> None:
+        """`build` builds a worker that was started again while it did not hold its device."""
+        self.readers, self.device_sharing, self.build = readers, device_sharing, build
         ranks = range(len(readers))
         # By a version's area, so that a worker which loads the current version again does not meet the next one.
         self.channels = [
@@ -81,6 +88,12 @@ class WeightSync:
         """Bring all of the current version to workers that have just been built, without publishing again."""
         return [] if self.current is None else self._load(list(ranks), whole=True)
 
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Workers that were started again and are still to be built have no version."""
+        for rank in ranks:
+            self.loads.pop(rank, None)
+            self.brought.pop(rank, None)
+
     def catch_up(self, ranks: Iterable[int]) -> list[Handle]:
         """Send the current version to the workers among `ranks` that lack it."""
         return self.reload([rank for rank in ranks if self.brought.get(rank) != self.version])
@@ -108,10 +121,13 @@ class WeightSync:
         self.fetching = self.fetching - {*ranks}
         self._send([rank for rank in ranks if rank not in fetching], self.current, self.send, whole)
         places = self._places(ranks, self.current)
+        unbuilt = [rank for rank in ranks if self.readers.workers[rank] in self.device_sharing.unbuilt]
+        builds = [self.build(self.readers[rank]) for rank in unbuilt]
+        self.device_sharing.unbuilt -= {self.readers.workers[rank] for rank in unbuilt}
         new = {r: self.readers[r].load_weights(self.current, route, channel, whole) for r, route, channel in places}
         self.loads |= new
         self.brought |= dict.fromkeys(new, version)
-        return list(new.values())
+        return [*builds, *new.values()]
 
     def _send(self, ranks: Iterable[int], publication: Publication, send: Send, whole: bool) -> None:
         """Begin to send to the workers among `ranks` that get weights through a channel."""

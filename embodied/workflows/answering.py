@@ -89,8 +89,15 @@ class Answering:
             self.device_sharing.rest([worker for worker, rests in zip(self.policies.workers, idle) if rests])
 
     def begin_again(self, replaced: Iterable[int]) -> None:
-        """Let the successors of policy workers that died answer instead of them."""
-        again = self.serving.keys() & set(replaced) - self.leaving.keys()
+        """Let the successors of policy workers that died answer instead of them. Those that others have taken the
+        device from are built when they have it again, and join then."""
+        replaced = {*replaced}
+        for policy in replaced & self.serving.keys():
+            if self.policies.workers[policy] in self.device_sharing.unbuilt:
+                del self.serving[policy], self.names[policy]
+                self.leaving.pop(policy, None)
+                self.changes = -1
+        again = self.serving.keys() & replaced - self.leaving.keys()
         self._name(again)
         for policy in again:
             self._serve(policy)

@@ -180,10 +180,14 @@ class RolloutManager:
             restart = self.cluster.restarts(host)  # before the new one can die too
             built = self.cluster.replace(host)
             built += [self.sims[sim].spec() for sim in sims]
-            built += [self.policies[policy].build(self.spec) for policy in policies]
-            loads = self.weight_sync.reload(policies)
+            names = self.policies.workers
+            here = [policy for policy in policies if self.device_sharing.takes_part(names[policy])]
+            self.device_sharing.unbuilt |= {names[policy] for policy in policies if policy not in here}
+            self.weight_sync.forget(policy for policy in policies if policy not in here)
+            built += [self.policies[policy].build(self.spec) for policy in here]
+            loads = self.weight_sync.reload(here)
             present = self.device_sharing.has_memory
-            absent = [policy for policy in policies if not present(self.policies.workers[policy])]
+            absent = [policy for policy in here if not present(names[policy])]
             loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded into that memory
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]

@@ -64,7 +64,7 @@ class Workers:
         self.spec: EnvSpec = self.sims.spec().wait()[0]
         self._build(start_folder)
         self.device_sharing = self._share_devices()
-        self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing)
+        self.weight_sync = WeightSync(cluster, self.policies, self.device_sharing, lambda one: one.build(self.spec))
         self.rollouts = RolloutManager(self)
 
     @property

@@ -217,7 +217,10 @@ class LanguageWorker(PolicyWorker):
         )
 
     def engine_numbers(self) -> dict[str, float]:
-        """The engine's numbers since the last call, for the log."""
+        """The engine's numbers since the last call, for the log; none of a worker that waits for its device to be
+        built."""
+        if not hasattr(self, "engine"):
+            return {}
         rate = self.tokens / self.busy_s if self.busy_s else 0.0
         found = {"tokens": self.tokens, "tokens_per_s": rate, "steps": self.steps, "running_max": self.running}
         found["resumed"] = self.resumed  # tokens of answers that another engine had begun

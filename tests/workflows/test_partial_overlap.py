@@ -130,10 +130,10 @@ def test_they_take_part_again_in_the_round_in_which_the_update_ends(expected, wa
 
 @pytest.mark.parametrize("moment", [pytest.param("asleep", marks=SLOW), pytest.param("joining", marks=SLOW), "acting"])
 def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, watched, tmp_path):
-    killed = []
+    killed, built = [], []
     with Gated(tmp_path) as run:
         run.pass_on(0, 1)
-        update = run.loop.source.update
+        update, build = run.loop.source.update, run.loop.weight_sync.build
 
         def updating(*about):
             if moment == "asleep" and run.rollouts.rounds == 3:
@@ -154,10 +154,16 @@ def test_one_of_them_that_is_killed_is_replaced_at_any_moment(moment, expected, 
                 killed.append(run.kill("policy-1"))
             leave()
 
+        def build_late(worker):
+            built.append(run.device_sharing.coordinator.granted("rollout of policy-1"))
+            return build(worker)
+
         run.loop.source.update, run.device_sharing.go_on = updating, go_on
+        run.loop.weight_sync.build = build_late
         watched.append(joins)
         assert [numbers["train/staleness"] for numbers in run.train()] == [min(n, 1) for n in range(ITERATIONS)]
         assert len(killed) == 1 and len(run.lines) == 1 and "policy-1" in run.lines[0]
+        assert all(built) and (built or moment != "asleep"), "it was built while others had its device"
         assert close(run.weights(), expected)
 
 
