@@ -238,7 +238,7 @@ class RunTurns(Turns):
         if self.rule == "lend":
             both = self.borrows(gang) and self.borrows(donor) and self.may_begin(gang)
             return both and self.demand(mine) >= MOVE_FACTOR * self.demand(theirs, more=0)
-        if self.generates_on(theirs) <= 1:
+        if self._busy_on(theirs) <= 1:
             return False
         excess, lack = -self.gap(theirs), self.gap(mine)
         gain = abs(excess) + abs(lack) - abs(excess - 1) - abs(lack - 1)
@@ -254,6 +254,11 @@ class RunTurns(Turns):
         """The number of devices that it generates on."""
         mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
         return len({device for one in mine for device in one.devices})
+
+    def _busy_on(self, run: str) -> int:
+        """The number of devices that it generates on and will keep: those on which it has nothing to do give way."""
+        mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
+        return len({d for one in mine if not one.rests and one.leaves_since is None for d in one.devices})
 
     def _wants(self, run: str) -> bool:
         """True if it generates, or waits to."""
@@ -284,6 +289,8 @@ class RunTurns(Turns):
         one.since, one.state = now, "holds"
         for device in sorted(one.devices):
             self.record(device=device, run=one.run, phase=phase_of(gang))
+        if not one.devices:
+            self.record(run=one.run, waits_no_more=phase_of(gang))
 
     def asked_to_leave(self, gang: str, now: float) -> None:
         if self.gangs[gang].leaves_since is None:

@@ -188,6 +188,24 @@ def test_rlix_rule_moves_generation_to_the_run_with_more_work_left_and_leaves_ea
     assert (turns.generates_on("small"), turns.generates_on("large")) == (1, 3)
 
 
+@pytest.mark.parametrize("rests", [False, True])
+def test_by_rlix_rule_a_run_keeps_the_device_on_which_it_writes_its_last_answer(rests):
+    """Its other device gives way by itself where there is nothing to do on it, and one is left then."""
+    coordinator = Coordinator(dict.fromkeys(DEVICES[:2], 0.0), {}, turns=RunTurns("remaining"))
+    turns = coordinator.turns
+    for run in ("ends", "large"):
+        turns.joins(run, 1.0, DEVICES[:2], 0.0)
+        claims = {f"{run}/{device}": [Claim(f"{run}/on {device}", (device,))] for device in DEVICES[:2]}
+        coordinator.join(run, claims, dict.fromkeys(claims, GENERATE), claims, [f"{run}/on {d}" for d in DEVICES[:2]])
+        for gang in claims:
+            coordinator.acquire(gang)
+    turns.runs["ends"].batch_s, turns.runs["large"].batch_s = 16.0, 64.0
+    turns.reports("ends", 0.98, 1.0)
+    turns.rest("ends", {f"ends/{DEVICES[1]}"} if rests else (), 1.0)
+    coordinator.pass_time(2.0)
+    assert len(coordinator.leaving()) == 1 and (not rests or coordinator.leaving() == {f"ends/{DEVICES[1]}"})
+
+
 def test_a_run_that_waits_longer_than_its_last_iteration_moves_up_a_tier():
     turns = RunTurns()
     turns.joins("a", 1.0, DEVICES, 0.0)
