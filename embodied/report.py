@@ -6,7 +6,8 @@ that compares them, by name, date, commit and differences between their recipes.
 usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
 
   RUN                           a run's folder (runs/NAME-DATE) or an evaluation's (runs/NAME-DATE/eval/v000100), or
-                                that of a group of seeds or settings, which counts as its average
+                                that of a group of seeds or settings, which counts as its average; or, alone, that of
+                                runs that share devices (runs/share-DATE)
   out=FILE                      where the page goes; else report.html in the folder of the one RUN, or
                                 comparison.html beside the first of several
   --live                        write the page again every few seconds until no RUN is running any more; an open page
@@ -29,6 +30,7 @@ from embodied.reporting.comparison_page import comparison
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
 from embodied.reporting.seed_sets_page import SeedSet, sets_of, unread_files
+from embodied.reporting.share_record import is_share, share_goes_on
 from embodied.run import launch
 from embodied.run.run_group import is_group, read_group
 
@@ -57,6 +59,7 @@ def start(argv: list[str]) -> int:
 
 def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], None] = time.sleep) -> None:
     """Write the page every few seconds while one of the runs is running, until Ctrl-C."""
+    any(map(is_running, folders))  # refuses a folder that is none of these before anything is said
     print(f"written every {EVERY_S} s while the run is running; Ctrl-C ends this, not the run", flush=True)
     with suppress(KeyboardInterrupt):
         while any(is_running(folder) for folder in folders):
@@ -65,7 +68,10 @@ def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], 
 
 
 def is_running(folder: Path) -> bool:
-    """True if this is a run's folder, or that of a group with a run, whose process is alive."""
+    """True if this is a run's folder, or that of a group with a run, whose process is alive; or of runs that share
+    devices."""
+    if is_share(folder):
+        return share_goes_on(folder)
     runs = read_all([folder])
     return any(run.info.get("state") == "running" for found in runs for run in getattr(found, "runs", [found]))
 

@@ -218,7 +218,8 @@ def run_all(shared: SharedRuns) -> int:
             raise
         finally:
             processes.close()
-    return say_how_it_ended(shared, interruption)
+            code = say_how_it_ended(shared, interruption)
+    return code
 
 
 def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:

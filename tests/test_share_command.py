@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
-from share_record import check_record
 from talking_runs import TALK, far
 
+from embodied import share
 from embodied.config.recipe import load_recipe
 from embodied.core.errors import ConfigError
 from embodied.placement import Topology, make_plan
 from embodied.placement.topology import Node
-from embodied.run.shared_runs import SharedRuns, check_memory, own_devices, read_shared_runs, too_much
-from embodied.share import new_runs, read_order
+from embodied.run.shared_runs import MemorySum, SharedRuns, check_memory, own_devices, read_shared_runs
+from embodied.share import read_order
 
 ROBOT = [
     "recipe=pointmass_ppo",
@@ -92,44 +92,6 @@ def alone(tmp_path_factory):
     for name, words in (("robot", ROBOT), ("second", [*ROBOT, "seed=1"]), ("talker", TALKER)):
         run(folder, "train", *words, f"run.name={name}")
     return {name: weights(folder, name) for name in ("robot", "second", "talker")}
-
-
-@pytest.mark.slow
-def test_runs_that_begin_end_and_join_at_different_times_learn_what_they_learn_alone(alone, tmp_path):
-    """The first robot's run ends early, the language run goes on with its core, and the second one joins late."""
-    process = start(tmp_path, "share", "folder=s", *ROBOT, *TALKER)
-    until(lambda: (tmp_path / "s" / "share.jsonl").exists() and rows(tmp_path, "s-sums_grpo"), tmp_path, process)
-    assert os.stat(read_shared_runs(tmp_path / "s").socket).st_mode & 0o777 == 0o600
-    run(tmp_path, "share", "join=s", *ROBOT, "seed=1")
-    assert process.wait(LONG_S) == 0, (tmp_path / "said.txt").read_text()
-    for name, its in (("pointmass_ppo", "robot"), ("pointmass_ppo-2", "second"), ("sums_grpo", "talker")):
-        assert far(weights(tmp_path, f"s-{name}"), alone[its]) < 1e-9
-    first, *lines = [json.loads(line) for line in (tmp_path / "s" / "share.jsonl").read_text().splitlines()]
-    assert first["format"] == "embodied-share/1"
-    check_record(lines, {"pointmass_ppo", "pointmass_ppo-2", "sums_grpo"})
-    assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["finished"] * 3
-
-
-@pytest.mark.slow
-def test_one_run_some_of_whose_engines_are_on_its_learners_device_is_what_it_is_without_the_command(tmp_path):
-    placement = json.dumps({"sim": "fake:0", "policy": "fake:1-2", "learner": "fake:2"})
-    words = changed(TALKER, "pipeline.schedule=async", "policy.max_running=2", f"placement={placement}")
-    run(tmp_path, "train", *words, "run.name=alone")
-    run(tmp_path, "share", "folder=s", "devices=fake:0-2", *words)
-    assert far(weights(tmp_path, "s-sums_grpo"), weights(tmp_path, "alone")) < 1e-9
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_stops_all_runs_at_once(tmp_path):
-    long_steps = changed(ROBOT, "algo.rollout_decisions=4000", "algo.minibatch_size=4000", "run.iterations=100")
-    process = start(tmp_path, "share", "folder=s", *long_steps, *long_steps, "seed=1")
-    until(lambda: rows(tmp_path, "s-pointmass_ppo"), tmp_path, process)
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        time.sleep(1)
-    assert process.wait(LONG_S) == 130
-    assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["stopped"] * 2
-    assert "Traceback" not in (tmp_path / "said.txt").read_text()
 
 
 @pytest.mark.slow
@@ -235,12 +197,13 @@ def test_runs_whose_command_is_killed_end_their_step_save_and_stop(tmp_path):
         (["pointmas_ppo", "sums_grpo"], "recipe=pointmas_ppo: no such recipe, did you mean 'pointmass_ppo'?"),
         (["devices=cpu:0", "pointmass_ppo", "placement=hybrid"], "pointmass_ppo: placement=hybrid gives sims"),
         (["devices=gpu:900", "pointmass_ppo"], "gpu:900 is not there: this machine has"),
+        (["resume=somewhere"], "somewhere holds no runs that share devices: the folder of a share has a share.json"),
+        (["join=somewhere", "pointmass_ppo"], "somewhere holds no runs that share devices"),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_refused(words, said):
-    with pytest.raises(ConfigError) as caught:
-        new_runs(read_order(words))
-    assert said in str(caught.value)
+def test_a_command_line_that_makes_no_sense_is_refused(words, said, capsys):
+    assert share.main([*words, "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_recipe_files_are_found_from_whatever_folder_the_runs_go_on(tmp_path, monkeypatch):
@@ -268,13 +231,22 @@ def test_devices_are_dealt_by_weight_and_runs_beyond_them_share():
 
 def test_memory_that_all_runs_need_together_is_summed_and_those_that_fit_are_named():
     config, machine = load_recipe("pointmass_ppo"), Topology((Node("", 2, memory_bytes=4e9),))
-    plan = make_plan({"sim,policy": "cpu:0", "learner": "cpu:0"}, machine, 16)
-    check_memory([("a", config, plan), ("b", config, plan)], machine)
+    small = make_plan({"sim,policy": "cpu:0", "learner": "cpu:0"}, machine, 16)
+    large = make_plan({"sim": "cpu:0-1", "policy": "cpu:0-1", "learner": "cpu:0-1"}, machine, 16)
+    check_memory([("a", config, small), ("b", config, small)], machine)
     with pytest.raises(ConfigError) as caught:
-        check_memory([(name, config, plan) for name in "abc"], machine)
-    assert "memory: this machine: a 1.5 + b 1.5 + c 1.5 = 4.5 of 4.0 GB" in str(caught.value)
-    assert "these fit: a, b" in str(caught.value)
-    assert too_much("gpu:0", {"a": 30e9, "b asleep": 12e9}, 40e9) == "gpu:0: a 30.0 + b asleep 12.0 = 42.0 of 40.0 GB"
+        check_memory([("large", config, large), ("a", config, small), ("b", config, small)], machine)
+    assert "memory: this machine: large 2.0 + a 1.5 + b 1.5 = 5.0 of 4.0 GB" in str(caught.value)
+    assert "these fit: large, a (this machine: large 2.0 + a 1.5 = 3.5 of 4.0 GB)" in str(caught.value)
+    tight = Topology((Node("", 2, memory_bytes=3e9),))
+    with pytest.raises(ConfigError, match=r"these fit: a, b \(this machine: a 1\.5 \+ b 1\.5 = 3\.0 of 3\.0 GB\)"):
+        check_memory([("large", config, large), ("a", config, small), ("b", config, small)], tight)
+
+
+def test_of_a_gpu_one_run_has_all_it_needs_and_the_others_what_they_keep_asleep():
+    gpu = MemorySum("gpu:0", 40e9, {"a": 30e9, "b": 31e9, "c": 0.0}, {"a": 12e9, "b": 1e9, "c": 0.0})
+    assert gpu.text("ab") == "gpu:0: b 31.0 + a asleep 12.0 = 43.0 of 40.0 GB" and not gpu.fits("ab")
+    assert gpu.fits("ac") and gpu.fits("bc")
 
 
 def test_the_folder_reads_back_as_it_was_written(tmp_path):

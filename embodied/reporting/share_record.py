@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.core.files import reading
+from embodied.core.files import read_object, reading
 from embodied.runtime.run_turns import FORMAT, RECORD
 
 UPDATE, BUILDING = "update", "initialise"  # phases of every run
+SHARE = "share.json"  # the runs of a share, beside the record
 PREDICTED = "predicted.jsonl"  # beside the record: the same, as predicted before anything began
 
 
@@ -172,6 +173,15 @@ def read_share(path: Path) -> ShareRecord:
     with reading(path):
         *whole, _ = path.read_text().split("\n")
         return record_of([json.loads(line) for line in whole])
+
+
+def is_share(folder: Path) -> bool:
+    return (folder / SHARE).is_file()
+
+
+def share_goes_on(folder: Path) -> bool:
+    """True if the command that serves the runs of this folder is there: it removes its socket when it ends."""
+    return Path(str(read_object(folder / SHARE).get("socket") or "no socket")).exists()
 
 
 def record_of(lines: Sequence[Mapping[str, Any]]) -> ShareRecord:

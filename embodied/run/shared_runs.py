@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
 from embodied.placement import PlacementError, PlacementPlan, Topology, roles_of
 from embodied.placement.topology import Node
+from embodied.reporting.share_record import SHARE
 from embodied.run import launch
 from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_words, what_it_says
 from embodied.run.devices import divides_requests, machines
@@ -41,8 +43,8 @@ from embodied.runtime.shared_leases import SOCKET
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
-SHARE = "share.json"
 CONTEXT_BYTES = 0.6e9  # of a GPU, for each process that has used it; assumed
+MOST_SETS = 10_000  # of runs that are looked at for one that fits
 SERVE_S = 0.2
 DATE = "[0-9]" * 8  # in a folder's name, as a pattern
 GRACE_S = 10.0  # beyond faults.hang_s, after which a run ends its own hung workers
@@ -182,53 +184,62 @@ def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
 
 def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> None:
     """Raise ConfigError where the memory of the machine or of a GPU cannot hold what all runs keep there."""
-
-    def lines(names: Sequence[str]) -> list[str]:
-        chosen = [run for run in runs if run[0] in names]
-        return [line for line in (*on_hosts(chosen, there), *on_gpus(chosen, there)) if line]
-
     names = [name for name, _, _ in runs]
-    if not (problems := lines(names)):
+    sums = memory_sums(runs, there)
+    if not (problems := [each.text(names) for each in sums if not each.fits(names)]):
         return
-    fit = next((names[:count] for count in range(len(names) - 1, 0, -1) if not lines(names[:count])), [])
-    advice = f"these fit: {', '.join(fit)}" if fit else "a smaller policy, or fewer env.num_envs"
+    fewer = chain.from_iterable(combinations(names, count) for count in range(len(names) - 1, 0, -1))
+    fit = next((some for some in islice(fewer, MOST_SETS) if all(each.fits(some) for each in sums)), ())
+    short = [each.text(fit) for each in sums if fit and not each.fits(names)]
+    advice = f"these fit: {', '.join(fit)} ({'; '.join(short)})" if fit else "a smaller policy, or fewer env.num_envs"
     raise ConfigError("\n".join([*(f"memory: {line}" for line in problems), f"that is more than there is; {advice}"]))
 
 
-def on_hosts(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[str]:
-    """For each machine, the sum of all runs there, where it is too much. What leaves a GPU waits there. Drivers are on
-    the first machine."""
-    parts: dict[str, dict[str, float]] = {node.name: {} for node in there.nodes}
-    for name, config, plan in runs:
-        found = needs(config, plan, there)
-        for place, node in enumerate(there.nodes):
-            names = (node.name, "") if place == 0 else (node.name,)
-            mine = [need for need in found if need.node in names]
+@dataclass(frozen=True)
+class MemorySum:
+    """One memory: what each run needs of it at work, and what it keeps there while another run is at work."""
+
+    place: str
+    has: float
+    at_work: Mapping[str, float]
+    asleep: Mapping[str, float]
+
+    def parts(self, names: Sequence[str]) -> dict[str, float]:
+        """The runs take turns: the largest is at work, the others sleep."""
+        largest = max(names, key=lambda name: self.at_work[name] - self.asleep[name])
+        first = {largest: self.at_work[largest]}
+        kept = {name: self.asleep[name] for name in names if name != largest}
+        return first | {name if size == self.at_work[name] else f"{name} asleep": size for name, size in kept.items()}
+
+    def fits(self, names: Sequence[str]) -> bool:
+        return sum(self.parts(names).values()) <= self.has
+
+    def text(self, names: Sequence[str]) -> str:
+        parts = self.parts(names)
+        summands = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
+        return f"{self.place}: {summands} = {sum(parts.values()) / 1e9:.1f} of {self.has / 1e9:.1f} GB"
+
+
+def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[MemorySum]:
+    """The memory of each machine, which all runs keep, since what leaves a GPU waits there (drivers are on the first
+    machine); and of each GPU, of which sleeping runs keep what CUDA takes for a process."""
+    found = {name: (needs(config, plan, there), plan) for name, config, plan in runs}
+    sums = []
+    for place, node in enumerate(there.nodes):
+        names = (node.name, "") if place == 0 else (node.name,)
+        whole = {}
+        for run, (need, plan) in found.items():
             processes = sum(host.node in names for host in plan.hosts) + (place == 0)
-            parts[node.name][name] = sum(need.whole for need in mine) + PROCESS_BYTES * processes
-    return [too_much(node.name or "this machine", parts[node.name], node.memory_bytes) for node in there.nodes]
-
-
-def on_gpus(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[str]:
-    """For each GPU, the run that needs most and what the others keep there, where that is too much."""
-    found = []
-    memory = {on_node(node, f"gpu:{gpu.index}"): gpu.memory_bytes for node in there.nodes for gpu in node.gpus}
-    for device, has in memory.items():
-        least, kept = {}, {}
-        for name, config, plan in runs:
-            least[name] = sum(need.least for need in needs(config, plan, there) if need.place == device)
-            kept[name] = CONTEXT_BYTES * sum(device in host.held for host in plan.hosts)
-        largest = max(least, key=lambda name: least[name], default="")
-        parts = {f"{name} asleep": size for name, size in kept.items() if name != largest}
-        found.append(too_much(device, {largest: least.get(largest, 0.0), **parts}, has))
-    return found
-
-
-def too_much(place: str, parts: Mapping[str, float], has: float) -> str:
-    if (total := sum(parts.values())) <= has:
-        return ""
-    summands = " + ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items())
-    return f"{place}: {summands} = {total / 1e9:.1f} of {has / 1e9:.1f} GB"
+            whole[run] = sum(one.whole for one in need if one.node in names) + PROCESS_BYTES * processes
+        sums.append(MemorySum(node.name or "this machine", node.memory_bytes, whole, whole))
+        for gpu in node.gpus:
+            device = on_node(node, f"gpu:{gpu.index}")
+            least = {run: sum(one.least for one in need if one.place == device) for run, (need, _) in found.items()}
+            kept = {
+                run: CONTEXT_BYTES * sum(device in host.held for host in plan.hosts) for run, (_, plan) in found.items()
+            }
+            sums.append(MemorySum(device, gpu.memory_bytes, least, kept))
+    return sums
 
 
 # What is asked for, and its folder
@@ -259,6 +270,8 @@ class SharedRuns:
 
 
 def read_shared_runs(folder: Path) -> SharedRuns:
+    if not (folder / SHARE).is_file():
+        raise ConfigError(f"{folder} holds no runs that share devices: the folder of a share has a {SHARE}")
     content = read_object(folder / SHARE)
     with reading(folder / SHARE):
         if content.get("format") != FORMAT:
@@ -425,8 +438,8 @@ class SharedProcesses:
         how = state if state in OVER else "stopped" if code in STOPPED else "failed"
         self.server.end(one.run.name, how)
         self.shared.change(one.run.name, ended=how)
-        why = f": {last_words(one)}" if how != "finished" else ""  # type: ignore[arg-type]
-        self.say(f"{one.run.name} {how}{why}; {one.folder or one.log}")
+        cause = last_words(one) if how != "finished" else ""  # type: ignore[arg-type]
+        self.say(f"{one.run.name} {how}{cause and f': {cause}'}; {one.folder or one.log}")
 
     @property
     def folders(self) -> dict[str, Path]:

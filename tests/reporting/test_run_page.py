@@ -239,6 +239,7 @@ def test_the_command_names_what_it_wrote_and_what_it_cannot_read(run, capsys):
     assert capsys.readouterr().out.split() == [str(run / "report.html"), str(run / "eval/v000004/report.html")]
     assert main([str(run.parent)]) == 2
     assert "neither a run's folder" in capsys.readouterr().err
+    assert main(["--live", str(run.parent)]) == 2 and not capsys.readouterr().out
     assert main([str(run.parent / "missing")]) == 2
     assert "missing is not there; name a run: python -m embodied.report" in capsys.readouterr().err
     assert main([]) == 2 and main(["--what"]) == 2

@@ -6,9 +6,10 @@ import json
 import pytest
 
 from embodied.core.errors import EmbodiedError
-from embodied.reporting.run_page import write_report
+from embodied.report import keep_writing
+from embodied.reporting.run_page import REPORT, write_report
 from embodied.reporting.share_page import LiveTable, share_page, table_lines
-from embodied.reporting.share_record import PREDICTED, read_share, record_of
+from embodied.reporting.share_record import PREDICTED, SHARE, read_share, record_of
 from embodied.run.shared_replay import RunWork, TimedConversations, replay
 from embodied.runtime.run_turns import FORMAT, RECORD
 
@@ -113,6 +114,20 @@ def test_the_page_holds_the_measured_and_the_predicted_course(tmp_path, page_che
     assert write_report(tmp_path).read_text() == share_page(tmp_path)
     (tmp_path / PREDICTED).unlink()
     assert "predicted" not in share_page(tmp_path)
+
+
+def test_a_live_page_follows_runs_until_the_command_that_serves_them_ends(tmp_path):
+    socket, shown = tmp_path / "socket", []
+    socket.touch()
+    (tmp_path / SHARE).write_text(json.dumps({"socket": str(socket)}))
+    (tmp_path / RECORD).write_text("".join(json.dumps(line) + "\n" for line in LINES))
+
+    def goes_on(seconds):
+        shown.append((tmp_path / REPORT).read_text())
+        socket.unlink()
+
+    keep_writing([tmp_path], None, goes_on)
+    assert len(shown) == 1 and shown[0].count('<body data-live="5">') == 1
 
 
 def test_a_record_that_was_cut_short_is_read_and_a_damaged_one_is_refused(tmp_path):
