@@ -1,5 +1,7 @@
 """Policies and learners that do not fit on a device together swap there, and learn the same."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.timeline import Timeline, read_trace
 from embodied.run import launch
-from embodied.runtime import device_memory
+from embodied.runtime import device_memory, shared_leases
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ARGUMENTS = [
@@ -64,6 +66,16 @@ def test_without_a_limit_nothing_moves_and_in_one_process_the_weights_are_there_
     assert roomy.moves == []
     assert roomy.bytes["policy-0"] == 0
     assert roomy.used["fake:2"] == roomy.bytes["learner-0"] == LEARNING * WEIGHTS
+
+
+def test_a_run_that_nobody_started_beside_others_asks_nobody_and_is_the_same_bit_for_bit(roomy, tmp_path, monkeypatch):
+    monkeypatch.delenv(shared_leases.SOCKET, raising=False)
+    monkeypatch.setattr(shared_leases, "SharedLeases", None)  # whoever would connect fails
+    shared_leases.parent.cache_clear()
+    before = {*threading.enumerate()}
+    again = Trained(tmp_path, SHARED)
+    assert not [thread for thread in {*threading.enumerate()} - before if thread.name.startswith("share")]
+    assert all(np.array_equal(again.weights[name], roomy.weights[name]) for name in roomy.weights)
 
 
 def test_policies_and_learners_swap_while_sims_keep_their_devices(roomy, tmp_path):

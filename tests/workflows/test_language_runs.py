@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from itertools import count
 
 import numpy as np
 import pytest
@@ -108,12 +109,14 @@ def test_engines_on_a_learners_device_change_when_and_not_what(tmp_path):
 
 
 def test_an_answer_that_an_engine_had_begun_goes_on_elsewhere_from_the_tokens_that_are_written(monkeypatch, tmp_path):
-    """The second engine has to leave whenever it has begun an answer, fifty times at most."""
-    wanted, left = threading.Event(), []
+    """The second engine has to leave fifty times, each time after a drawn number of tokens."""
+    wanted, left, tokens, draw = threading.Event(), [], count(1), np.random.default_rng(45)
+    due = [0]
     take, leaving, release = LanguageWorker._take, Coordinator.leaving, Coordinator.release
 
     def until_asked_to_leave(worker, requests, *about):
-        if worker.rank == 1 and worker.engine.running and len(left) < 50:
+        if worker.rank == 1 and worker.engine.running and (now := next(tokens)) >= due[0] and len(left) < 50:
+            due[0] = now + draw.integers(1, 6)
             wanted.set()
             sharing.changes += 1
             sharing.wake()
@@ -132,15 +135,15 @@ def test_an_answer_that_an_engine_had_begun_goes_on_elsewhere_from_the_tokens_th
         return release(coordinator, gang)
 
     placement = {"sim": "fake:0", "policy": "fake:1-2", "learner": "fake:2"}
-    asked = ("pipeline.schedule=async", "policy.max_running=2", "policy.max_tokens=8")
+    asked = ("pipeline.schedule=async", "policy.max_running=2", "policy.max_tokens=8", "run.iterations=12")
     with Talk(tmp_path / "alone", *asked, placement=placement) as run:
-        alone = told(run.some(6))
+        alone = told(run.some(12))
     with Talk(tmp_path / "left", *asked, placement=placement) as run:
         sharing = run.loop.device_sharing
         monkeypatch.setattr(LanguageWorker, "_take", until_asked_to_leave)
         monkeypatch.setattr(Coordinator, "leaving", has_to_leave)
         monkeypatch.setattr(Coordinator, "release", gives_back)
-        rows = run.some(6)
+        rows = run.some(12)
     assert told(rows) == alone and len(left) == 50
     assert sum(row["engine/resumed"] for _, row in rows) > 0
     assert sum(row["engine/tokens"] for _, row in rows) == sum(
