@@ -95,9 +95,9 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict, 
     imitating = next(folder.glob("sft-*"), None)
     start = imitating or Path(resolved(recipe)["policy"]["pretrained"]).resolve()
     rows = read_metrics(run)
-    compare = {}
+    compare, alike = {}, asks_alike(recipe)
     for word in TEMPERATURES if greedy else ("sampled",):
-        both = last_evaluations(imitating, run) if imitating and word == "sampled" else ()
+        both = last_evaluations(imitating, run) if imitating and alike and word == "sampled" else ()
         compare[word] = gained(*(both or evaluated(recipe, start, run, word, env)))
     return {
         "wall_s": round(cost.wall_s, 1),
@@ -108,6 +108,13 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict, 
         "weights_changed": not same_weights(start, run),
         "curve": [[row["train_s"], row["success_once"]] for row in rows],
     }
+
+
+def asks_alike(recipe: str) -> bool:
+    """Whether imitation is evaluated on the prompts of RL; that of calc_grpo is on another env's."""
+    config = resolved(recipe)
+    start = resolved_start(config["run"]["start_from"])
+    return bool(start) and all(start["env"].get(key) == config["env"].get(key) for key in ("name", "task", "mixture"))
 
 
 def same_weights(start: Path, run: Path) -> bool:

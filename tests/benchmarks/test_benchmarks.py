@@ -127,6 +127,11 @@ def test_rl_can_begin_with_what_imitation_leaves():
         )
 
 
+def test_gains_are_on_the_prompts_of_rl():
+    alike = {name for name in sums.RECIPES if sums.asks_alike(name)}
+    assert alike == {*sums.RECIPES} - {"calc_grpo", "smol_grpo"}  # which imitates other envs, and nothing
+
+
 @pytest.mark.parametrize("recipe", [name for name in sums.RECIPES if name != "smol_grpo"])
 def test_rl_begins_with_what_imitation_leaves(recipe):
     going_on = load([f"recipe={recipe}"]).config
