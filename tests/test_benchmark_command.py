@@ -1,6 +1,5 @@
 """`python -m embodied.benchmark` measures every mode next to what it said before, and tells what does not fit."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -348,21 +347,6 @@ def test_handing_over_is_measured_however_little_time_there_is(tmp_path, monkeyp
         config, profile, read_topology("2xCPU"), clock, tmp_path, lambda line: None, 0.0, embodied.EmbodiedLoop
     )
     assert found.link.latency_s > 0.01 and found.sync.shared_s == 0.2
-
-
-@pytest.mark.slow
-def test_a_benchmark_profiles_plans_measures_and_reports(tmp_path, capsys):
-    out = tmp_path / "bench"
-    content = embodied.benchmark(*SMALL, f"run.dir={tmp_path}", "seconds=20", "rounds=2", f"out={out}")
-    assert "before anything is measured" in capsys.readouterr().out
-    assert content == json.loads((out / "bench.json").read_text())
-    expected = json.loads((out / "expected-0.json").read_text())
-    assert expected["rounds"] == {}
-    (found,) = content["results"]
-    assert {*found["table"], *found["refused"]} == {*benchmark.MODES, benchmark.OTHER, *benchmark.OVERLAPPING}
-    assert all(row["measured_s"] > 0 for row in found["table"].values())
-    assert (out / "bench.svg").stat().st_size > 1000
-    assert "predicted" in (out / "bench.html").read_text()
 
 
 def test_the_idle_share_counts_every_core():

@@ -76,29 +76,6 @@ def test_finished_rows_are_neither_stepped_nor_shown_to_the_policy(tmp_path):
     Fails.asked.clear()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["eval.samples=2", "eval.episodes=4"], "every episode begins in a state of its own"),
-        (["recipe=sums_grpo"], "answers with actions; try policy.name=language"),
-    ],
-)
-def test_what_only_answers_have_is_refused_for_robots(given, message, capsys):
-    inline = [
-        one for one in INLINE if not (given[0].startswith("recipe") and one.startswith(("recipe", "env", "policy")))
-    ]
-    run("checkpoint=random", *inline, *given, code=2)
-    assert message in capsys.readouterr().err
-
-
-def test_the_same_call_gives_the_same_episodes_to_the_byte(tmp_path):
-    for _ in range(2):
-        run("checkpoint=random", *INLINE, "eval.episodes=12", "eval.videos=0")
-    first, again = tmp_path / "runs/evaluate-random", tmp_path / "runs/evaluate-random-2"
-    assert (first / "episodes.csv").read_bytes() == (again / "episodes.csv").read_bytes()
-    assert json.loads((first / "results.json").read_text())["provenance"]["host"]
-
-
 @pytest.mark.parametrize("policy", ["random", "scripted:Reaches"])
 def test_the_number_of_envs_and_where_they_run_change_no_episode(tmp_path, policy):
     """One row, three, eight in one worker, and five in two workers."""

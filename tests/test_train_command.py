@@ -4,11 +4,9 @@ import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -158,12 +156,6 @@ def test_a_run_that_ends_well_says_nothing_that_sounds_as_if_it_did_not(tmp_path
     assert not [line for line in output.splitlines() if FRIGHTENING.search(line)]
 
 
-def test_evaluating_a_checkpoint_gives_the_episodes_of_the_run_itself(finished, tmp_path, call):
-    _, path = finished
-    output = call("evaluate", f"checkpoint={path / 'checkpoints' / 'v000006'}", "eval.videos=0")
-    assert episodes(output, tmp_path) == (path / "eval" / "v000006" / "episodes.csv").read_text()
-
-
 @pytest.mark.parametrize("change", ["env.num_envs=3", "env.num_envs=1", "cluster.backend=local"])
 def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_where(finished, tmp_path, call, change):
     _, path = finished
@@ -203,19 +195,6 @@ def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(fi
     check_resumed(only_run(tmp_path), finished[1], call)
 
 
-@pytest.mark.slow
-def test_a_process_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call):
-    process = start("train", *tiny("cluster.backend=local", "run.iterations=60"), cwd=tmp_path)
-    read_until(process, "iteration 3/60")
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, output
-    path = only_run(tmp_path)
-    stopped_at = int((path / "checkpoints" / "latest").read_text().strip()[1:])
-    assert 3 <= stopped_at < 6, "the toy run is too fast for this test"
-    check_resumed(path, finished[1], call)
-
-
 def check_resumed(path, whole, call):
     assert json.loads((path / "run.json").read_text())["state"] == "stopped"
     assert "resumed from" in call("train", f"resume={path}", "run.iterations=6")
@@ -228,13 +207,6 @@ def untimed_metrics(run):
     """The rows of metrics.jsonl without what a clock tells."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: number for name, number in row.items() if not name.endswith("_s")} for row in rows]
-
-
-def test_a_resumed_run_goes_on_with_the_running_means_of_its_metrics(finished, tmp_path, call):
-    stopped = shutil.copytree(finished[1], tmp_path / "stopped")
-    shutil.rmtree(stopped / "checkpoints" / "v000006")
-    assert "resumed from" in call("train", f"resume={stopped}")
-    assert untimed_metrics(stopped) == untimed_metrics(finished[1])
 
 
 def read_until(process, text):
@@ -374,27 +346,3 @@ def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path, call):
     assert not (tmp_path / "runs").exists()
     output = call("train", *tiny("cluster.backend=inline", "policy.name=cnn"), code=2)
     assert "needs images" in output
-
-
-def shared_memory():
-    """Of this machine, without that of tests on Ray beside this one."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("plasma")}
-
-
-@pytest.mark.chaos
-def test_killing_the_driver_leaves_no_process_and_no_shared_memory(tmp_path):
-    segments = shared_memory()
-    process = start("train", *tiny("run.iterations=100000"), cwd=tmp_path)
-    for line in process.stdout:
-        if "iteration 2/" in line:
-            break
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert children
-    process.kill()
-    process.wait(10)
-    process.stdout.close()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in children):
-        time.sleep(0.1)
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
-    assert shared_memory() <= segments

@@ -73,11 +73,6 @@ def test_an_episode_that_terminates_at_its_time_limit_does_not_bootstrap():
     assert_allclose(gae(**data, gamma=0.9, lam=0.8)[0], column(0.0))  # 1 - 1
 
 
-def test_final_values_count_only_where_an_episode_was_truncated():
-    data = fields(ones(2), column(1, 2, 3), final_values={(0, 0): 99.0, (1, 0): 99.0})
-    assert_allclose(gae(**data, gamma=0.9, lam=0.8)[0], column(3.024, 1.7))
-
-
 CHUNKS = {  # three env steps per decision; the episode is truncated at the second step of decision 0
     "rewards": [[[1, 2, 64]], [[3, 4, 5]]],
     "values": column(1, 2, 3),
@@ -107,19 +102,6 @@ def test_at_step_level_lambda_acts_once_per_played_env_step():
     data = fields([[[1, 0]], [[10, 0]]], column(1, 2, 0))
     assert_allclose(gae(**data, gamma=0.5, lam=0.5, level="step")[0], column(1.0, 8.0))
     assert_allclose(gae(**data, gamma=0.5, lam=0.5, level="decision")[0], column(3.0, 8.0))
-
-
-def test_lambda_zero_is_one_step_and_lambda_one_is_the_discounted_return():
-    data = fields(ones(3), column(5, 6, 7, 8))
-    # lambda 0: 1 + V[t+1] / 2 - V[t]; lambda 1: return[0] = 1 + 1/2 + 1/4 + 8/8 = 2.75
-    assert_allclose(gae(**data, gamma=0.5, lam=0.0)[0], column(-1, -1.5, -2))
-    assert_allclose(gae(**data, gamma=0.5, lam=1.0)[1][0], [2.75])
-
-
-def test_a_larger_gamma_makes_future_rewards_count_more():
-    data = fields([[[0.0]], [[1.0]]], column(0, 0, 0), terminated=[(1, 0, 0)])
-    small, large = (gae(**data, gamma=gamma, lam=1.0)[0][0, 0] for gamma in (0.5, 0.9))
-    assert (small, large) == (0.5, 0.9)
 
 
 def test_a_decision_without_a_played_step_has_no_advantage_and_passes_nothing_on():
@@ -197,22 +179,6 @@ def test_gae_equals_the_sum_over_the_future(data, gamma, lam, level):
     advantages, returns = gae(**data, gamma=gamma, lam=lam, level=level)
     assert_allclose(advantages, slow_gae(data, gamma, lam, level), atol=1e-12)
     assert_allclose(returns - advantages, data["values"][:-1], atol=1e-12)
-
-
-@settings(max_examples=50, deadline=None)
-@given(rollouts(), st.data())
-def test_env_blocks_can_be_computed_apart(data, draw):
-    at = draw.draw(st.integers(0, data["rewards"].shape[1]))
-    whole = gae(**data, gamma=0.9, lam=0.8)
-    blocks = [{k: v[:, block] for k, v in data.items()} for block in (slice(at), slice(at, None))]
-    parts = [gae(**block, gamma=0.9, lam=0.8) for block in blocks]
-    for i in (0, 1):
-        assert np.array_equal(np.concatenate([part[i] for part in parts], axis=1), whole[i])
-
-
-def test_one_step_chunks_do_not_care_about_the_level():
-    data = fields(ones(3), column(1, 2, 3, 4), truncated=[(1, 0, 0)], final_values={(1, 0): 5.0})
-    assert_allclose(gae(**data, gamma=0.9, lam=0.8, level="step"), gae(**data, gamma=0.9, lam=0.8, level="decision"))
 
 
 def test_moments_of_four_numbers():

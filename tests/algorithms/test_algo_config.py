@@ -8,11 +8,6 @@ from pydantic import ValidationError
 from embodied.algorithms.config import PPOConfig
 
 
-def test_every_option_explains_itself():
-    for name, field in PPOConfig.model_fields.items():
-        assert (field.description or "").endswith("."), name
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

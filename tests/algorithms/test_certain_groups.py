@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import permutations, product
+from itertools import combinations_with_replacement, permutations, product
 from random import Random
 
 import pytest
@@ -72,7 +72,7 @@ def test_all_outcomes_in_all_orders_of_two_rounds(how):
     """Two groups of two; with resample up to two more in a second round, on four envs."""
     orders = list(permutations(range(4)))
     for verdicts in product((KEPT, EQUAL), repeat=4):
-        for first, second in product(orders, orders[::5]):
+        for first, second in product(orders[::3], orders[::5]):
             order = lambda dealt, rounds: [dealt[at] for at in (first, second)[rounds] if at < len(dealt)]  # noqa: B023, E731
             score = lambda episode: verdicts[episode // 2][episode % 2]  # noqa: B023, E731
             compare({"filter": how, "max_rounds": 2}, 4, score, order)
@@ -90,14 +90,14 @@ def test_all_outcomes_in_all_orders_where_two_of_three_second_round_groups_are_n
 
 
 def test_all_losses_of_one_or_two_episodes():
-    for how, lost in product(("drop", "resample"), [*product(range(8), repeat=2)]):
+    for how, lost in product(("drop", "resample"), [*combinations_with_replacement(range(8), 2)]):
         for verdicts in product((KEPT, EQUAL), repeat=3):
             score = lambda episode: (*verdicts, KEPT, EQUAL, KEPT)[min(episode // 2, 5)][episode % 2]  # noqa: B023, E731
             order = lambda dealt, rounds: dealt[::-1]  # noqa: E731
             compare({"filter": how, "max_rounds": 3}, 4, score, order, frozenset(lost))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.integers(1, 4), st.integers(2, 4), st.integers(1, 9), st.sampled_from(["none", "drop", "resample"]),
     st.sampled_from([{}, {"filter_low": 0.4}, {"filter_high": 0.6}]), st.integers(0, 10**6), st.booleans(),
@@ -156,12 +156,6 @@ def test_a_group_that_could_not_be_handed_on_is_lost():
         one.hand_on(group)
     one.lose([0, 1])
     assert one.counts == {"kept": 1, "incomplete": 1} and one.handed == {1} and one.take() == []
-
-
-@pytest.mark.parametrize("how", ["none", "drop"])
-def test_surplus_without_resampling_is_refused(how):
-    with pytest.raises(ValueError, match=r"algo\.surplus=carry has no effect with algo\.filter"):
-        GRPOConfig(name="grpo", filter=how, surplus="carry")
 
 
 def test_surplus_is_carried_only_with_sync_unless_asked():

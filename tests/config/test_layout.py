@@ -28,18 +28,23 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 
 @cache
+def nodes_of(path):
+    return [*ast.walk(ast.parse(path.read_text()))]
+
+
+@cache
 def imports(path):
     """The modules a file imports, and whether each import runs when the module is imported."""
-    tree = ast.parse(path.read_text())
+    nodes = nodes_of(path)
     typing_only = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
-    lazy = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
+    lazy = {id(inner) for node in nodes if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in typing_only:
             continue
         if isinstance(node, ast.Import):
@@ -161,7 +166,7 @@ def test_the_toolkit_knows_no_simulator_and_no_robot_policy_by_name():
     for path in SOURCES:
         if path.is_relative_to(ROOT / "embodied"):
             assert not [name for name, _ in imports(path) if allowed(name, folders)], path
-            compared = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare)]
+            compared = [node for node in nodes_of(path) if isinstance(node, ast.Compare)]
             words = {getattr(inner, "value", None) for node in compared for inner in ast.walk(node)}
             assert not names & {word for word in words if isinstance(word, str)}, path
 
@@ -178,9 +183,8 @@ def test_every_option_is_read_outside_its_model():
     """A key without effect is a bug: each field name is an attribute that some code reads."""
     read = set()
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and not path.name.endswith("config.py"):
-                read.add(node.attr)
+        if not path.name.endswith("config.py"):
+            read |= {node.attr for node in nodes_of(path) if isinstance(node, ast.Attribute)}
     unread = sorted({key for key, _, _ in leaves(root(RunConfig)) if key.rpartition(".")[2] not in read})
     assert not unread
 

@@ -104,6 +104,11 @@ SUMS roles.reward_model=/nowhere -> roles.reward_model=/nowhere: config.json is 
 SUMS roles.verifier=my_rules:right -> there is no module my_rules; install it or start from the folder that holds it
 SUMS roles.reward_weight=1 -> there is no other reward; leave it out, or set one
 SUMS eval.interleave=true run.eval_every=null -> the only evaluation is the last; leave it out, or set run.eval_every=5
+PPO learner.shard=true learner.graphs=on -> records steps that one learner computes as a whole, but learner.shard is set
+PPO learner.reduce_each_pass=true -> leave it out, or set learner.shard=true
+SUMS sft.data=examples.jsonl -> sft.data has no effect in train; leave it out, or run python -m embodied.sft
+PPO collect.noise=1 -> or run python -m embodied.collect
+SFT algo.lr=1 -> has no effect in sft; leave it out
 SUMS learner.graphs=on -> conversations have any size; try learner.graphs=auto
 GRPO PERIODIC ONCE learner.graphs=on -> groups of pipeline.schedule=periodic have any size; try learner.graphs=auto
 PPO run.iterations=3 run.env_steps=100 -> run.env_steps=100 does not go with run.iterations=3; set one of them
@@ -175,6 +180,14 @@ def test_what_does_not_go_together_is_answered_with_a_value_that_works(asked, an
 
 def test_one_wrong_option_is_one_mistake():
     assert len(mistakes(words_of("PPO algo.groups=4"))) == 1
+
+
+@pytest.mark.parametrize("asked", ["SUMS", "pointmass_ppo_pi0_tiny"])
+def test_a_dry_run_refuses_a_folder_without_a_model_or_its_weights(asked, tmp_path):
+    words = [*words_of(asked), f"policy.pretrained={tmp_path}"]
+    assert any(f"policy.pretrained={tmp_path}: config.json is missing" in line for line in mistakes(words))
+    (tmp_path / "config.json").write_text("{}")
+    assert any(f"policy.pretrained={tmp_path}: the model has no weights there" in line for line in mistakes(words))
 
 
 def rules():

@@ -51,9 +51,3 @@ def test_only_keys_that_have_an_effect_are_named():
     assert "did you mean" not in answer("recipe=pointmass_ppo", "max_new_tokens=3")
     assert "'policy.max_tokens'?" in answer("recipe=sums_grpo", "max_new_tokens=3")
     assert "'checkpoint'?" in answer("chekpoint=random", "env.name=pointmass", entry="evaluate")
-
-
-def test_options_of_other_toolkits_are_answered_with_what_to_write():
-    assert "write algo.lr=1e-3" in answer("recipe=pointmass_ppo", "--learning-rate=1e-3")
-    assert "write env.task=VALUE" in answer("--env-id", "PushCube-v1")
-    assert "write algo.lr=3" in answer("recipe=pointmass_ppo", "learning-rate=3")

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from embodied.core.errors import ConfigError, EmbodiedError, WrongShape
 from embodied.core.types import EpisodeSpec
-from embodied.envs import env_class, make_env
+from embodied.envs import make_env
 from embodied.envs.config import EnvConfig
 from embodied.envs.env_checker import check_vector_env
 
@@ -83,17 +83,6 @@ def test_a_limit_longer_than_the_registered_one_is_kept():
     env = make("gym:MountainCar-v0", 1, max_episode_steps=210)
     env.reset(seed=0)
     assert env.step_chunk(np.ones((1, 215, 1), int)).mask.sum() == 210
-
-
-def test_finished_rows_are_not_stepped():
-    env = make("gym:CartPole-v1")
-    env.reset(seed=0)
-    while env._live.all():
-        env.step(np.array([0, 1]))
-    done = ~env._live
-    before = env._observe()["state"][done]
-    env.step(np.array([0, 1]))
-    assert np.array_equal(env._observe()["state"][done], before)
 
 
 def test_discrete_observations_become_one_hot():
@@ -208,9 +197,3 @@ def test_action_spaces_that_have_no_meaning_in_minus_one_to_one_are_refused(monk
     monkeypatch.setattr(Corridor, "step", lambda self, action: (self._seen(), 0.0, False, False, {}))
     with pytest.raises(ConfigError, match=message):
         make(HERE, max_episode_steps=5)
-
-
-def test_check_finds_mistakes_before_the_run():
-    config = TypeAdapter(EnvConfig).validate_python({"name": "gym:Blackjack-v1"})
-    with pytest.raises(ConfigError, match="step limit"):
-        env_class(config).check(config)

@@ -39,30 +39,6 @@ def test_steering_towards_the_target_always_succeeds():
     assert (rewards != 0).sum(axis=1).max() <= 40
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("cameras", [(), ("top", "near")])
-def test_an_episode_is_bitwise_the_same_in_any_batch(dtype, cameras):
-    options = {"dtype": dtype, "cameras": cameras, "image_size": 16}
-    together, _ = play(make(13, **options), range(13))
-    assert together.dtype == dtype
-    for seed in (0, 7, 12):
-        alone, _ = play(make(1, **options), [seed])
-        assert np.array_equal(alone[0], together[seed])
-
-
-def test_a_saved_state_continues_bitwise_in_another_env():
-    env, other = make(5, dtype="float64"), make(5, dtype="float64")
-    obs = begin(env, range(5))
-    for _ in range(6):
-        obs, *_ = env.step(steer(obs))
-    restored = other.set_state(env.get_state())
-    assert np.array_equal(restored["state"], obs["state"])
-    for _ in range(60):
-        (obs, *mine), (restored, *theirs) = env.step(steer(obs)), other.step(steer(restored))
-        assert np.array_equal(obs["state"], restored["state"])
-        assert all(np.array_equal(a, b) for a, b in zip(mine[:3], theirs[:3], strict=True))
-
-
 def test_rows_of_a_saved_state_can_be_dealt_to_other_workers():
     env = make(4)
     obs = begin(env, range(4))

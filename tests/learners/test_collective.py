@@ -1,9 +1,7 @@
 """Learner ranks in processes of their own agree on sums and gathers."""
 
-import subprocess
-import sys
-
 import pytest
+from rank_processes import run_ranks
 
 from embodied.runtime.rendezvous import listen
 
@@ -11,7 +9,7 @@ PROGRAM = """
 import sys, numpy as np, torch
 from embodied.runtime import collective
 from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
-kind, where, rank, size = getattr(collective, sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+where, rank, size, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), getattr(collective, sys.argv[4])
 named = {"role": "learner"} if kind is collective.SharedMemory else {}
 host, _, port = where.rpartition(":")
 ranks = kind(RendezvousAddress(host, int(port), 30.0) if host else RendezvousFile(where, 30.0), rank, size, **named)
@@ -35,7 +33,7 @@ for fd in os.listdir("/proc/self/fd"):
         links.add(os.readlink(f"/proc/self/fd/{fd}"))
 ports = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
 assert bool(ports) == (kind is collective.Gloo), "ranks of one machine have no port for strangers"
-print("agreed", flush=True)
+print("agreed", rank, sep=",", flush=True)
 os._exit(0)  # gloo aborts when its peers are gone first
 """
 
@@ -67,22 +65,19 @@ first = rank - rank % 2
 assert made == [[4, None, 0, 60.0, "cuda:0"], [2, gpus, first, 60.0, "cuda:0"]] and groups[4].group is gpus, made
 assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
 assert [int(part) for part in groups[2].gather(torch.tensor([rank]))] == [first, first + 1]
-print("agreed", flush=True)
+print("agreed", rank, sep=",", flush=True)
 os._exit(0)
 """
 
 
-def agree(where, ranks, *program):
-    arguments = [sys.executable, "-c", *program, where]
-    started = [
-        subprocess.Popen(
-            [*arguments, str(rank), str(ranks)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(ranks)
-    ]
-    for process in started:
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0 and "agreed" in output, output
+@pytest.fixture
+def agree(tmp_path_factory):
+    def agree(where, ranks, program, *kind):
+        path = tmp_path_factory.mktemp("program") / "program.py"
+        path.write_text(program)
+        assert sorted(run_ranks(path, where, ranks, *kind, cells=2)) == [["agreed", str(n)] for n in range(ranks)]
+
+    return agree
 
 
 @pytest.mark.parametrize(
@@ -93,16 +88,16 @@ def agree(where, ranks, *program):
         pytest.param("SharedMemory", 3, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_agree_and_leave_no_file(tmp_path, kind, ranks):
+def test_ranks_agree_and_leave_no_file(agree, tmp_path, kind, ranks):
     agree(str(tmp_path / "meet"), ranks, PROGRAM, kind)
     assert {path.name for path in tmp_path.iterdir()} == {f"meet-{'sums' if kind == 'SharedMemory' else 'gloo'}"}
 
 
-def test_ranks_on_several_machines_agree_through_the_first():
+def test_ranks_on_several_machines_agree_through_the_first(agree):
     server, address = listen(timeout_s=30)
     agree(f"{address.host}:{address.port}", 2, PROGRAM, "Gloo")
     del server
 
 
-def test_learners_on_gpus_share_one_set_of_communicators_with_our_deadline_and_network(tmp_path):
+def test_learners_on_gpus_share_one_set_of_communicators_with_our_deadline_and_network(agree, tmp_path):
     agree(str(tmp_path / "meet"), 4, ON_GPUS)

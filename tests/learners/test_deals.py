@@ -3,16 +3,15 @@
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
+from ranks import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from dealt_ranks import CASES, deals, differences, trained
 
-from embodied.runtime.collective import Alone, Threads
-from embodied.runtime.rendezvous import InProcessRendezvous
+from embodied.runtime.collective import Alone
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -22,17 +21,8 @@ def test_any_deal_makes_the_update_of_one_rank_that_has_everything(case, num_ran
     alone, numbers = trained(case, deals(case, 1, 1)[0], 0, Alone())
     assert max(float((alone[name] - start[name]).abs().max()) for name in start) > 1e-3 < numbers["train/grad_norm"]
     for ranks in deals(case, num_ranks, 4):
-        room, found = InProcessRendezvous(num_ranks, 60.0), {}
-
-        def work(rank, ranks=ranks, room=room, found=found):
-            found[rank] = differences(case, ranks, rank, Threads(room, rank))
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
-        assert len(found) == num_ranks and max(map(max, found.values())) < 1e-10, ranks
+        found = on_ranks(num_ranks, lambda rank, each, ranks=ranks: differences(case, ranks, rank, each))
+        assert max(map(max, found)) < 1e-10, ranks
 
 
 @pytest.mark.slow

@@ -1,15 +1,14 @@
 """Recorded gradient steps (learner.graphs) learn what other steps do; and what an update reads of its device."""
 
-import importlib.util
 import sys
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import toy
 from fake_cuda import WHERE, Card, fetched
+from ranks import on_ranks
 from torch._subclasses.fake_tensor import FakeTensor
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
@@ -21,12 +20,7 @@ from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.update import update_policy, why_not_graphs
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig
-from embodied.runtime.collective import Alone, Threads
-from embodied.runtime.rendezvous import InProcessRendezvous
-
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
+from embodied.runtime.collective import Alone
 
 PPO = {"rollout_decisions": toy.T, "epochs": 2, "minibatch_size": 17, "lr": 1e-2, "max_grad_norm": 0.3}
 DEVICE = "cpu"
@@ -107,18 +101,13 @@ def test_recorded_steps_learn_what_others_learn(way):
 
 def test_ranks_with_recorded_steps_learn_what_one_learner_does():
     """Their shares of a minibatch differ, and one may have none."""
-    algo, room, found = PPOConfig(**PPO | {"minibatch_size": 11}), InProcessRendezvous(2, 60.0), {}
+    algo = PPOConfig(**PPO | {"minibatch_size": 11})
 
-    def work(rank):
+    def work(rank, collective):
         block = env_blocks(toy.N, 2)[rank]
-        rows = slice(block.start, block.stop)
-        found[rank] = learned("on", rows=rows, collective=Threads(room, rank), algo=algo)
+        return learned("on", rows=slice(block.start, block.stop), collective=collective, algo=algo)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    found = on_ranks(2, work)
     alone = learned("off", algo=algo)
     assert_alike((found[0][0], []), (alone[0], []))
     assert all(torch.equal(tensor, found[1][0][name]) for name, tensor in found[0][0].items())

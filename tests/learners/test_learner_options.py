@@ -1,14 +1,9 @@
 """Options that change how the learner computes, not what it learns."""
 
-import importlib.util
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
+import toy
+from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
@@ -26,10 +21,6 @@ from embodied.runtime.collective import Alone
 from embodied.runtime.device_memory import Offloader, num_bytes
 from embodied.runtime.tensor_bytes import blob_of
 
-HERE = Path(__file__).parent
-_spec = importlib.util.spec_from_file_location("toy", HERE / "toy.py")
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 PPO = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=9, lr=1e-2)
 
 
@@ -190,107 +181,15 @@ def test_the_reference_leaves_the_device_with_the_learner_and_comes_back():
     worker.close()
 
 
-SHARDED = """
-import os, sys
-import numpy as np
-from pathlib import Path
-here, out, rank, size, dtype = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-sys.path.insert(0, str(here))
-import toy
-from embodied.algorithms.config import PPOConfig
-from embodied.core.types import BatchEnd, env_blocks
-from embodied.learners.config import LearnerConfig
-from embodied.runtime.rendezvous import RendezvousFile
-from embodied.learners.update import update_policy
-from embodied.learners.worker import LearnerWorker
-from embodied.policies.config import MLPConfig
-from embodied.runtime import Timers
-
-def learner(seed):
-    worker = LearnerWorker(
-        toy.make(dtype=dtype).config, PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=3, lr=1e-2),
-        LearnerConfig(shard=True, micro_batch_size=2, checkpoint_activations=True), seed,
-        RendezvousFile(str(out / "meet"), 60.0),
-    )
-    worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, size, Timers()
-    return worker
-
-worker, actor = learner(0), toy.make()
-worker.build(toy.ENV, "0" * 16, snapshot=True)
-block = env_blocks(toy.N, size)[rank]
-
-def train(iteration):
-    data = toy.columns(toy.rollout(actor, iteration), slice(block.start, block.stop))
-    share = toy.batch_of(data, worker.algo, worker.model, worker.collective)
-    return update_policy(worker.model, worker.optimizer, worker.algo, share, 0, BatchEnd(iteration, 3))
-
-for iteration in range(2):
-    train(iteration)
-worker.save(out / "two")
-held = sum(p.to_local().numel() for p in worker.policy.parameters())
-assert held < 0.7 * sum(p.numel() for p in worker.policy.parameters()), held
-train(2)
-worker.save(out / "three")
-worker.offload()
-mine = [*(p.to_local() for p in worker.policy.parameters()), *worker.optimizer.tensors()]
-assert not any(tensor.untyped_storage().nbytes() for tensor in mine)
-worker.onload()
-worker.load(out / "two")
-train(2)
-worker.save(out / "again")
-print("done", flush=True)
-worker.close()
-os._exit(0)
-"""
-
-
-@pytest.mark.slow  # tests/test_invariance.py has a cheaper one
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
-def test_two_learners_that_hold_half_of_everything_learn_the_same(tmp_path, dtype, tolerance):
-    """With minibatches of three items, so that a learner sometimes has none of them; saved and loaded again."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SHARDED, str(HERE), str(tmp_path), str(rank), "2", dtype],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    algo = PPO.model_copy(update={"minibatch_size": 3})
-    whole = {}
-    actor, policy = toy.make(), toy.make(dtype=dtype)
-    optimizer = PolicyOptimizer(policy, algo, Alone())
-    for iteration in range(3):
-        data = toy.rollout(actor, iteration)
-        share = toy.batch_of(data, algo, policy)
-        update_policy(Model(policy, LearnerConfig()), optimizer, algo, share, 0, BatchEnd(iteration, 3))
-        whole[iteration + 1] = {name: tensor.numpy().copy() for name, tensor in policy.state_dict().items()}
-    for process in started:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0 and "done" in output, output
-    for name, iterations in (("two", 2), ("three", 3), ("again", 3)):
-        ours = read_weights(tmp_path / name / "policy")
-        assert ours.keys() == whole[iterations].keys()
-        assert max(np.abs(ours[key] - whole[iterations][key]).max() for key in ours) < tolerance
-
-    resumed = PolicyOptimizer(policy, algo, Alone())
-    resumed.load(tmp_path / "three" / "learner")
-    ours, theirs = dict(resumed.state_tensors()), dict(optimizer.state_tensors())
-    assert ours.keys() == theirs.keys()
-    assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) < tolerance
-    assert not list(tmp_path.glob("meet*"))
-
-
 HALVED = """
-import json, os, sys
+import os, sys
 from pathlib import Path
-here, out, rank = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-sys.path.insert(0, str(here))
+out, rank = Path(sys.argv[1]), int(sys.argv[2])
 from unittest.mock import patch
 import numpy as np
 import torch.distributed
 import toy
+from rank_processes import run_ranks
 from embodied.algorithms.config import PPOConfig
 from embodied.core.types import BatchEnd, env_blocks
 from embodied.learners.config import LearnerConfig
@@ -303,7 +202,7 @@ from embodied.policies.policy_folder import read_weights
 actor = toy.make()
 actor.save_pretrained(out / f"start-{rank}")
 algo = PPOConfig(rollout_decisions=toy.T, epochs=1, minibatch_size=toy.T * toy.N, lr=1e-2)
-config = LearnerConfig(shard=True, micro_batch_size=1, reduce_each_pass=bool(sys.argv[4]))
+config = LearnerConfig(shard=True, micro_batch_size=1, reduce_each_pass=len(sys.argv) > 4)
 worker = LearnerWorker(toy.make(dtype="bfloat16").config, algo, config, 0, RendezvousFile(str(out / "meet"), 60.0))
 worker.name, worker.rank, worker.world_size, worker.timers = f"learner-{rank}", rank, 2, Timers()
 worker.build(toy.ENV, "0" * 16, True, out / f"start-{rank}")
@@ -313,31 +212,37 @@ share = toy.batch_of(data, algo, worker.model, worker.collective)
 with patch("torch.distributed.reduce_scatter_single", wraps=torch.distributed.reduce_scatter_single) as sums:
     numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, BatchEnd(0, 1))
 worker.save(out / "after")
-held = {str(p.to_local().dtype) for p in worker.policy.parameters()}
+own = {name: p.to_local() for name, p in worker.policy.named_parameters()}
+held, kept = {str(p.dtype) for p in own.values()}, {name: p.detach().clone() for name, p in own.items()}
+worker.offload()
+worker.onload()
+with torch.no_grad():
+    for p in own.values():
+        p.zero_()
+worker.load(out / "after")
+assert all(torch.equal(p.to_local(), kept[name]) for name, p in worker.policy.named_parameters())
 parts = len([*worker.policy.blocks(), worker.policy])
-told = {"norm": numbers["train/grad_norm"], "held": sorted(held), "sums": sums.call_count, "parts": parts}
-print(json.dumps(told), flush=True)
+print(numbers["train/grad_norm"], *held, sums.call_count, parts, sep=",", flush=True)
 worker.close()
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize("each_pass", ["", "each pass"])
-def test_shards_of_half_precision_add_up_gradients_exactly(tmp_path, each_pass):
+@pytest.mark.parametrize("each_pass", [[], ["each pass"]], ids=["a step", "each pass"])
+def test_shards_of_half_precision_add_up_gradients_exactly(tmp_path, tmp_path_factory, each_pass):
     """Twelve micro-batches a rank, each computed in bfloat16: their sum is that of a learner that holds everything.
     Such a learner goes on from their checkpoint."""
     algo = PPO.model_copy(update={"epochs": 1, "minibatch_size": toy.T * toy.N})
     _, optimizer, numbers = trained("bfloat16", 1, algo, micro_batch_size=1)
-    arguments = [[sys.executable, "-c", HALVED, str(HERE), str(tmp_path), str(rank), each_pass] for rank in range(2)]
-    started = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for a in arguments]
-    for process in started:
-        output, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, output
-        told = json.loads(output.splitlines()[-1])
-        assert told["held"] == ["torch.float32"]
-        passes = 12 if each_pass else 1
-        assert passes <= told["sums"] <= passes * told["parts"], "once a step, or with every micro-batch"
-        assert told["norm"] == pytest.approx(numbers["train/grad_norm"], rel=1e-6)
+    program = tmp_path_factory.mktemp("program") / "halved.py"
+    program.write_text(HALVED)
+    told = run_ranks(program, tmp_path, 2, *each_pass)
+    passes = 12 if each_pass else 1
+    for norm, held, sums, parts in told:
+        assert held == "torch.float32"
+        assert passes <= int(sums) <= passes * int(parts), "once a step, or with every micro-batch"
+        assert float(norm) == pytest.approx(numbers["train/grad_norm"], rel=1e-6)
+    assert len(told) == 2
     resumed = PolicyOptimizer(toy.make(dtype="bfloat16"), algo, Alone())
     resumed.load(tmp_path / "after" / "learner")
     kept = dict(resumed.state_tensors())

@@ -1,12 +1,11 @@
 """An update without the slice of a sim worker that died."""
 
-import importlib.util
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
+import toy
+from ranks import on_ranks
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core.types import BatchEnd, Unit, join, map_decisions
@@ -15,12 +14,8 @@ from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.rollout_buffer import RolloutBuffer
 from embodied.learners.update import update_policy
 from embodied.runtime import Cluster, HostPlan, Timers
-from embodied.runtime.collective import Alone, Threads
-from embodied.runtime.rendezvous import InProcessRendezvous
+from embodied.runtime.collective import Alone
 
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 CONFIG = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=5, lr=1e-2)
 
 
@@ -37,16 +32,7 @@ def test_all_counts_are_those_of_a_smaller_run():
     data = toy.rollout(toy.make(), seed=1)
     parts = [toy.columns(data, slice(0, 1)), toy.columns(data, slice(2, 4))]
     small = replace(join(parts), ids=np.arange(3))
-    room, weights = InProcessRendezvous(2, 30.0), {}
-
-    def work(rank):
-        weights[rank] = trained(parts[rank], Threads(room, rank))
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    weights = on_ranks(2, lambda rank, collective: trained(parts[rank], collective))
     for name, weight in trained(small, Alone()).items():
         torch.testing.assert_close(weights[0][name], weight, atol=1e-12, rtol=0)
         assert torch.equal(weights[0][name], weights[1][name])

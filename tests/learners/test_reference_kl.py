@@ -1,12 +1,11 @@
 """PPO that is kept near a reference, the policy that the run began with: in the loss, or off the rewards."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import toy
 
 from embodied.algorithms.advantages import gae
 from embodied.algorithms.config import PPOConfig
@@ -18,9 +17,6 @@ from embodied.learners.update import update_policy
 from embodied.runtime.collective import Alone
 from embodied.train import main
 
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 PLAIN = PPOConfig(rollout_decisions=toy.T, epochs=2, minibatch_size=9, lr=1e-2, normalize_advantages=False)
 
 

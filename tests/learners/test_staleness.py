@@ -1,13 +1,12 @@
 """Updates with decisions of older weights: what is logged of them, and the options against them, on any ranks."""
 
-import importlib.util
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import toy
+from ranks import on_ranks
 
 from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.types import BatchEnd, env_blocks
@@ -15,12 +14,8 @@ from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.train_batch import episodes_within
 from embodied.learners.update import update_policy
-from embodied.runtime.collective import Alone, Threads
-from embodied.runtime.rendezvous import InProcessRendezvous
+from embodied.runtime.collective import Alone
 
-_spec = importlib.util.spec_from_file_location("toy", Path(__file__).parent / "toy.py")
-toy = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(toy)
 T, N = toy.T, toy.N
 BASE = {"rollout_decisions": T, "epochs": 3, "minibatch_size": 7, "lr": 1e-2}
 EVERYTHING = {"decoupled": True, "importance_cap": 1.05, "episode_mask": "product", "episode_mask_low": 0.5}
@@ -44,23 +39,16 @@ def older():
 
 def trained(data, config, version=1, ranks=1, part_of=None, **options):
     """Weights and numbers of every rank after an update with this data."""
-    room, found = InProcessRendezvous(ranks, 30.0), {}
 
-    def work(rank):
-        collective = Threads(room, rank) if ranks > 1 else Alone()
+    def work(rank, collective):
         block = env_blocks(N, ranks)[rank]
         mine, scored = (part_of or slices)(data, block)
         policy = toy.make()
         model, optimizer = Model(policy, LearnerConfig(**options)), PolicyOptimizer(policy, config, collective)
         share = toy.batch_of(mine, config, policy, collective, version, **scored)
-        found[rank] = policy.state_dict(), update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
+        return policy.state_dict(), update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [found[rank] for rank in range(ranks)]
+    return on_ranks(ranks, work)
 
 
 def slices(data, block):
@@ -211,14 +199,13 @@ def test_a_rank_without_a_part_counts_no_decision_and_as_many_passes_as_others()
     data = stale_rollout()
     data.versions[:T] = 1
     config = GRPOConfig(name="grpo", minibatch_size=None, **EVERYTHING)
-    found, room = {}, InProcessRendezvous(2, 30.0)
     farthest = int(log_ratios(data).sum((2, 3)).reshape(N, 2, -1).sum(2).min(1).argmin())  # a row that is masked
 
-    def work(rank):
+    def work(rank, collective):
         whole = replace(data, values=None, next_values=None)
         mine = toy.columns(whole, slice(farthest, farthest + 1)) if rank else whole
         scored = {"scores": mine.ids % 2.0, "advantages": mine.ids % 2 * 2.0 - 1, "is_padding": bool(rank)}
-        policy, collective = toy.make(), Threads(room, rank)
+        policy = toy.make()
         share = toy.batch_of(mine, config, policy, collective, 1, **scored)
         passes, model = [], Model(policy, LearnerConfig(micro_batch_size=5), tick=lambda: passes.append(rank))
         model.most_passes = lambda passes: 7
@@ -226,13 +213,9 @@ def test_a_rank_without_a_part_counts_no_decision_and_as_many_passes_as_others()
         model.most_passes = lambda passes: 0
         assert len(passes) == 7 and len(corrected.proximal) == len(share)
         optimizer = PolicyOptimizer(policy, config, collective)
-        found[rank] = update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
+        return update_policy(model, optimizer, config, share, 0, BatchEnd(0, 10))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    found = on_ranks(2, work)
     assert found[0] == found[1] and found[0]["train/staleness"] == 0.75
     _, alone = trained(data, config, part_of=groups)[0]
     assert found[0]["train/masked_fraction"] == alone["train/masked_fraction"] > 0

@@ -1,13 +1,13 @@
 """The learner against the single-file reference, and against itself with other numbers of ranks."""
 
-import importlib.util
-import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import toy
+from ranks import on_ranks
+from reference_ppo import reference_update
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
@@ -16,19 +16,8 @@ from embodied.core.types import BatchEnd, env_blocks, join
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.learners.update import update_policy
-from embodied.runtime.collective import Alone, Threads
-from embodied.runtime.rendezvous import InProcessRendezvous
+from embodied.runtime.collective import Alone
 
-
-def beside(path):
-    """A module that is no test, by its path from here."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference, toy = beside("../algorithms/reference_ppo.py"), beside("toy.py")
 T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, toy.columns
 
 
@@ -44,7 +33,8 @@ def ours(policy, optimizer, trajectory, config, iteration):
         {},
         {"logprob_level": "action", "entropy_coef": 0.01, "value_clip": 0.1},
         {"logprob_level": "action_dim", "dual_clip": 3.0, "huber_delta": 0.5, "normalize_advantages": False},
-        {"advantage_level": "step", "clip_high": 0.28, "max_grad_norm": None, "target_kl": 0.002},
+        {"advantage_level": "step", "clip_high": 0.28, "max_grad_norm": None, "target_kl": 0.002, "gamma": 0.9},
+        {"clip_low": 0.05, "clip_high": 0.1, "dual_clip": 1.2, "value_clip": 0.05, "huber_delta": 0.5},
     ],
 )
 def test_five_updates_equal_the_single_file_reference(options):
@@ -63,7 +53,7 @@ def test_five_updates_equal_the_single_file_reference(options):
         batch = toy.by_step(data)
         orders = [permutation(0, iteration, epoch, T * N) for epoch in range(config.epochs)]
         scored.parameters = theirs.parameters
-        epochs = reference.reference_update(scored, their_adam, batch, config, orders)
+        epochs = reference_update(scored, their_adam, batch, config, orders)
         numbers = ours(mine, optimizer, data, config, iteration)
         assert numbers["train/epochs"] == epochs
         assert numbers["train/logprob_gap"] < 1e-12
@@ -105,20 +95,16 @@ def test_the_number_of_learner_ranks_does_not_change_the_weights(ranks, weightin
     for iteration in range(3):
         ours(alone, optimizer, data, config, iteration)
 
-    room, policies = InProcessRendezvous(ranks, 30.0), [make() for _ in range(ranks)]
+    policies = [make() for _ in range(ranks)]
 
-    def work(rank):
-        own = PolicyOptimizer(policies[rank], config, Threads(room, rank))
+    def work(rank, collective):
+        own = PolicyOptimizer(policies[rank], config, collective)
         block = env_blocks(N, ranks)[rank]
         part = columns(data, slice(block.start, block.stop))
         for iteration in range(3):
             ours(policies[rank], own, part, config, iteration)
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    on_ranks(ranks, work)
     for name, weight in alone.state_dict().items():
         torch.testing.assert_close(policies[0].state_dict()[name], weight, atol=1e-12, rtol=0)
         assert all(torch.equal(policies[0].state_dict()[name], other.state_dict()[name]) for other in policies[1:])

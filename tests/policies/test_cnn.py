@@ -9,7 +9,7 @@ import torch
 from embodied.core import rng
 from embodied.core.errors import ConfigError
 from embodied.core.types import ActionSpec, EnvSpec
-from embodied.policies import load_policy, make_policy
+from embodied.policies import make_policy
 from embodied.policies.cnn import FAR, Keypoints
 from embodied.policies.config import CNNConfig
 
@@ -31,21 +31,6 @@ def act(policy, obs):
     rows = len(obs["state"])
     noise = rng.normal(1, "act", np.arange(rows), np.zeros(rows, int), policy.noise_spec().width)
     return policy.act(obs, noise)
-
-
-@pytest.mark.parametrize("keypoints", [False, True])
-def test_the_learner_scores_an_action_as_the_actor_did(keypoints, tmp_path):
-    policy, obs = build(chunk=2, keypoints=keypoints, **({"features": 128} if keypoints else {})), observation()
-    output = act(policy, obs)
-    as_tensors = {"state": torch.from_numpy(obs["state"]), "images": {}}
-    as_tensors["images"] = {name: torch.from_numpy(frames) for name, frames in obs["images"].items()}
-    scores = policy({"obs": as_tensors, "actions": torch.from_numpy(output.actions)})
-    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-12)
-    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-12)
-    scores.values.sum().backward()
-    assert all(trunk[0].weight.grad.abs().max() > 0 for trunk in policy.trunks.values())
-    policy.save_pretrained(tmp_path)
-    np.testing.assert_array_equal(act(load_policy(tmp_path), obs).actions, output.actions)
 
 
 def test_tensors_are_answered_with_tensors():

@@ -25,19 +25,6 @@ def noise_for(policy, rows, seed=1):
     return draw(seed, "act", np.arange(rows), np.zeros(rows, int), spec.width)
 
 
-@pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("chunk", [1, 3])
-def test_the_learner_scores_an_action_as_the_actor_did(kind, chunk):
-    policy = build(kind, chunk=chunk)
-    obs = {"state": np.random.default_rng(0).normal(size=(6, 5))}
-    output = policy.act(obs, noise_for(policy, 6))
-    assert output.actions.shape == output.logprobs.shape == (6, chunk, SPECS[kind].action.dim)
-    scores = policy({"obs": {"state": torch.from_numpy(obs["state"])}, "actions": torch.from_numpy(output.actions)})
-    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-12)
-    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-12)
-    np.testing.assert_allclose(policy.value(obs), output.values, atol=1e-12)
-
-
 def test_gaussian_log_probs_and_entropy_equal_torch_distributions():
     policy = build("gaussian")
     obs = {"state": np.ones((2, 5))}
@@ -58,14 +45,6 @@ def test_gumbel_sampling_follows_the_categorical_probabilities():
     actions = policy.act(obs, noise_for(policy, 20_000)).actions
     wanted = policy.actor(torch.from_numpy(obs["state"][:1])).softmax(-1)[0].detach().numpy()
     np.testing.assert_allclose(np.bincount(actions.ravel(), minlength=4) / 20_000, wanted, atol=0.015)
-
-
-@pytest.mark.parametrize("kind", SPECS)
-def test_the_best_actions_ignore_the_noise(kind):
-    policy = build(kind)
-    obs = {"state": np.ones((3, 5))}
-    one, other = (policy.act(obs, noise_for(policy, 3, seed), temperature=0.0).actions for seed in (1, 2))
-    assert np.array_equal(one, other)
 
 
 def test_a_lower_temperature_shrinks_the_noise():

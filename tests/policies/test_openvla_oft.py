@@ -53,27 +53,6 @@ def policy(request):
     return lively(build(head=request.param, proprio=True, film=True, **options))
 
 
-def test_the_learner_scores_a_chunk_as_the_actor_did(policy):
-    obs = observe(4)
-    output = policy.act(obs, uniform(4))
-    assert output.actions.shape == output.logprobs.shape == (4, CHUNK, 3)
-    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    scores = policy({"obs": obs, "actions": output.actions} | replay)
-    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-5)
-    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-5)
-    np.testing.assert_allclose(policy.value(obs), output.values, atol=1e-5)
-    assert output.logprobs.std() > 0.1
-
-
-def test_a_decision_does_not_depend_on_its_company(policy):
-    obs, noise = observe(), uniform()
-    together = policy.act(obs, noise)
-    one = {"images": {c: x[1:] for c, x in obs["images"].items()}, "state": obs["state"][1:], "instruction": ["go"]}
-    alone = policy.act(one, noise[1:])
-    np.testing.assert_allclose(alone.actions[0], together.actions[1], atol=1e-5)
-    np.testing.assert_allclose(alone.logprobs[0], together.logprobs[1], atol=1e-5)
-
-
 def test_every_input_matters(policy):
     obs = observe()
     played = torch.zeros(2, CHUNK, 3)
@@ -124,13 +103,6 @@ def test_it_reads_what_transformers_llama_gives_for_the_published_sequence(stop)
         scores = logits[begin : begin + numbers, 1024 - 256 : 1024].log_softmax(-1)
         wanted = scores.gather(-1, tokens[row].view(-1, 1)).view(CHUNK, 3)
         torch.testing.assert_close(ours[row], wanted, atol=1e-5, rtol=1e-5)
-
-
-def test_the_attention_mask_is_an_option():
-    causal, both = (lively(build(bidirectional=flag)) for flag in (False, True))
-    obs, tokens = observe(), torch.zeros(2, CHUNK, 3, dtype=torch.long)
-    one, two = (p({"obs": obs, "tokens": tokens}).logprobs.detach() for p in (causal, both))
-    assert not torch.allclose(one, two, atol=1e-3)
 
 
 def test_film_of_a_block_by_hand():
@@ -303,13 +275,6 @@ def test_an_adapter_that_does_not_fit_its_layer_is_refused(adapted_towers):
     torch.save(tensors | {name: tensors[name][:7]}, path)
     with pytest.raises(CheckpointError, match="of rank 32 and 7"):
         build(pretrained=str(adapted_towers))
-
-
-def test_adapters_beside_towers_of_their_own_are_loaded_with_them(adapted_towers, tmp_path):
-    made = build(pretrained=str(adapted_towers), lora_rank=2)
-    made.save_pretrained(tmp_path / "saved")
-    again = load_policy(tmp_path / "saved")
-    assert np.array_equal(*(p.act(observe(), uniform()).actions for p in (made, again)))
 
 
 def test_a_saved_policy_is_loaded_as_it_was(official, tmp_path):

@@ -149,22 +149,6 @@ def test_actions_and_what_the_value_reads_are_those_of_an_independent_reference(
         np.testing.assert_allclose(actions[row], x[:5, :3].numpy(), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("exploration", ["flow_sde", "flow_noise"])
-@pytest.mark.parametrize("train", ["all", "expert"])
-def test_the_learner_scores_as_the_actor_did_and_reaches_every_trained_weight(exploration, train):
-    policy = build(exploration=exploration, train=train, steps=3)
-    output = policy.act(observe(), noise(policy))
-    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
-    scores = policy({"obs": observe(), "actions": output.actions, **replay})
-    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-5)
-    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-5)
-    np.testing.assert_allclose(policy.value(observe()), output.values, atol=1e-5)
-    (scores.logprobs.sum() + scores.values.sum()).backward()
-    assert not [name for name, p in policy.named_parameters() if p.requires_grad and p.grad is None]
-    frozen = {name for name, p in policy.named_parameters() if not p.requires_grad}
-    assert bool(frozen) == (train == "expert") and all(".vlm." in name for name in frozen)
-
-
 def publish(folder):
     """A folder as lerobot writes it, with an output layer that nobody uses."""
     folder.mkdir()

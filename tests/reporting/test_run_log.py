@@ -163,3 +163,13 @@ def history_of(data):
                 items = record.history.item
                 found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
     return found
+
+
+def test_writing_curves_imports_neither_torch_nor_tensorflow(tmp_path):
+    program = (
+        "import sys, embodied.train; from pathlib import Path\n"
+        "from embodied.reporting.progress import TensorBoardLogger\n"
+        "TensorBoardLogger(Path(sys.argv[1])).add(1, {'a': 1.0}); print({'torch', 'tensorflow'} & set(sys.modules))"
+    )
+    told = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert told.stdout == "set()\n"

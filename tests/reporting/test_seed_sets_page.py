@@ -226,17 +226,6 @@ def test_groups_and_runs_are_compared_by_the_command(tmp_path, capsys, page_chec
     assert write_report(one.folder).read_text().count("<html") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "height"), [(390, 844), (1280, 900)])
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_shows_a_page_of_seeds(tmp_path, browser, width, height, dark):
-    group = write_group(tmp_path, {"toy": [0.8, 0.9, 1.0]}, swept="")
-    browser.open(write_report(group.folder), width, height, dark)
-    told = browser.hover()
-    assert "mean of 3: 90%" in told and "seed 2: 100%" in told
-    browser.check(dark)
-
-
 def test_the_end_of_a_sweep_names_a_run_of_the_best_setting(tmp_path, capsys):
     group = write_group(tmp_path, {1e-3: [0.2], 3e-4: [0.9], 1e-4: [0.5]})
     (group.folder / "logs").mkdir()

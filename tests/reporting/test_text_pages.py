@@ -216,13 +216,6 @@ def test_two_policies_are_compared_on_the_same_prompts_with_answers_side_by_side
     assert main([str(tmp_path / "a"), str(tmp_path / "b"), f"out={tmp_path / 'page.html'}"]) == 0
 
 
-def test_answers_of_different_outcome_come_first(tmp_path, page_checker):
-    first = [(spoken(i, False), [turn("85")]) for i in range(3)]
-    second = [(spoken(i, i == 2), [turn("95")]) for i in range(3)]
-    page = compared(tmp_path, page_checker, first, second)
-    assert page.text.index("a, prompt 2") < page.text.index("a, prompt 0")
-
-
 def test_prompts_of_the_same_number_that_read_otherwise_are_left_out(tmp_path, page_checker):
     first = [(spoken(i, False), [turn("85", said="1+1=")]) for i in range(4)]
     second = [(spoken(i, True), [turn("95", said="1+1=" if i else "2+2=")]) for i in range(4)]

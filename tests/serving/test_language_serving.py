@@ -25,7 +25,6 @@ from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.pictures import data_url, drawing, load_picture
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.http_messages import read_answer
 from embodied.policies.language.slots import SlotEngine
 from embodied.runtime.tensor_bytes import blob_of, spec_of, write_safetensors
 from embodied.serve import find_language, load_language, with_options
@@ -195,21 +194,16 @@ def test_a_stream_is_the_answer_in_parts(open_server):
         ({}, 400, "lacks 'prompt'"),
         ({"prompt": []}, 400, "prompt should be text or a list"),
         ({"prompt": [5, -1]}, 400, "prompt should be text or a list"),
-        ({"prompt": [5, True]}, 400, "prompt should be text or a list"),
         ({"prompt": [100]}, 400, "token 100 is none of this model's 100"),
         ({"prompt": [5] * 256}, 400, "a prompt of 256 tokens leaves no room for an answer within 256"),
-        ({"prompt": "a" * 300}, 400, "leaves no room"),
         ({"prompt": "1" * 1_000_000}, 400, "a prompt of 1000000 characters leaves no room for an answer within 256"),
         ({"prompt": "a\ud800"}, 400, "lone surrogate"),
         (b'{"prompt": "\xed\xa0\x80"}', 400, "no JSON"),
         ({"prompt": "a", "noise": {"seed": 1, "stream": "\ud800", "episode": 0}}, 400, "lone surrogate"),
-        ({"prompt": "a", "stop": ["\udfff"]}, 400, "lone surrogate"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens should be a whole number from 1"),
-        ({"prompt": "a", "max_tokens": "9"}, 400, "max_tokens should be a whole number"),
         ({"prompt": "a", "n": 2000}, 400, "n should be a whole number from 1 to 1024"),
         ({"prompt": ["a"] * 600, "n": 2}, 400, "more than 1024 answers"),
         ({"prompt": "a", "temperature": 3}, 400, "temperature should be a number from 0 to 2"),
-        ({"prompt": "a", "temperature": True}, 400, "temperature should be a number"),
         ({"prompt": "a", "top_p": 0}, 400, "top_p should be a number above 0, at most 1"),
         ({"prompt": "a", "top_k": 2.5}, 400, "top_k should be a whole number"),
         ({"prompt": "a", "min_p": 0.9}, 400, "min_p=0.9 is not supported"),
@@ -308,7 +302,6 @@ def test_without_a_token_answers_are_for_all_of_this_machine_and_control_for_nob
         {},
         {"Authorization": "Bearer wrong"},
         {"Authorization": SECRET},
-        {"Authorization": f"Api-Key {SECRET}"},
         {"Authorization": b"Bearer \xff\xfe"},
     ],
 )
@@ -586,26 +579,6 @@ def until(true):
 # The command
 
 
-def test_openais_own_client_is_served(server):
-    openai = pytest.importorskip("openai", reason="comes with vLLM")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=SECRET, max_retries=0)
-    (model,) = client.models.list().data
-    assert model.id == "m" and model.owned_by == "embodied"
-    more = {"return_token_ids": True}
-    found = client.completions.create(model="m", prompt=[5, 6], max_tokens=6, seed=1, logprobs=0, n=2, extra_body=more)
-    assert len(found.choices) == 2 and len(found.choices[0].logprobs.token_logprobs) == len(found.choices[0].token_ids)
-    assert found.system_fingerprint.startswith("v4-") and found.policy_version == 4
-    messages = [{"role": "user", "content": "hi"}]
-    whole = client.chat.completions.create(model="m", messages=messages, max_tokens=9, seed=1, logprobs=True)
-    stream = client.chat.completions.create(model="m", messages=messages, max_tokens=9, seed=1, stream=True)
-    text = "".join(chunk.choices[0].delta.content for chunk in stream)
-    assert text == whole.choices[0].message.content and whole.choices[0].logprobs.content[0].logprob < 0
-    with pytest.raises(openai.BadRequestError, match="leaves no room"):
-        client.completions.create(model="m", prompt=[5] * 256)
-    with pytest.raises(openai.AuthenticationError, match="a valid token is needed"):
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
-
-
 CALLING = "{% for t in tools %}{{ t['function']['name'] }}<tool_call>{% endfor %}" + PLAIN
 
 
@@ -713,12 +686,6 @@ def test_a_request_is_aborted_by_its_name(server, monkeypatch):
         assert asked[1].result(60)["choices"][0]["finish_reason"] == "abort"
         assert ask(server, "/abort_requests", {})[1] == {"aborted": 2}
         assert {each.result(60)["choices"][0]["finish_reason"] for each in asked} == {"abort"}
-
-
-def test_a_trainers_request_is_read_and_its_answer_too(open_server):
-    asked = {"prompt": [5], "max_tokens": 3, "logprobs": 0, "return_token_ids": True, "seed": 1}
-    found = read_answer(completed(open_server, **asked, noise={"seed": 1, "stream": "train", "episode": 3}))
-    assert len(found.tokens) == len(found.logprobs) and found.fingerprint.startswith("v0-")
 
 
 @pytest.mark.parametrize(

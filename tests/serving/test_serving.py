@@ -97,16 +97,13 @@ def test_the_answer_is_what_the_policy_does(policy):
     ("sent", "reason"),
     [
         (b"\xc1", "as msgpack"),
-        (b"", "as msgpack"),
         (protocol.pack({})[:0] + b"\x91" * 3000, "as msgpack"),
         ("text", "requests are bytes"),
         (msgpack.packb([1]), "the message cannot be read as msgpack"),
         (msgpack.packb({"prompt": "go"}) + b"\x00", "something follows its end"),
         (msgpack.packb({"x": [0] * 65}), r"'x' in the message.*65 exceeds max_array_len\(64\)"),
         (msgpack.packb({"x": {str(n): 0 for n in range(65)}}), r"'x' in the message.*65 exceeds max_map_len\(64\)"),
-        (msgpack.packb({str(n): 0 for n in range(65)}), "65 keys; at most 64"),
         (msgpack.packb({"x": [[[]] * 60] * 9}), "'x' in the message: more than 512 maps and lists"),
-        (msgpack.packb({"prompt": "x" * 9000}), r"'prompt' in the message.*9000 exceeds max_str_len\(8192\)"),
         (b"\x81\xa1x" + b"\x91" * 3000, "'x' in the message.*StackError"),
         (
             protocol.pack({"x": np.zeros(1_000_001, np.uint8)}),

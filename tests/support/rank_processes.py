@@ -31,7 +31,7 @@ def fork_ranks(program, folder, ranks, *arguments):
     for rank in range(int(ranks)):
         if (child := os.fork()) == 0:
             sys.argv = [program, folder, str(rank), ranks, *arguments]
-            sys.path[0] = str(Path(program).parent)
+            sys.path[:1] = [str(Path(program).parent), str(Path(__file__).parent)]
             sys.stdout.reconfigure(write_through=False)  # whole lines, also where Python is told not to buffer
             runpy.run_path(program, run_name="__main__")
             sys.exit()

@@ -1,16 +1,11 @@
 """Runs in which PPO learns from conversations: values come from the learner, and nothing depends on where it runs."""
 
-import importlib.util
-import os
-import signal
-
 import numpy as np
 import pytest
 from talking_runs import APART, ONE_OF_EACH, TALK, Talk, far, told
 
 from embodied import evaluate, train
 from embodied.policies.policy_folder import read_weights
-from embodied.workflows.rl_loop import EmbodiedLoop
 
 PPO = ["algo.name=ppo", "policy.value_head=true", "algo.groups=10", "algo.group_size=2", "algo.epochs=2"]
 PPO += ["algo.minibatch_size=8", "algo.gamma=1", "algo.gae_lambda=0.9", "algo.value_lr=0.1"]
@@ -126,24 +121,6 @@ def whole(tmp_path_factory):
     return run
 
 
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(whole, tmp_path, monkeypatch):
-    iterate = EmbodiedLoop.iterate
-
-    def stopped(loop, iteration, total):
-        if iteration == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return iterate(loop, iteration, total)
-
-    monkeypatch.setattr(EmbodiedLoop, "iterate", stopped)
-    train.main(program(tmp_path))
-    monkeypatch.undo()
-    (run,) = tmp_path.iterdir()
-    assert not (run / "checkpoints" / "v000003").exists()
-    assert train.main([f"resume={run}"]) == 0
-    ours, theirs = final_weights(run), final_weights(whole)
-    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs) and np.abs(theirs[HEAD]).max() > 0
-
-
 def test_a_policy_with_values_is_evaluated_and_begun_from_with_or_without_them(whole, tmp_path):
     asked = [f"checkpoint={whole}", "eval.videos=0", "cluster.backend=inline", "eval.episodes=6"]
     assert evaluate.main(asked) == 0
@@ -159,13 +136,3 @@ def test_a_policy_with_values_is_evaluated_and_begun_from_with_or_without_them(w
         ours, theirs = read_weights(run / "checkpoints" / "v000001" / "policy"), final_weights(whole)
         assert (HEAD in ours) == (name == "ppo")
         assert all(np.array_equal(ours[each], theirs[each]) for each in ours)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
-def test_vllm_gets_no_value_head(tmp_path):
-    options = ("policy.engine=vllm", "policy.preset=tiny", "policy.dtype=float32", "policy.max_length=64")
-    patient = ("faults.timeout_s=500", "faults.hang_s=400")
-    with ppo(tmp_path, *options, *patient, backend="local", placement=ONE_OF_EACH) as run:
-        rows = run.some(2)
-    assert all(row["train/logprob_gap"] < 1e-4 and row["train/value_loss"] > 1e-3 for _, row in rows)

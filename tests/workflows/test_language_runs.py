@@ -4,8 +4,6 @@ they are collected, and nothing lost or counted twice where a worker dies."""
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -197,21 +195,6 @@ def test_who_replaces_an_engine_gives_the_same_answers(sync, how, schedule, tmp_
             assert far(run.weights(), sync[1]) < 1e-10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("worker", ["sim-0", "policy-0"])
-@pytest.mark.parametrize("moment", ["update", "publish", "load"])
-def test_who_dies_between_rollouts_costs_nothing(sync, moment, worker, tmp_path):
-    """But a sim whose end is seen only after it was asked to play."""
-    with Talk(tmp_path, placement=ONE_OF_EACH, backend="local") as run:
-        rows = [run.iterate(0)]
-        strike(run, moment, worker)
-        rows += [run.iterate(1), run.iterate(2)]
-        assert sum(row["faults/restarts"] for _, row in rows) == len(run.lines) == 1
-        if worker == "policy-0" or moment == "update":
-            assert told(rows[:2]) == told(sync[0])
-        check_counts(rows)
-
-
 def check_counts(rows):
     """No conversation is counted twice, and what is lost is counted as such."""
     played = [episode.index for episodes, _ in rows for episode in episodes]
@@ -383,21 +366,6 @@ def test_no_more_conversations_are_written_down_than_were_asked_for(tmp_path):
         assert run.loop.take_samples() == []
 
 
-@pytest.mark.slow
-def test_a_run_that_was_killed_and_resumed_equals_one_that_was_not(whole, tmp_path):
-    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "embodied.train", *program(tmp_path)]
-    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=path)
-    next(line for line in run.stdout if "evaluation of v000002" in line)
-    run.kill()
-    run.communicate()
-    (run,) = tmp_path.iterdir()
-    assert not (run / "checkpoints" / "v000003").exists()
-    assert train.main([f"resume={run}"]) == 0
-    ours, theirs = final_weights(run), final_weights(whole)
-    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
-
-
 @pytest.mark.parametrize("options", [(), ("eval.num_envs=1",), ("eval.num_envs=5",)], ids=str)
 def test_an_evaluation_in_mid_run_equals_one_of_its_checkpoint(whole, options):
     before = {*(whole / "eval").iterdir()}
@@ -496,15 +464,3 @@ def test_an_engine_leaves_its_device_to_the_learner_and_answers_alike(backend, s
 
 
 # Ray
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
-def test_so_it_is_on_ray(schedule, tmp_path):
-    with Talk(tmp_path, f"pipeline.schedule={schedule}", placement=ONE_OF_EACH, backend="ray") as run:
-        rows = [run.iterate(0)]
-        os.kill(run.pid("policy-0"), signal.SIGKILL)
-        rows += [run.iterate(1), run.iterate(2)]
-        assert [row["train/staleness"] for _, row in rows] == ([0, 1, 1] if schedule == "async" else [0, 0, 0])
-        assert sum(row["faults/restarts"] for _, row in rows) == len(run.lines) == 1
-        check_counts(rows)

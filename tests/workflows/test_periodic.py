@@ -10,10 +10,8 @@ import pytest
 import stepped
 from talking_runs import far
 
-from embodied.algorithms.groups import GroupPool
 from embodied.core.errors import WorkerFailed
 from embodied.envs.sim_worker import SimWorker
-from embodied.learners.model import PolicyOptimizer
 from embodied.workflows.group_collector import GroupCollector
 
 ITERATIONS = 4
@@ -168,27 +166,6 @@ def test_ranks_with_shards_take_every_group_together_and_compare_it_with_the_ref
 # What the comparison must notice
 
 
-def test_a_wrong_divisor_is_noticed(sync, tmp_path, monkeypatch):
-    exchange = PolicyOptimizer.exchange
-    monkeypatch.setattr(
-        PolicyOptimizer, "exchange", lambda self, stats, count=None: exchange(self, stats, count and count + 1)
-    )
-    with Run(tmp_path, PERIODIC) as run:
-        run.play()
-        assert far(run.weights(), sync[1]) > 1e-6
-
-
-def test_a_group_that_sync_would_not_take_is_noticed(sync, tmp_path, monkeypatch):
-    late = lambda pool: list(pool.ready.values())[: GROUPS - len(pool.handed)]  # noqa: E731 - whichever are ready
-    monkeypatch.setattr(GroupPool, "certain", late)
-    for order in range(5):
-        with Run(tmp_path / str(order), PERIODIC, order=order, most_s=0.004) as run:
-            run.play()
-            if far(run.weights(), sync[1]) > 1e-6:
-                return
-    pytest.fail("no late group was learned from")
-
-
 def test_a_group_of_another_version_is_an_error(tmp_path, monkeypatch):
     hand_in = SimWorker.hand_in
 
@@ -254,25 +231,6 @@ def test_a_group_that_a_sim_has_forgotten_when_it_is_asked_for_is_lost_and_count
         ((_, row),) = run.play(0, 1)
     assert row["faults/lost_episodes"] == SIZE and row["groups/dropped_incomplete"] == 1
     assert row["groups/used"] == row["groups/kept"] == GROUPS - 1
-
-
-@pytest.mark.chaos
-def test_a_policy_that_dies_costs_nothing(sync, tmp_path, monkeypatch):
-    with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
-        kill_when(monkeypatch, run, "policy-0", lambda given: len(given) == 2)
-        rows = run.play()
-        assert far(run.weights(), sync[1]) < 1e-10
-    assert sum(row["faults/restarts"] for _, row in rows) == 1
-    for (_, row), (_, other) in zip(rows, sync[0], strict=True):
-        assert row["groups/used"] == other["groups/used"] and row["faults/lost_episodes"] == 0
-
-
-@pytest.mark.chaos
-def test_a_learner_that_dies_ends_the_run_with_the_cause(tmp_path, monkeypatch):
-    with Run(tmp_path, PERIODIC, backend="local", placement=TWO_SIMS, most_s=0.004) as run:
-        kill_when(monkeypatch, run, "learner-1", lambda given: len(given) == 2)
-        with pytest.raises(WorkerFailed, match="learner-1"):
-            run.play()
 
 
 def test_a_long_first_episode_is_no_delay(tmp_path):

@@ -204,19 +204,6 @@ def test_a_host_that_dies_while_learners_update_or_publish_is_replaced(tmp_path,
 
 
 @pytest.mark.as_users_do
-@pytest.mark.chaos
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("recipe", ["pointmass_ppo", "pointmass_grpo"])
-def test_so_it_is_on_ray(tmp_path, recipe, moment):
-    with Run.shipped(tmp_path, recipe, "ray") as run:
-        run.iterate(0)
-        strike(run, moment, "policy-0")
-        assert run.iterate(1)[1]["faults/restarts"] == 1
-        assert run.iterate(2)[1]["faults/restarts"] == 0 and run.loop.version == 3
-
-
-@pytest.mark.as_users_do
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_successor_that_dies_or_hangs_while_it_builds_is_another_restart(tmp_path, number, backend):
@@ -300,7 +287,7 @@ def test_in_every_mode_a_killed_policy_or_learner_ends_in_recovery_or_its_cause(
 PPO = ["recipe=pointmass_ppo", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
 GRPO = ["recipe=pointmass_grpo", "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=null", "algo.epochs=1"]
 ENDED = {
-    "sync": (*PPO, "faults.hang_s=6", "faults.max_restarts=1"),
+    "sync": (*PPO, "faults.max_restarts=1"),
     "async": (*PPO, "pipeline.schedule=async"),
     "periodic": (*GRPO, "pipeline.schedule=periodic"),
 }
@@ -312,7 +299,7 @@ def test_a_run_saves_what_it_has_learned_before_a_simulator_that_fails_in_every_
     tmp_path, monkeypatch, capsys, schedule
 ):
     monkeypatch.chdir(tmp_path)
-    fault = f"{{fault: {'hang' if schedule == 'sync' else 'sigkill'}, place: rollout, worker: sim-0, after: 40"
+    fault = "{fault: sigkill, place: rollout, worker: sim-0, after: 40"
     env = ["env.name=faulty_env:FaultyEnv", "env.task=reach", f"env.kwargs={fault}, until: {tmp_path / 'healed'}}}"]
     short = ["env.num_envs=8", "env.max_episode_steps=12", "run.iterations=6", "eval.episodes=2", "run.name=ended"]
     patience = [] if schedule == "sync" else ["faults.max_restarts=0"]

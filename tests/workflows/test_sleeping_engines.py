@@ -6,10 +6,8 @@ vLLM itself does the same steps.
 
 import importlib.util
 
-import numpy as np
 import pytest
 from sleeping_vllm import CACHE_BYTES, SleepyLoop, SleepyLoopOnGPU, SleepyVLLM
-from stepped import strike
 from talking_runs import Talk, far, told
 
 from embodied.learners.worker import LearnerWorker
@@ -20,7 +18,6 @@ ITERATIONS = 20
 HYBRID = {"sim": "fake:0", "policy,learner": "fake:1"}
 COLLOCATED = {"sim": "fake:0", "policy": "fake:1", "learner": "fake:1"}
 sleep = SleepyVLLM.sleep
-STRIKES = [(moment, "policy-0") for moment in ("rollout", "update", "publish", "load")] + [("update", "sim-0")]
 
 
 class Sleepy(Talk):
@@ -77,22 +74,6 @@ def test_on_a_gpu_learners_are_built_where_an_engine_was_that_sleeps(monkeypatch
     with Sleepy(tmp_path, placement=COLLOCATED, kind=SleepyLoopOnGPU) as run:
         assert asleep == [{"weights", "kv_cache"}]
         run.iterate(0)
-
-
-@pytest.mark.slow
-def test_kills_at_random_moments_change_nothing_of_what_a_sleeping_engine_answers(stays, tmp_path):
-    rows, weights, claims = stays
-    draw, struck, told_rows = np.random.default_rng(44), 0, []
-    with Sleepy(tmp_path, limit(claims), placement=COLLOCATED, backend="local") as run:
-        for number in range(ITERATIONS):
-            if draw.random() < 0.4:
-                struck += 1
-                strike(run, *STRIKES[draw.integers(len(STRIKES))])
-            told_rows += told([run.iterate(number)])
-        assert told_rows == rows
-        assert struck == len(run.lines) > 5
-        assert far(run.weights(), weights) < 1e-6
-        assert run.moves.count(("offload", "policy-0")) >= ITERATIONS
 
 
 @pytest.mark.slow

@@ -252,16 +252,6 @@ def test_an_episode_does_not_remember_the_one_before(env):
 
 
 @needs_libero
-def test_placements_follow_the_episodes_seed(env):
-    a = start(env, *[EpisodeSpec(OBJECT, -1, seed, 0) for seed in (1, 2, 1)])["state"]
-    assert np.array_equal(a[0], a[2])
-    assert np.abs(a[0] - a[1]).max() > 1e-3
-    global_draw = np.random.random()
-    start(env, EpisodeSpec(OBJECT, -1, 1, 0), None, None)
-    assert np.random.random() != global_draw
-
-
-@needs_libero
 def test_rows_play_the_task_their_episode_names(env):
     obs = start(env, EpisodeSpec(SPATIAL, 0, 0, 0), EpisodeSpec(OBJECT, 0, 0, 1), EpisodeSpec(SPATIAL, 1, 0, 2))
     bowl = "pick up the black bowl on the cookie box and place it on the plate"

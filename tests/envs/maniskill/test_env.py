@@ -102,23 +102,6 @@ def test_a_task_without_places_has_no_relative_positions():
     assert widths[0] == widths[1]
 
 
-def test_the_initial_state_depends_on_the_episode_alone(batched):
-    together = reset(batched, range(4), [1, 2, 3, 4])
-    alone = reset(batched, [2], [3])
-    np.testing.assert_array_equal(alone[2], together[2])
-    np.testing.assert_array_equal(reset(batched, [0], [3])[0], together[2])
-    assert np.abs(together[0] - together[1]).max() > 1e-3
-
-
-def test_a_reset_leaves_the_other_rows_alone(batched):
-    reset(batched, range(4), [5, 6, 7, 8])
-    rng = np.random.default_rng(1)
-    for _ in range(3):
-        before = batched.step_chunk(rng.uniform(-1, 1, (4, 1, 8)).astype(np.float32)).obs["state"]
-    after = reset(batched, [1], [9])
-    np.testing.assert_array_equal(np.delete(after, 1, 0), np.delete(before, 1, 0))
-
-
 def test_frozen_rows_stand_still_and_the_others_go_on_bitwise_as_in_full_company(batched):
     """Row 0 alone runs on while the others are over; then they begin again."""
     rng = np.random.default_rng(3)

@@ -1,0 +1,117 @@
+"""What every policy keeps: it scores as it acted, in any company; its gradients, its best actions and its folder."""
+
+import numpy as np
+import pytest
+import torch
+
+from embodied.core.types import ActionSpec, EnvSpec
+from embodied.policies import load_policy, make_policy
+from embodied.policies.config import (
+    CNNConfig,
+    MLPConfig,
+    OpenVLAConfig,
+    OpenVLAOFTConfig,
+    Pi0Config,
+    SmolVLAConfig,
+)
+
+CAMERAS = {"top": (48, 48, 3), "wrist": (32, 32, 3)}
+ROBOT = EnvSpec(ActionSpec(3), state_dim=4, images=CAMERAS, instruction=True)
+STATES, CHOICES = EnvSpec(ActionSpec(3), state_dim=4), EnvSpec(ActionSpec(1, num_choices=4), state_dim=4)
+EYES = {"name": "cnn", "channels": (4, 4), "kernels": (4, 3), "strides": (2, 1), "hidden": (16,), "chunk": 2}
+OFT = {"name": "openvla_oft", "chunk": 2, "proprio": True, "film": True}
+FAMILIES = {
+    "mlp": (MLPConfig(hidden=(16, 16), chunk=3), STATES),
+    "mlp that chooses": (MLPConfig(hidden=(16, 16), chunk=3), CHOICES),
+    "cnn": (CNNConfig(**EYES, features=6), ROBOT),
+    "cnn of keypoints": (CNNConfig(**EYES, features=128, keypoints=True), ROBOT),
+    "openvla": (OpenVLAConfig(name="openvla", camera="top", temperature=1.6), ROBOT),
+    "oft": (OpenVLAOFTConfig(**OFT, temperature=1.6), ROBOT),
+    "oft that regresses": (OpenVLAOFTConfig(**OFT, head="l1"), ROBOT),
+    "pi0": (Pi0Config(name="pi0", exploration="flow_noise"), ROBOT),
+    "pi0 whose expert learns": (Pi0Config(name="pi0", train="expert"), ROBOT),
+    "pi05": (Pi0Config(name="pi05", exploration="flow_noise"), ROBOT),
+    "smolvla": (SmolVLAConfig(name="smolvla", steps=3, exploration="flow_noise"), ROBOT),
+    "smolvla whose expert learns": (SmolVLAConfig(name="smolvla", steps=3, train="expert"), ROBOT),
+}
+
+
+def observe(rows=4):
+    """With two lengths of text, so there is padding."""
+    draw = np.random.default_rng(0)
+    images = {name: draw.integers(0, 256, (rows, *size), np.uint8) for name, size in CAMERAS.items()}
+    state = draw.normal(size=(rows, 4)).astype(np.float32)
+    return {
+        "images": images,
+        "state": state,
+        "instruction": [("pick up the red cup", "go")[row % 2] for row in range(rows)],
+    }
+
+
+def noise(policy, rows=4, seed=1):
+    draw, spec = np.random.default_rng(seed), policy.noise_spec()
+    return draw.random((rows, spec.width)) if spec.kind == "uniform" else draw.normal(size=(rows, spec.width))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    config, spec = FAMILIES[request.param]
+    policy = make_policy(config, spec, 0).eval()
+    with torch.no_grad():
+        for name, module in policy.named_modules():
+            if hasattr(module, "dense"):
+                module.dense.bias.fill_(0.1)  # gates begin closed
+            if name.endswith("lm_head"):
+                module.weight.mul_(5)  # probabilities that differ
+    return request.param, policy
+
+
+def test_the_learner_scores_a_decision_as_the_actor_did_whatever_its_company(family):
+    _, policy = family
+    obs, draws = observe(), noise(policy)
+    output = policy.act(obs, draws)
+    assert output.actions.shape == output.logprobs.shape == (4, policy.config.chunk, policy.spec.action.dim)
+    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
+    tensors = {"images": {name: torch.from_numpy(frames) for name, frames in obs["images"].items()}}
+    seen = obs | tensors | {"state": torch.from_numpy(obs["state"])}
+    scores = policy({"obs": seen, "actions": torch.from_numpy(output.actions)} | replay)
+    np.testing.assert_allclose(scores.logprobs.detach().numpy(), output.logprobs, atol=1e-5)
+    np.testing.assert_allclose(scores.values.detach().numpy(), output.values, atol=1e-5)
+    np.testing.assert_allclose(policy.value(obs), output.values, atol=1e-5)
+    assert output.logprobs.std() > 1e-3 and output.values.std() > 0
+    one = {"images": {name: frames[1:2] for name, frames in obs["images"].items()}, "state": obs["state"][1:2]}
+    alone = policy.act(one | {"instruction": ["go"]}, draws[1:2])
+    np.testing.assert_allclose(alone.actions[0], output.actions[1], atol=1e-5)
+    np.testing.assert_allclose(alone.logprobs[0], output.logprobs[1], atol=1e-5)
+
+
+def test_gradients_reach_every_weight_that_is_trained(family):
+    name, policy = family
+    output = policy.act(observe(2), noise(policy, 2))
+    replay = {name: torch.from_numpy(array) for name, array in output.replay.items()}
+    scores = policy({"obs": observe(2), "actions": torch.from_numpy(output.actions)} | replay)
+    (scores.logprobs.sum() + scores.values.sum()).backward()
+    assert not [name for name, p in policy.named_parameters() if p.requires_grad and p.grad is None]
+    frozen = [name for name, p in policy.named_parameters() if not p.requires_grad]
+    if "expert" in name:
+        assert frozen and all(".paligemma." in name or ".vlm." in name for name in frozen)
+    policy.zero_grad()
+
+
+def test_the_best_actions_depend_on_no_noise_but_that_which_a_flow_begins_with(family):
+    name, policy = family
+    one, other = noise(policy), noise(policy, seed=2)
+    if name.startswith(("pi", "smol")):
+        begun = policy.horizon * 8
+        other[:, :begun] = one[:, :begun]
+    found, again = (policy.act(observe(), draws, temperature=0.0).actions for draws in (one, other))
+    np.testing.assert_allclose(found, again, atol=1e-5)
+    assert not np.allclose(found, policy.act(observe(), one).actions, atol=1e-3)
+
+
+def test_a_saved_policy_needs_nothing_but_its_folder(family, tmp_path):
+    _, policy = family
+    policy.save_pretrained(tmp_path / "saved")
+    again = load_policy((tmp_path / "saved").rename(tmp_path / "moved"))
+    one, two = (each.act(observe(), noise(policy)) for each in (policy, again))
+    assert np.array_equal(one.actions, two.actions) and np.array_equal(one.values, two.values)
