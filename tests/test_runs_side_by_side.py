@@ -110,6 +110,11 @@ def alone(tmp_path_factory):
     return found
 
 
+def goes_on(info):
+    said = json.loads(info.read_text())
+    return said["state"] == "running" and Path(f"/proc/{said['processes']['driver']}").exists()
+
+
 class Share:
     """A command that serves runs, seen through its record."""
 
@@ -152,6 +157,31 @@ class Share:
 
     def iterations(self, name):
         return sum(line.get("run") == name and line.get("progress", 0) is None for line in self.lines)
+
+    def resume(self):
+        """Stop whatever goes on and go on with all of it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+        self.process.wait(WAIT_S)
+        self.until_stopped()
+        sessions = self.sessions
+        self.process = start(self.folder, "share", "resume=s")
+        self.until(lambda: self.sessions > sessions)
+
+    @property
+    def sessions(self):
+        return sum("format" in line for line in self.lines)
+
+    def until_stopped(self):
+        """Wait until no run of a command that is gone is left, nor its socket."""
+        end = time.monotonic() + WAIT_S
+        while any(map(goes_on, self.folder.glob("runs/s-*/run.json"))):
+            assert time.monotonic() < end, (self.folder / "said.txt").read_text()
+            time.sleep(0.05)
+        socket = Path(read_shared_runs(self.folder / "s").socket)
+        while socket.parent.exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
     def pid(self, name, worker):
         """The process of a run's worker, or `driver`."""
@@ -395,8 +425,9 @@ class TwoRuns:
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("name", "victim"), [(B, "policy-1")])
+@pytest.mark.parametrize(("name", "victim"), [(A, "driver"), (B, "policy-1")])
 def test_whoever_is_killed_in_whatever_phase_all_runs_learn_what_they_learn_alone(name, victim, alone, tmp_path):
+    """A policy worker is started again. A run whose driver is killed goes on with resume=."""
     runs, struck = TwoRuns(tmp_path), []
     share = runs.share
     for phase in ("lent", "draining", "waiting", "publishing", "saving"):
@@ -406,6 +437,10 @@ def test_whoever_is_killed_in_whatever_phase_all_runs_learn_what_they_learn_alon
             struck.append(phase)
 
         runs.strike(name, phase, kill)
+        if victim == "driver":
+            share.until(lambda: f"{name} failed: it was ended by SIGKILL" in (tmp_path / "said.txt").read_text())
+            runs.go_on()
+            share.resume()
         runs.hold()
     runs.go_on()
     share.end({A, B})

@@ -112,18 +112,6 @@ def pid_of(folder, name, host="driver"):
         return json.loads(path.read_text()).get("processes", {}).get(host)
 
 
-@pytest.mark.slow
-@pytest.mark.chaos
-def test_a_run_that_is_killed_frees_its_devices_at_once_and_others_go_on(alone, tmp_path):
-    process = start(tmp_path, "share", "folder=s", *changed(ROBOT, "run.iterations=100000"), *TALKER)
-    until(lambda: rows(tmp_path, "s-pointmass_ppo"), tmp_path, process)
-    os.kill(pid_of(tmp_path, "s-pointmass_ppo"), signal.SIGKILL)
-    assert process.wait(LONG_S) == 1
-    assert far(weights(tmp_path, "s-sums_grpo"), alone["talker"]) < 1e-9
-    assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["failed", "finished"]
-    assert "pointmass_ppo failed: it was ended by SIGKILL" in (tmp_path / "said.txt").read_text()
-
-
 def phase_of_run(folder, name):
     """What a run that shares devices holds some for, if anything."""
     holds = {}
