@@ -16,7 +16,7 @@ usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--h
   rounds    iterations of every mode that are timed, in turns (default {rounds}, after {warm_up} to warm up)
   profile   stored = the last one measured for this recipe here, new = measure it now (default: stored if there is one)
   seconds   about how long a new profile may take (default 60)
-  out       the folder of bench.json, bench.html and bench.svg (default runs/bench/RECIPE-DATE)
+  out       the folder of bench.json and bench.html (default runs/bench/RECIPE-DATE)
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
         print("\n".join(describe(result)))
     for line in warnings(results, about):
         print(f"\nwarning     {line}")
-    print(f"\nresults     {folder / 'bench.html'}, bench.svg, bench.json")
+    print(f"\nresults     {folder / 'bench.html'}, bench.json")
     return folder
 
 

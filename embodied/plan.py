@@ -13,7 +13,7 @@ usage: python -m embodied.plan [recipe=NAME] [profile=FILE] [cluster=8xGPU] [out
             published_reasoning_8b
   cluster   8xGPU, 64x8xGPU, 16xCPU, or file.yaml with nodes; default: this machine, or
             all nodes of the Ray cluster that the recipe names (cluster.address)
-  out       where plan.json, plan.svg and plan.html go; default: plans/PROFILE-CLUSTER in run.dir
+  out       where plan.json and plan.html go; default: plans/PROFILE-CLUSTER in run.dir
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from embodied.placement.profile_planner import STAGES, Choice, Planner
 from embodied.placement.schedule_overlap import overlaps
 from embodied.placement.topology import Topology, read_topology
 from embodied.profiling import stored_profiles
-from embodied.reporting.html import Html, page, section, table, tag
-from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
+from embodied.reporting.page import Block, Row, Rows, bullets, page, rows_chart, section, short, table, write_page
 from embodied.run import launch
 from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
@@ -62,7 +61,6 @@ NOT_PERIODIC = "its groups are not known, or not learned from in one gradient st
 MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not replayed and drawn
 FIRST = ("sim", "policy", "learner")  # of the same colours in every drawing
 MOST_ROWS = 24  # devices drawn; more would not be told apart
-MOST_SPANS = 2000  # bars drawn in a row; neighbours are joined beyond
 USAGE = __doc__ or ""
 
 
@@ -152,7 +150,7 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
     runs = config.run.dir if config else own_folder(rest)
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
-    print(f"\nplan        {out / 'plan.html'}, plan.svg, plan.json")
+    print(f"\nplan        {out / 'plan.html'}, plan.json")
     return out
 
 
@@ -344,14 +342,10 @@ def replays(planned: Planned) -> dict[str, Schedule]:
 
 
 def write(planned: Planned, name: str, out: Path) -> None:
-    """plan.json, and the chart as SVG and in a page."""
+    """plan.json, and the page with its charts."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(as_json(planned, name), indent=1) + "\n")
-    drawn = replays(planned)
-    picture = draw(drawn) if drawn else None
-    if picture:
-        (out / "plan.svg").write_text(as_file(picture), encoding="utf-8")
-    (out / "plan.html").write_text(html(planned, name, picture), encoding="utf-8")
+    write_page(out / "plan.html", plan_page(planned, name))
 
 
 def as_json(planned: Planned, name: str) -> dict:
@@ -376,7 +370,7 @@ def choice_as_json(planned: Planned, choice: Choice) -> dict:
     }
 
 
-def html(planned: Planned, name: str, picture: Html | None) -> str:
+def plan_page(planned: Planned, name: str) -> Block:
     def rows(choices: dict[str, Choice | str]) -> list[list[str]]:
         return [
             [one, f"{c.price.seconds:.4g}", f"{planned.steps_per_s(c):.4g}", layout_of(planned, c)]
@@ -384,51 +378,31 @@ def html(planned: Planned, name: str, picture: Html | None) -> str:
             if not isinstance(c, str)
         ]
 
-    head = ["s per iteration", "env steps/s", "layout"]
+    head, drawn = ["s per iteration", "env steps/s", "layout"], replays(planned)
     return page(
         f"Plan of {name} on {planned.topology.name}",
-        tag("h1", planned.verdict),
-        tag("p", f"{planned.profile.made.get('name', name)}, on {planned.topology.name}"),
-        section("Predicted", table(["mode", *head], rows(planned.ranked))),
-        section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
-        section("Why", tag("ul", *[tag("li", line) for line in planned.why])),
-        section("An iteration", tag("div", picture, class_="scroll")) if picture else None,
+        [
+            section("Predicted", table(["mode", *head], rows(planned.ranked))),
+            section("Under each schedule", table(["schedule", *head], rows(planned.schedules))),
+            section("Why", bullets(planned.why)),
+            section("An iteration", draw(drawn)) if drawn else None,
+        ],
+        f"{planned.profile.made.get('name', name)}, on {planned.topology.name}",
+        heading=planned.verdict,
     )
 
 
-# The drawing: a row per device, a colour per component
-
-
-def draw(schedules: dict[str, Schedule]) -> Html:
-    """One chart under the other, on one time axis."""
-    found = dict.fromkeys(span.component for schedule in schedules.values() for span in schedule.spans)
-    colors = {name: i for i, name in enumerate(dict.fromkeys([*FIRST, *found])) if name in found}
+def draw(schedules: dict[str, Schedule]) -> Block:
+    """A row per device, a colour per component: one chart under the other, on one time axis."""
     longest = max(schedule.seconds for schedule in schedules.values()) or 1.0
-    near = longest / MOST_SPANS
     charts = []
     for title, schedule in schedules.items():
         bars: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
         for span in schedule.spans:
             bars[span.device][span.component].append((span.start_s, span.end_s))
-        rows = []
-        for device in shown_devices(schedule):
-            own = bars[device].items()
-            rows.append(
-                (device, [Bars(join_near(spans, near), f"{device}: {name}", colors[name]) for name, spans in own])
-            )
+        rows = [Row(device, bars[device]) for device in shown_devices(schedule)]
         charts.append(Rows(f"{title}; {short(schedule.seconds)} s", rows, longest, schedule.seconds))
-    return row_charts("what every device does", charts, colors, "seconds of an iteration")
-
-
-def join_near(bars: list[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Bars that are nearer to each other than `gap` become one."""
-    joined: list[tuple[float, float]] = []
-    for start, end in sorted(bars):
-        if joined and start - joined[-1][1] <= gap:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return joined
+    return rows_chart("what every device does", charts, "seconds of an iteration", names=FIRST)
 
 
 def shown_devices(schedule: Schedule) -> list[str]:

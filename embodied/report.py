@@ -1,7 +1,8 @@
 """Write the report of a run, or compare several: python -m embodied.report RUN [RUN ...]
 
-Writes report.html of a run or an evaluation: curves, tables, videos, timings, provenance. For several runs: one page
-that compares them, by name, date, commit and differences between their recipes.
+Writes report.html of a run or an evaluation: curves, tables, videos, timings, provenance. data.json beside it holds
+the same numbers and words. For several runs: one page that compares them, by name, date, commit and differences between
+their recipes.
 
 usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
 
@@ -13,7 +14,7 @@ usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
   --live                        write the page again every few seconds until no RUN is running any more; an open page
                                 reloads itself
 
-The page needs no network and no server: open it from disk in any browser.
+The page needs no network and no server: open it from disk in any browser. Its videos are the files of the run.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
-from embodied.core.files import as_path, replace_text
+from embodied.core.files import as_path
 from embodied.reporting.comparison_page import comparison
+from embodied.reporting.page import write_page
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
 from embodied.reporting.seed_sets_page import SeedSet, sets_of, unread_files
@@ -59,12 +61,15 @@ def start(argv: list[str]) -> int:
 
 def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], None] = time.sleep) -> None:
     """Write the page every few seconds while one of the runs is running, until Ctrl-C."""
-    any(map(is_running, folders))  # refuses a folder that is none of these before anything is said
-    print(f"written every {EVERY_S} s while the run is running; Ctrl-C ends this, not the run", flush=True)
+    running = any(map(is_running, folders))
+    write(folders, out, live=running)  # what cannot be read is refused before the line that promises pages
+    if running:
+        print(f"written every {EVERY_S} s while the run is running; Ctrl-C ends this, not the run", flush=True)
     with suppress(KeyboardInterrupt):
-        while any(is_running(folder) for folder in folders):
-            write(folders, out, live=True)
+        while running:
             wait(EVERY_S)
+            running = any(map(is_running, folders))
+            write(folders, out, live=running)
 
 
 def is_running(folder: Path) -> bool:
@@ -81,12 +86,11 @@ def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
     if out is None:
         out = folders[0] / REPORT if len(folders) == 1 else folders[0].resolve().parent / COMPARISON
     if len(folders) == 1:
-        text, unread = page_of(folders[0], out.parent)
+        shown, unread = page_of(folders[0], out.parent)
     else:
         found = read_all(folders)
-        text, unread = comparison(found, out.parent), unread_files(found)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(out, text.replace("<body>", f'<body data-live="{EVERY_S}">', 1) if live else text)
+        shown, unread = comparison(found, out.parent), unread_files(found)
+    write_page(out, shown, EVERY_S if live else 0)
     if unread:
         files = "1 file" if unread == 1 else f"{unread} files"
         print(f"{files} could not be read; the top of the page says why", file=sys.stderr)

@@ -21,7 +21,7 @@ from embodied.profiling import measure, timed_run
 from embodied.profiling.role_probe import ProbeWorker, copied, real
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, in_turns, newest_profile, repeated
 from embodied.profiling.timed_run import Round, TimedRun
-from embodied.reporting.benchmark_page import describe, html, paired_ratio, warnings
+from embodied.reporting.benchmark_page import benchmark_page, describe, paired_ratio, warnings
 from embodied.runtime.device_memory import num_bytes
 
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
@@ -79,7 +79,7 @@ ABOUT = {
 def test_the_page_says_when_where_and_under_what_load_it_was_measured():
     found = result(collocated=[1.0, 1.0])
     found.profile = {"date": "2025-12-31", "commit": "xyz", "busy": {"before": 0.0, "during": 0.1}}
-    page = html([found], ABOUT)
+    page = str(benchmark_page([found], ABOUT))
     for fact in (
         "2026-01-01T10:00:00",
         "abc",
@@ -102,9 +102,9 @@ def test_a_profile_and_a_benchmark_that_were_measured_under_load_are_warned_of()
     assert "the profile that predicts reach, 4 envs was measured under load" in told and "profile=new" in told
     busy = ABOUT | {"load": {"before": {"others": 1.0}, "during": {"others": None}}}
     assert warnings([found], busy)[0].startswith("this benchmark was measured under load: other programs kept cores")
-    assert html([found], busy).count('class="problem"') == 2
+    assert len(benchmark_page([found], busy)["problems"]) == 2
     found.profile = {}  # from before loads were written down
-    assert not warnings([found], ABOUT) and "load unknown" in html([found], ABOUT)
+    assert not warnings([found], ABOUT) and "load unknown" in str(benchmark_page([found], ABOUT))
 
 
 def test_schedules_are_compared_with_the_fastest_mode_and_not_with_what_auto_takes():

@@ -4,8 +4,8 @@
 `results` holds results.json, episodes.csv and comparison.json, `partial_evaluation` those of an interrupted
 evaluation, `success_stats` rates, intervals and paired differences. `videos` writes mp4 files, `video_recorder` those
 of episodes as they are played, `timeline` trace.json. `run_page` makes report.html and `comparison_page`
-comparison.html from the `runs` on disk, with parts of `training_page`, `evaluation_page` and `machine_page`, drawn by
-`html` and `svg`.
+comparison.html from the `runs` on disk, with parts of `training_page`, `evaluation_page` and `machine_page`. These
+gather tables and series as JSON, and `page` writes them into an HTML file with the script that draws them.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Predicted next to measured: the table of a benchmark on the console, as JSON, as a page and as a drawing."""
+"""Predicted next to measured: the table of a benchmark on the console, as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -13,14 +13,24 @@ from typing import Any
 import numpy as np
 
 from embodied.placement.reasons import equal_to_the_fastest, words
-from embodied.reporting.html import Html, facts_table, page, problem, section, table, tag
 from embodied.reporting.machine_page import is_move, pieces_of, worker_rows
-from embodied.reporting.svg import Bars, Rows, as_file, row_charts, short
+from embodied.reporting.page import (
+    Block,
+    Row,
+    Rows,
+    bullets,
+    facts_table,
+    page,
+    rows_chart,
+    section,
+    table,
+    text,
+    write_page,
+)
 from embodied.system.cpu_load import under_load
 
 HEAD = ("mode", "steps/s", "per {device}", "rollout s", "update s", "weights s", "idle", "MB", "backward s")
 PREDICTED = ("predicted", "measured", "error", "spread")
-COLORS = {"predicted": 7, "measured": 0}
 
 
 def row_of(result: Any, mode: str) -> dict[str, float | None]:
@@ -176,27 +186,22 @@ def num_rounds(result: Any) -> int:
 def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) -> None:
     found = [{**asdict(result), "table": rows_of(result), "verdict": verdict(result)} for result in results]
     (folder / "bench.json").write_text(json.dumps({"about": about, "results": found}, indent=1, default=str) + "\n")
-    (folder / "bench.svg").write_text(as_file(chart(results)), encoding="utf-8")
-    (folder / "bench.html").write_text(html(results, about), encoding="utf-8")
+    write_page(folder / "bench.html", benchmark_page(results, about))
 
 
-def html(results: Sequence[Any], about: dict[str, Any]) -> str:
-    parts = []
+def benchmark_page(results: Sequence[Any], about: dict[str, Any]) -> Block:
+    parts = [section("Measured", made(results, about), chart(results))]
     for result in results:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
-        refused = [tag("li", f"{mode} was not run: {reason}") for mode, reason in result.refused.items()]
-        plans = [tag("li", f"{mode}: {layout_of(result, mode)}") for mode in result.expected]
-        lines = [tag("p", line) for line in verdict(result)]
+        plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
+        refused = [f"{mode} was not run: {reason}" for mode, reason in result.refused.items()]
         traced = [part for mode, path in result.traces.items() for part in timeline(mode, Path(path))]
-        found = [shown, *lines, tag("ul", *plans, *refused), *traced]
-        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *found))
-    title = f"Placements of {about['recipe']}"
-    head = tag("header", tag("h1", title), *map(problem, warnings(results, about)))
-    picture = tag("div", chart(results), class_="scroll")
-    return page(title, head, section("Measured", made(results, about), picture), *parts)
+        blocks = [shown, *[text(line, note=False) for line in verdict(result)], bullets([*plans, *refused]), *traced]
+        parts.append(section(f"{result.task}, {result.num_envs} envs, {result.where}", *blocks))
+    return page(f"Placements of {about['recipe']}", parts, problems=warnings(results, about))
 
 
-def made(results: Sequence[Any], about: dict[str, Any]) -> Html:
+def made(results: Sequence[Any], about: dict[str, Any]) -> Block:
     """Date, machine, code, load and profiles of this measurement."""
     machine = [about.get("host"), about.get("processor"), results[0].where if results else "", about.get("platform")]
     facts = {
@@ -252,7 +257,7 @@ def warnings(results: Sequence[Any], about: dict[str, Any]) -> list[str]:
     return found
 
 
-def timeline(mode: str, path: Path) -> list[Html]:
+def timeline(mode: str, path: Path) -> list[Block]:
     """One iteration of a mode, piece by piece, and what left a device or came back in it."""
     spans, note = pieces_of(path)
     if not spans:
@@ -265,10 +270,10 @@ def timeline(mode: str, path: Path) -> list[Html]:
     ]
     moved = table(["at", "worker", "memory", "took"], moves, numeric=False)
     drawn = worker_rows(spans, f"{mode}: one iteration, piece by piece")
-    return [drawn, moved if moves else tag("p", f"{mode}: no memory moved.")]
+    return [drawn, moved if moves else text(f"{mode}: no memory moved.", note=False)]
 
 
-def chart(results: Sequence[Any]) -> Html:
+def chart(results: Sequence[Any]) -> Block:
     """Bars of env steps per second, predicted above measured, whiskers over the middle half of the rounds."""
     charts = []
     for result in results:
@@ -276,10 +281,8 @@ def chart(results: Sequence[Any]) -> Html:
         for mode in rows_of(result):
             expected = result.expected[mode]["env_steps_per_s"]
             low, middle, high = np.percentile([r.env_steps / r.seconds for r in result.rounds[mode]], [25, 50, 75])
-            predicted = Bars([(0, expected)], f"{mode}: {short(expected)} env steps/s predicted", COLORS["predicted"])
-            words = f"{mode}: {short(middle)} env steps/s measured, the middle half {short(low)} to {short(high)}"
-            measured = Bars([(0, middle)], words, COLORS["measured"], (low, high))
-            rows += [(mode, [predicted]), ("", [measured]), ("", [])]
+            measured = Row("", {"measured": [(0, middle)]}, whisker=(low, high))
+            rows += [Row(mode, {"predicted": [(0, expected)]}), measured, Row("", {})]
             speeds += [expected, high]
         charts.append(Rows(f"{result.task}, {result.num_envs} envs", rows[:-1], max(speeds)))
-    return row_charts("predicted and measured throughput", charts, COLORS, "env steps/s")
+    return rows_chart("predicted and measured throughput", charts, "env steps/s")

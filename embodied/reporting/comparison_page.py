@@ -17,22 +17,19 @@ from embodied.reporting import seed_sets_page
 from embodied.reporting.evaluation_page import (
     MEASURES,
     MOST_VIDEOS,
-    PageVideos,
-    answers_of,
-    named_table,
+    episode_video,
     outcome,
     prompt_name,
     transcripts_of,
+    videos,
     videos_by_episode,
 )
-from embodied.reporting.html import Html, join, page, problem, section, table, tag
+from embodied.reporting.page import Block, cell, fold, named_table, page, section, short, table, text
 from embodied.reporting.runs import Evaluation, Run
 from embodied.reporting.seed_sets_page import ComparedRun, SeedSet, alone
 from embodied.reporting.success_stats import Prompt, compare, prompt_of
-from embodied.reporting.svg import Series, line_chart, percent, short, swatch
-from embodied.reporting.training_page import curve, in_evaluations, success_in_training
 from embodied.reporting.transcripts import transcript_lines
-from embodied.reporting.transcripts_page import Conversations, can_be_shown, legend
+from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
 from embodied.run.run_group import RunGroup
 
 MOST_PROMPTS = 20  # whose answers are shown side by side
@@ -42,34 +39,42 @@ SAME = ("env", "eval", "name", "backend", "max_episode_steps")
 IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that change no episode
 
 
-def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> str:
-    """The page as text; links are relative to the folder `beside`. `group`: what all of these are."""
+def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> Block:
+    """The page; links are relative to the folder `beside`. `group`: what all of these are."""
     sets = with_names(found)
     colors = {one.label: place for place, one in enumerate(sets)}
     runs = [run for one in sets for run in one.runs]
     singles = len(sets) > 1 and all(len(one.runs) == 1 and not one.missing for one in sets)
-    parts = [heading(sets, runs, group)]
+    entries = seed_sets_page.entries_of(sets, colors)
+    dots = seed_sets_page.DOTS_NOTE * (len(sets) == 1 or any(len(one.runs) == 1 for one in sets))
+    note = SINGLES_NOTE if singles else seed_sets_page.CURVES_NOTE + dots
+    curves = section("Curves", *seed_sets_page.curve_charts(sets, colors), note=note)
+    parts = []
     if (group and group.swept) or (len(sets) > 1 and not singles):
-        shown = tag("p", seed_sets_page.verdict(sets)), seed_sets_page.ranking_table(sets, colors)
+        shown = text(seed_sets_page.verdict(sets), note=False), seed_sets_page.ranking_table(sets, colors)
         note = seed_sets_page.ALONE_NOTE if singles else seed_sets_page.iqm_note(sets)
-        parts.append(section("Settings" if group else "Over seeds", *shown, tag("p", note, class_="note")))
+        parts.append(section("Settings" if group else "Over seeds", *shown, text(note)))
     elif not singles:
-        note = tag("p", seed_sets_page.iqm_note(sets), class_="note")
-        parts.append(section("Over seeds", seed_sets_page.tiles(sets[0]), note))
+        parts.append(section("Over seeds", seed_sets_page.figures(sets[0]), text(seed_sets_page.iqm_note(sets))))
+    figures = seed_sets_page.runs_table(entries, beside)
     if singles:
-        parts += of_single_runs(seed_sets_page.entries_of(sets, colors), beside)
+        parts += [section("Figures", figures), curves, *same_episodes(entries, beside)]
     elif runs:
-        note = seed_sets_page.CURVES_NOTE + seed_sets_page.DOTS_NOTE * (len(sets) == 1)
-        parts.append(section("Curves", seed_sets_page.curves(sets, colors), note=note))
-        table_of_runs = seed_sets_page.runs_table(seed_sets_page.entries_of(sets, colors), beside)
-        parts.append(section("Runs", table_of_runs, note=seed_sets_page.RUNS_NOTE))
+        parts += [curves, section("Runs", figures, note=seed_sets_page.RUNS_NOTE)]
     if len(sets) > 1:
-        parts.append(section("What differs", *what_differs(sets)))
-    made = [seed_sets_page.made_table(sets)]
-    if group and runs:
-        made.append(tag("details", tag("summary", f"config.yaml of {runs[0].name}"), tag("pre", runs[0].config)))
-    parts.append(section("Where they come from", *made))
-    return page(f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison", *parts)
+        parts.append(section("What differs", what_differs(sets)))
+    recipe = fold(f"config.yaml of {runs[0].name}", runs[0].config) if group and runs else None
+    parts.append(section("Where they come from", seed_sets_page.made_table(sets), recipe))
+    code = seed_sets_page.commits(runs)
+    mixed = [f"Code of {len(code)} commits made these runs: {', '.join(code)}."] if len(code) > 1 and group else []
+    return page(
+        f"{group.folder.resolve().name if group else ', '.join(colors)} - comparison",
+        parts,
+        heading_words(runs, code, group),
+        [*seed_sets_page.problems(sets), *mixed],
+        heading=group.folder.resolve().name if group else f"{len(runs)} runs compared",
+        command=f"python -m {join_words(group.command)}" if group and group.command else "",
+    )
 
 
 def with_names(found: Sequence[Run | SeedSet]) -> list[SeedSet]:
@@ -80,39 +85,28 @@ def with_names(found: Sequence[Run | SeedSet]) -> list[SeedSet]:
     return [replace(one, label=f"{one.label} ({i})") if one.label in same else one for i, one in enumerate(sets, 1)]
 
 
-def of_single_runs(entries: list[ComparedRun], beside: Path) -> list[Html]:
-    """The parts of a page about single runs, which are compared to the episode."""
-    runs = [entry.run for entry in entries]
-    parts = [section("Figures", figures_table(entries, beside))]
-    if any(run.metrics for run in runs):
-        parts.append(section("Curves", tag("div", *overlaid(entries), class_="charts"), note=CURVES_NOTE))
-    note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(run.last and run.last.of_text for run in runs)
-    parts.append(section("On the same episodes", *differences(entries), note=note))
-    if answers := answers_to_same_prompts(entries):
-        parts.append(section("Answers to the same prompts", *answers))
-    if videos := videos_of_same_episodes(entries, beside):
-        parts.append(section("Videos of the same episodes", *videos))
-    return parts
+def same_episodes(entries: list[ComparedRun], beside: Path) -> list[Block | None]:
+    """The parts of a page that compare single runs episode by episode."""
+    note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(entry.run.last and entry.run.last.of_text for entry in entries)
+    return [
+        section("On the same episodes", *differences(entries), note=note),
+        section("Answers to the same prompts", answers_to_same_prompts(entries)),
+        section("Videos of the same episodes", *videos_of_same_episodes(entries, beside)),
+    ]
 
 
-def heading(sets: list[SeedSet], runs: list[Run], group: RunGroup | None) -> Html:
-    """Names the runs that are compared, with dates, commits and what did not end well."""
-    code = seed_sets_page.commits(runs)
-    said = [f"{len(runs)} runs"] * bool(group) + [f"of commit {one}" for one in code if len(code) == 1]
+def heading_words(runs: list[Run], code: Sequence[str], group: RunGroup | None) -> str:
+    """Number, commit and dates of the runs."""
+    words = [f"{len(runs)} runs"] * bool(group) + [f"of commit {commit}" for commit in code if len(code) == 1]
     if dates := sorted(str(run.info["started"]) for run in runs if run.info.get("started")):
-        said.append(" to ".join(dict.fromkeys(date[:16].replace("T", " ") for date in (dates[0], dates[-1]))) + " UTC")
-    mixed = [f"Code of {len(code)} commits made these runs: {', '.join(code)}."] if len(code) > 1 and group else []
-    return tag(
-        "header",
-        tag("h1", group.folder.resolve().name if group else f"{len(runs)} runs compared"),
-        tag("p", " \u00b7 ".join(said)),
-        tag("p", tag("code", f"python -m {join_words(group.command)}")) if group and group.command else None,
-        *map(problem, (*seed_sets_page.problems(sets), *mixed)),
-    )
+        words.append(" to ".join(dict.fromkeys(date[:16].replace("T", " ") for date in (dates[0], dates[-1]))) + " UTC")
+    return " \u00b7 ".join(words)
 
 
-CURVES_NOTE = "Lines: the last episodes of training, which explores. Dots: evaluations. With 95% Wilson intervals."
-MOST_BANDS = 3  # runs whose training curves show their intervals
+SINGLES_NOTE = (
+    "Lines: the last episodes of training, which explores. Dots: evaluations, which play a fixed list of episodes. "
+    "With 95% Wilson intervals."
+)
 DIFFERENCES_NOTE = (
     "The newest evaluation of every run against that of the first, on the episodes that both played: rate minus the "
     "first's rate, with Newcombe's 95% interval for paired rates. An interval that holds 0 shows no difference."
@@ -132,58 +126,12 @@ def labels(runs: list[Run]) -> list[str]:
     return [f"{'/'.join(one)} ({i})" for i, one in enumerate(parts, 1)]
 
 
-def figures_table(entries: list[ComparedRun], beside: Path) -> Html:
-    """A row per run: its newest evaluation, how long it trained, and how fast; for language policies the version and
-    the temperature they were evaluated at."""
-    if all(entry.run.last and entry.run.last.of_text for entry in entries):
-        return named_table("run", {entry.linked(beside): answers_of(entry.run, entry.run.last) for entry in entries})
-    return seed_sets_page.runs_table(entries, beside)
-
-
-def overlaid(entries: list[ComparedRun]) -> list[Html]:
-    charts = []
-    for measure in MEASURES:
-        if series := [*training_rates(entries, measure), *points(entries, measure)]:
-            charts.append(line_chart(measure, series, (0.0, 1.0), percent))
-    by_time = lines(entries, "success_once", "train_s")
-    charts.append(
-        line_chart("success_once by training time", by_time, (0.0, 1.0), percent, "seconds", y_name="success_once")
-    )
-    charts.append(line_chart("episode return", [*lines(entries, "return"), *points(entries, "return")]))
-    charts.append(line_chart("env steps per second", lines(entries, "steps_per_s"), from_zero=True))
-    texts = {"truncated": "answers cut off", "tokens": "tokens an answer", "tokens_per_s": "sampled tokens per second"}
-    for name, title in texts.items():
-        if found := lines(entries, f"text/{name}"):
-            charts.append(line_chart(title, found, from_zero=True))
-    for name in ("train/policy_loss", "train/value_loss", "train/entropy", "train/approx_kl"):
-        charts.append(line_chart(name.removeprefix("train/"), lines(entries, name)))
-    return charts
-
-
-def lines(entries: list[ComparedRun], key: str, x: str = "env_steps") -> list[Series]:
-    found = [curve(entry.run, key, entry.label, entry.color, x) for entry in entries]
-    return [one for one in found if one.x]
-
-
-def training_rates(entries: list[ComparedRun], measure: str) -> list[Series]:
-    """The success rates in training, with their intervals where there are few runs."""
-    if len(entries) > MOST_BANDS:
-        return lines(entries, measure)
-    found = [success_in_training(entry.run, measure, entry.label, entry.color) for entry in entries]
-    return list(chain.from_iterable(found))
-
-
-def points(entries: list[ComparedRun], key: str) -> list[Series]:
-    found = [in_evaluations(entry.run, key, f"{entry.label}, evaluation", entry.color) for entry in entries]
-    return list(chain.from_iterable(found))
-
-
-def differences(entries: list[ComparedRun]) -> list[Html]:
+def differences(entries: list[ComparedRun]) -> list[Block]:
     """A table with a row per run: its differences from the first on the same episodes; then notes."""
     first, *others = entries
     if first.run.last is None:
-        return [tag("p", f"{first.label} has no evaluation.", class_="note")]
-    rows: dict[str, dict[str, object]] = {}
+        return [text(f"{first.label} has no evaluation.")]
+    rows: list[tuple[object, dict[str, object]]] = []
     notes = []
     for entry in others:
         if entry.run.last is None:
@@ -199,11 +147,8 @@ def differences(entries: list[ComparedRun]) -> list[Html]:
             continue
         if unlike := other_conditions(first.run, entry.run):
             notes.append(f"{entry.label} was evaluated under other conditions than {first.label}: {', '.join(unlike)}.")
-        rows[join(swatch(entry.color), entry.label)] = difference_cells(paired)
-    return [
-        *([named_table(f"against {first.label}", rows)] if rows else []),
-        *[tag("p", note, class_="note") for note in notes],
-    ]
+        rows.append((cell(entry.label, color=entry.color), difference_cells(paired)))
+    return [*([named_table(f"against {first.label}", rows)] if rows else []), *map(text, notes)]
 
 
 def difference_cells(paired: dict[str, Any]) -> dict[str, object]:
@@ -231,38 +176,36 @@ def prompts_read(evaluation: Evaluation) -> dict[Prompt, str]:
     return {prompts[index]: json.dumps(one["turns"][0]["said"]) for index, one in written if can_be_shown(one)}
 
 
-def answers_to_same_prompts(entries: list[ComparedRun]) -> list[Html]:
+def answers_to_same_prompts(entries: list[ComparedRun]) -> Block | None:
     """The first answers of every run to some common prompts; prompts with different outcomes come first."""
     evaluations = [entry.run.last for entry in entries]
     if not all(one and one.of_text for one in evaluations):
-        return []
+        return None
     unlike = set().union(*[other_prompts(evaluations[0], one) for one in evaluations[1:]])
     first = [{prompt_of(one): one for one in reversed(each.episodes) if not one.error} for each in evaluations]
     shared = sorted(set.intersection(*map(set, first)) - unlike)
     shared.sort(key=lambda prompt: len({outcome(one[prompt]) for one in first}) == 1)
     wanted = [[one[prompt].index for prompt in shared[:MOST_PROMPTS]] for one in first]
     written = [transcripts_of(*each) for each in zip(evaluations, wanted, strict=True)]
-    room, rows = Conversations(), []
+    room, shown = Conversations(), []
     for prompt in shared[:MOST_PROMPTS]:
         answers = [each[prompt] for each in first]
         if all(one.index in found for one, found in zip(answers, written, strict=True)):
-            cells = [
+            shown += [
                 room.show(one, found[one.index], outcome(one), f"{entry.label}, {prompt_name(one)}", True)
                 for one, found, entry in zip(answers, written, entries, strict=True)
             ]
-            rows.append(tag("div", *cells, class_="pairs conversations"))
-    return [legend(), *rows] if rows else []
+    return conversations(shown, columns=len(entries)) if shown else None
 
 
 def difference_cell(difference: dict[str, Any] | None, show) -> object:
     if difference is None:
         return "-"
     low, high = difference["interval"]
-    interval = tag("small", f"[{signed(low, show)}, {signed(high, show)}]")
-    if "only_first" not in difference:
-        return join(signed(difference["difference"], show), " ", interval)
-    counts = tag("small", f"only this one {difference['only_second']}, only the first {difference['only_first']}")
-    return join(signed(difference["difference"], show), " ", interval, " ", counts)
+    more = f"[{signed(low, show)}, {signed(high, show)}]"
+    if "only_first" in difference:
+        more += f"\nonly this one {difference['only_second']}, only the first {difference['only_first']}"
+    return cell(signed(difference["difference"], show), more, value=difference)
 
 
 def signed(value: float, show) -> str:
@@ -280,8 +223,8 @@ def other_conditions(first: Run, second: Run) -> list[str]:
     return sorted(key for key in {*ours, *theirs} - IRRELEVANT if ours.get(key) != theirs.get(key))
 
 
-def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Html]:
-    """Episodes with a video of every run; episodes with different outcomes come first."""
+def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Block | None]:
+    """A row for each episode with a video of every run; episodes with different outcomes come first."""
     if any(entry.run.last is None for entry in entries):
         return []
     paths = [videos_by_episode(entry.run.last) for entry in entries]
@@ -289,14 +232,18 @@ def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Ht
     shared = sorted(set.intersection(*map(set, paths), *map(set, played)))
     same = [index for index in shared if len({(one[index].task, one[index].seed) for one in played}) == 1]
     same.sort(key=lambda index: (len({outcome(one[index]) for one in played}) == 1, index))
-    room, rows = PageVideos(beside), []
-    for index in same[:MOST_VIDEOS]:
-        cells = [room.show_episode(paths[i][index], played[i][index], entry.label) for i, entry in enumerate(entries)]
-        rows.append(tag("div", *cells, class_="videos"))
-    return [tag("div", *rows, class_="pairs")] if rows else []
+    return [
+        videos(
+            [
+                episode_video(files[index], episodes[index], beside, entry.label)
+                for files, episodes, entry in zip(paths, played, entries, strict=True)
+            ]
+        )
+        for index in same[:MOST_VIDEOS]
+    ]
 
 
-def what_differs(sets: list[SeedSet]) -> list[Html]:
+def what_differs(sets: list[SeedSet]) -> Block:
     """A table of the recipe's keys and the facts of provenance in which the runs differ; of seeds all values."""
     facts = [settings_of(one) for one in sets]
     own = {"seed", "run.name"} if any(len(one.runs) > 1 for one in sets) else set()
@@ -306,8 +253,8 @@ def what_differs(sets: list[SeedSet]) -> list[Html]:
         if key not in own and len({str(one.get(key)) for one in facts}) > 1
     ]
     if not rows:
-        return [tag("p", "Nothing in recipe, code, packages or machine.", class_="note")]
-    return [table(["", *[join(swatch(place), one.label) for place, one in enumerate(sets)]], rows, numeric=False)]
+        return text("Nothing in recipe, code, packages or machine.")
+    return table(["", *[cell(one.label, color=place) for place, one in enumerate(sets)]], rows, numeric=False)
 
 
 def settings_of(one: SeedSet) -> dict[str, Any]:

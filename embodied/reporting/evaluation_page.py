@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from embodied.core.arrays import gather
 from embodied.core.types import EpisodeResult
-from embodied.reporting.html import Html, join, relative, table, tag
+from embodied.reporting.page import Block, cell, histogram, named_table, percent, relative, short, text
 from embodied.reporting.results import sampling
 from embodied.reporting.runs import Evaluation, Run, start_of
-from embodied.reporting.svg import histogram, percent, short
 from embodied.reporting.transcripts import PARTS, TRANSCRIPTS, read_transcripts
-from embodied.reporting.transcripts_page import Conversations, can_be_shown, filters, legend
+from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
 from embodied.reporting.videos import MOSAIC, VIDEO_NAME
 
 MEASURES = ("success_once", "success_at_end")
 FIGURES = (*MEASURES, "episodes", "errors", "return", "length")
 MOST_VIDEOS = 4  # of each outcome
 MOST_CONVERSATIONS = 100  # of each outcome
-VIDEO_BYTES = 3_000_000  # a larger video is linked, not put into the page
-PAGE_BYTES = 12_000_000  # of all videos in the page
 OUTCOMES = ("failure", "success", "played", "error")  # in the order their videos are shown
 
 
@@ -33,73 +29,53 @@ def outcome(episode: EpisodeResult) -> str:
     return {True: "success", False: "failure", None: "played"}[episode.success_once]
 
 
-def per_task_table(evaluation: Evaluation) -> Html:
+def per_task_table(evaluation: Evaluation) -> Block:
     """A row per task, one per suite, and one for all where there are several."""
-    found = evaluation.results["per_task"] | evaluation.results.get("per_suite", {})
-    if len(found) > 1:
-        found["all"] = evaluation.results["overall"]
-    if evaluation.of_text:
-        return named_table("task", {task: text_cells(figures) for task, figures in found.items()})
-    at_reset = {task: (figures["success_at_reset"] or {}).get("count", "-") for task, figures in found.items()}
-    rows = [[task, *figure_cells(figures), at_reset[task]] for task, figures in found.items()]
-    return table(["task", *FIGURES, "at reset"], rows)
+    rows = evaluation.results["per_task"] | evaluation.results.get("per_suite", {})
+    if len(rows) > 1:
+        rows["all"] = evaluation.results["overall"]
+    at_reset = {task: figures.get("success_at_reset") for task, figures in rows.items()}
+    more = {task: {"at reset": rate["count"]} if rate else {} for task, rate in at_reset.items()}
+    return named_table("task", [(task, figure_cells(figures) | more[task]) for task, figures in rows.items()])
 
 
-def evaluations_table(run: Run) -> Html:
+def evaluations_table(run: Run) -> Block:
     """A row per evaluation of a run, after one of the policy that it started from."""
-    start = start_of(run)
-    before = f"start: {start.folder.parents[1].name} {start.name}" if start else ""
-    if run.last and run.last.of_text:
-        rows = {before: answers_of(run, start) | {"version": "-", "env steps": "-"}} if start else {}
-        return named_table("evaluation", rows | {one.name: answers_of(run, one) for one in run.evaluations})
-    steps = [run.env_steps(one.version) for one in run.evaluations]
-    trained = ["-" if known is None else f"{known:,}" for known in steps]
-    lines = [[e.name, after, *figure_cells(e.results["overall"])] for e, after in zip(run.evaluations, trained)]
-    lines = [[before, "-", *figure_cells(start.results["overall"])], *lines] if start else lines
-    return table(["evaluation", "env steps", *FIGURES], lines)
+    rows = [(each.name, evaluation_cells(run, each)) for each in run.evaluations]
+    if start := start_of(run):
+        cells = {**evaluation_cells(run, start), "env steps": "-"}
+        cells |= {"version": "-"} if "version" in cells else {}
+        rows.insert(0, (f"start: {start.folder.parents[1].name} {start.name}", cells))
+    return named_table("evaluation", rows)
 
 
-def figure_cells(figures: dict[str, Any], names: Sequence[str] = FIGURES) -> list[object]:
-    """A table's cells under these names; a dash for a figure that is not there."""
-    show = {**dict.fromkeys(MEASURES, rate_cell), "return": short, "length": short}
-    return ["-" if figures.get(name) is None else show.get(name, str)(figures[name]) for name in names]
+def evaluation_cells(run: Run, evaluation: Evaluation) -> dict[str, object]:
+    """A table's cells by column: the policy that was evaluated, how its answers were sampled, and its figures."""
+    steps = run.env_steps(evaluation.version)
+    of_text = {"version": evaluation.version, "sampling": sampling(evaluation.results) or "-"}
+    cells = (of_text if evaluation.of_text else {}) | ({"env steps": f"{steps:,}"} if steps is not None else {})
+    return cells | figure_cells(evaluation.results["overall"])
 
 
-def named_table(head: str, rows: dict[str, dict[str, object]]) -> Html:
-    """A table of rows that need not have the same columns."""
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    return table([head, *names], [[key, *[row.get(name, "-") for name in names]] for key, row in rows.items()])
+def figure_cells(figures: dict[str, Any]) -> dict[str, object]:
+    """A table's cells by column: the figures that an evaluation has, of a language policy also rates over prompts."""
+    answers = figures.get("text")
+    if not answers:
+        show = {**dict.fromkeys(MEASURES, rate_cell), "return": short, "length": short}
+        return {name: show.get(name, str)(figures[name]) for name in FIGURES if figures.get(name) is not None}
+    rates = {"success (avg@k)": answers["avg"]} | {f"pass@{k}": rate for k, rate in answers["pass"].items() if k != "1"}
+    cells: dict[str, object] = {name: rate_cell(rate) for name, rate in rates.items() if rate}
+    cells |= {"answers": cell(f"{figures['episodes']:,}", f"{answers['samples']} to a prompt")}
+    cells |= {"errors": figures["errors"], "return": "-" if figures["return"] is None else short(figures["return"])}
+    if cut := answers["truncated"]:
+        cells |= {"cut off": cell(percent(cut["rate"]), f"{cut['count']:,}")}
+    return cells | ({"tokens an answer": short(answers["tokens"])} if answers["tokens"] is not None else {})
 
 
-def answers_of(run: Run, one: Evaluation) -> dict[str, object]:
-    """The figures of an evaluation of a language policy, and its origin."""
-    steps = run.env_steps(one.version)
-    about = {
-        "version": one.version,
-        **({"env steps": f"{steps:,}"} if steps is not None else {}),
-        "sampling": sampling(one.results) or "-",
-    }
-    return about | text_cells(one.results["overall"])
-
-
-def text_cells(figures: dict[str, Any]) -> dict[str, object]:
-    """Cells of a language policy's figures by the names of their columns."""
-    text = figures.get("text")
-    if not text:
-        return {"errors": figures["errors"]}
-    rates = {"success (avg@k)": text["avg"]} | {f"pass@{k}": rate for k, rate in text["pass"].items() if k != "1"}
-    found: dict[str, object] = {name: rate_cell(rate) for name, rate in rates.items() if rate}
-    found |= {"answers": join(f"{figures['episodes']:,} ", tag("small", f"{text['samples']} to a prompt"))}
-    found |= {"errors": figures["errors"], "return": "-" if figures["return"] is None else short(figures["return"])}
-    if cut := text["truncated"]:
-        found |= {"cut off": join(percent(cut["rate"]), " ", tag("small", f"{cut['count']:,}"))}
-    return found | ({"tokens an answer": short(text["tokens"])} if text["tokens"] is not None else {})
-
-
-def rate_cell(rate: dict[str, Any]) -> Html:
-    """`88.5% [83.3%, 92.2%] 177/200`"""
-    value, *rest = describe_rate(rate)
-    return join(value, " ", tag("small", *[join(tag("span", words), " ") for words in rest]))
+def rate_cell(rate: dict[str, Any]) -> Block:
+    """`88.5%`, with `[83.3%, 92.2%] 177/200` as the remark."""
+    words, *more = describe_rate(rate)
+    return cell(words, " ".join(more), value=rate)
 
 
 def describe_rate(rate: dict[str, Any]) -> list[str]:
@@ -109,43 +85,36 @@ def describe_rate(rate: dict[str, Any]) -> list[str]:
     return [percent(rate["rate"]), f"[{low}, {high}]", *counts]
 
 
-def histograms(evaluation: Evaluation) -> list[Html]:
+def histograms(evaluation: Evaluation) -> list[Block | None]:
     """Episode length (a language policy's in tokens) and return, by outcome."""
-    played = [episode for episode in evaluation.episodes if not episode.error]
-    groups = {kind: [one for one in played if outcome(one) == kind] for kind in OUTCOMES}
-    returns = {kind: [one.total_reward for one in group] for kind, group in groups.items()}
+    groups = gather((outcome(episode), episode) for episode in evaluation.episodes if not episode.error)
+    groups = {kind: groups[kind] for kind in OUTCOMES if kind in groups}
+    returns = {kind: [episode.total_reward for episode in group] for kind, group in groups.items()}
     title, unit, key = "Episode length", "env steps", "length"
     if evaluation.of_text:
         title, unit, key = "Tokens of a conversation's answers", "tokens", "tokens"
-    sizes = {kind: [getattr(one, key) for one in group] for kind, group in groups.items()}
+    sizes = {kind: [getattr(episode, key) for episode in group] for kind, group in groups.items()}
     return [histogram(title, sizes, unit, whole=True), histogram("Return", returns, "return")]
 
 
-def conversations(evaluation: Evaluation, beside: Path) -> list[Html]:
+def conversation_blocks(evaluation: Evaluation, beside: Path) -> list[Block]:
     """The first conversations of each outcome, failures first; as many as eval.videos says are unfolded."""
-    by_outcome = {kind: [one for one in evaluation.episodes if outcome(one) == kind] for kind in OUTCOMES}
-    chosen = [one for kind in OUTCOMES for one in by_outcome[kind][:MOST_CONVERSATIONS]]
-    written = transcripts_of(evaluation, [one.index for one in chosen])
-    chosen = [one for one in chosen if one.index in written]
+    groups = gather((outcome(episode), episode) for episode in evaluation.episodes)
+    chosen = [episode for kind in OUTCOMES for episode in groups.get(kind, [])[:MOST_CONVERSATIONS]]
+    written = transcripts_of(evaluation, [episode.index for episode in chosen])
+    chosen = [episode for episode in chosen if episode.index in written]
     if not chosen:
         return []
     unfolded = evaluation.results.get("protocol", {}).get("eval", {}).get("videos", 0)
     room, shown = Conversations(), []
-    for place, one in enumerate(chosen):
-        name = f"{one.task}, {prompt_name(one)}, episode {one.index}"
-        shown.append(room.show(one, written[one.index], outcome(one), name, place < unfolded))
-    counts = {"any": len(chosen)} | {kind: sum(outcome(one) == kind for one in chosen) for kind in OUTCOMES}
-    counts["cut-off"] = sum(bool(one.truncated) for one in chosen)
-    words = {"any": "all", "cut-off": "cut off"}
-    kinds = [(kind, f"{words.get(kind, kind)} {count}") for kind, count in counts.items() if count]
-    file = evaluation.folder / TRANSCRIPTS
-    missing = f"{len(shown)} of {len(evaluation.episodes)} are shown. " if len(shown) < len(evaluation.episodes) else ""
-    link = tag("a", TRANSCRIPTS, href=relative(file, beside)) if file.is_file() else f"{PARTS}/"
-    return [
-        tag("p", missing, "All of them, with every log-prob: ", link, ".", class_="note"),
-        legend(),
-        tag("div", *filters(kinds), *shown, class_="conversations"),
-    ]
+    for place, episode in enumerate(chosen):
+        name = f"{episode.task}, {prompt_name(episode)}, episode {episode.index}"
+        shown.append(room.show(episode, written[episode.index], outcome(episode), name, place < unfolded))
+    file, every = evaluation.folder / TRANSCRIPTS, len(evaluation.episodes)
+    missing = f"{len(shown)} of {every} are shown. " if len(shown) < every else ""
+    path = file if file.is_file() else evaluation.folder / PARTS
+    link = (path.name, relative(path, beside))
+    return [text(f"{missing}All of them, with every log-prob:", link), conversations(shown, "outcome")]
 
 
 def transcripts_of(evaluation: Evaluation, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -159,46 +128,30 @@ def prompt_name(episode: EpisodeResult) -> str:
     return f"prompt {episode.init_state_id}" if episode.init_state_id >= 0 else f"seed {episode.seed}"
 
 
-def video_gallery(evaluation: Evaluation, beside: Path) -> Html | None:
+def video_gallery(evaluation: Evaluation, beside: Path) -> Block | None:
     """The mosaic of all videos if there is one, and the first MOST_VIDEOS of each outcome, failures first."""
     episodes = {episode.index: episode for episode in evaluation.episodes}
     paths = videos_by_episode(evaluation)
-    found = gather((outcome(episodes[index]), index) for index in sorted(paths.keys() & episodes.keys()))
-    chosen = [index for kind in OUTCOMES for index in found.get(kind, [])[:MOST_VIDEOS]]
-    room, shown = PageVideos(beside), []
+    indices = gather((outcome(episodes[index]), index) for index in sorted(paths.keys() & episodes.keys()))
+    chosen = [index for kind in OUTCOMES for index in indices.get(kind, [])[:MOST_VIDEOS]]
+    shown = [episode_video(paths[index], episodes[index], beside) for index in chosen]
     if (mosaic := evaluation.folder / "videos" / MOSAIC).is_file():
-        shown.append(room.show(mosaic, f"All {len(paths)} videos: green succeeds, red fails", class_="mosaic"))
-    shown += [room.show_episode(paths[i], episodes[i]) for i in chosen]
-    return tag("div", *shown, class_="videos") if shown else None
+        words = f"All {len(paths)} videos: green succeeds, red fails"
+        shown.insert(0, {"src": relative(mosaic, beside), "words": words, "wide": True})
+    return videos(shown)
+
+
+def videos(shown: Sequence[Block]) -> Block | None:
+    return {"kind": "videos", "videos": shown} if shown else None
+
+
+def episode_video(path: Path, episode: EpisodeResult, beside: Path, label: str = "") -> Block:
+    """The video of an episode, with its outcome."""
+    words = f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
+    return {"src": relative(path, beside), "label": label, "outcome": outcome(episode), "words": words}
 
 
 def videos_by_episode(evaluation: Evaluation) -> dict[int, Path]:
     """The video of every episode that has one, by the episode's index."""
     paths = sorted((evaluation.folder / "videos").glob("*.mp4"))
     return {int(named["episode"]): path for path in paths if (named := VIDEO_NAME.fullmatch(path.name))}
-
-
-class PageVideos:
-    """Embeds small videos in a page while there is room, and links the rest."""
-
-    def __init__(self, beside: Path) -> None:
-        self.beside = beside
-        self.left = PAGE_BYTES
-
-    def show_episode(self, path: Path, episode: EpisodeResult, label: str = "") -> Html:
-        """The video of an episode, with its outcome."""
-        kind = outcome(episode)
-        shown = join(f"{label}: " if label else None, tag("span", kind, class_=f"outcome {kind}"))
-        words = f"{episode.task}, episode {episode.index}, {episode.length} steps, return {short(episode.total_reward)}"
-        return self.show(path, shown, f" {words}")
-
-    def show(self, path: Path, *words: object, **how: Any) -> Html:
-        """A video and its caption. One inside the page is loaded at once; of a linked one only its metadata."""
-        size, link = path.stat().st_size, relative(path, self.beside)
-        source, preload = link, "metadata"
-        if size <= min(VIDEO_BYTES, self.left):
-            self.left -= size
-            source = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
-            preload = "auto"
-        video = tag("video", src=source, controls=True, loop=True, muted=True, playsinline=True, preload=preload)
-        return tag("figure", video, tag("figcaption", *words, " ", tag("a", "file", href=link)), **how)

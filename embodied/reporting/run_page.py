@@ -12,22 +12,32 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config.yaml_values import read_yaml
-from embodied.core.files import replace_text
 from embodied.reporting.evaluation_page import (
     MEASURES,
-    conversations,
+    conversation_blocks,
     describe_rate,
     evaluations_table,
     histograms,
     per_task_table,
     video_gallery,
 )
-from embodied.reporting.html import Html, page, problem, relative, section, tag, tile_list
 from embodied.reporting.machine_page import placement_chart, provenance_table, time_spent, timeline_charts
+from embodied.reporting.page import (
+    Block,
+    bullets,
+    fold,
+    page,
+    percent,
+    relative,
+    section,
+    short,
+    text,
+    tiles,
+    write_page,
+)
 from embodied.reporting.results import reference_lines, sampling
 from embodied.reporting.runs import Evaluation, Run, read_run, start_of
 from embodied.reporting.share_page import share_page
-from embodied.reporting.svg import percent, short
 from embodied.reporting.training_page import learning_charts, result_charts
 from embodied.reporting.transcripts import SAMPLES, read_samples
 from embodied.reporting.transcripts_page import samples_shown
@@ -41,11 +51,11 @@ WHEN = "%Y-%m-%d %H:%M UTC"
 def write_report(folder: Path) -> Path:
     """Write report.html of a run, an evaluation or a group of runs into its folder; returns its path."""
     out = folder / REPORT
-    replace_text(out, page_of(folder, out.parent)[0])
+    write_page(out, page_of(folder, out.parent)[0])
     return out
 
 
-def page_of(folder: Path, beside: Path) -> tuple[str, int]:
+def page_of(folder: Path, beside: Path) -> tuple[Block, int]:
     """The page of a run, an evaluation, a group of runs or runs that share devices, and how many files could not be
     read."""
     if (folder / RECORD).is_file():
@@ -70,34 +80,37 @@ def report_or_say_why(folder: Path) -> None:
         print(f"no report: {why}; python -m embodied.report {folder} tries again", file=sys.stderr, flush=True)
 
 
-def report(run: Run, beside: Path) -> str:
-    """The page as text; videos too large to be inside are linked relative to the folder `beside`."""
-    timeline = timeline_charts(run)  # before the header, which tells of an unreadable trace
-    parts = [header(run), tiles(run)]
+def report(run: Run, beside: Path) -> Block:
+    """The page of a run; links to its videos are relative to the folder `beside`."""
+    timeline = timeline_charts(run)  # before the problems, which tell of an unreadable trace
+    sections = [section("", figures(run))]
     if run.metrics:
-        parts.append(section("Results", tag("div", *result_charts(run), class_="charts"), note=RESULTS_NOTE))
+        sections.append(section("Results", *result_charts(run), note=RESULTS_NOTE))
     if run.last:
-        parts += evaluation_parts(run, run.last, beside)
+        sections += evaluation_sections(run, run.last, beside)
     if run.metrics:
-        parts.append(section("Learning", *learning_charts(run)))
-        parts += sampled_conversations(run, beside)
-        parts.append(section("Where the time went", *time_spent(run), *timeline))
+        sections.append(section("Learning", *learning_charts(run)))
+        if samples := samples_shown(read_samples(run.folder)):
+            link = (SAMPLES, relative(run.folder / SAMPLES, beside))
+            note = text("Some of every iteration (run.samples), long texts shortened:", link)
+            sections.append(section("Conversations in training", note, *samples))
+        sections.append(section("Where the time went", *time_spent(run), *timeline))
     if run.info.get("placement"):
-        parts.append(section("Placement", *placement_chart(run.info["placement"])))
-    recipe = run.config and tag("details", tag("summary", "config.yaml, the resolved recipe"), tag("pre", run.config))
-    parts.append(section("Recipe and provenance", provenance_table(run), recipe or None))
-    written = tag("footer", f"Written by Embodied Loop, {datetime.now(UTC):{WHEN}}.")
-    return page(f"{run.name} - report", *parts, written)
-
-
-def sampled_conversations(run: Run, beside: Path) -> list[Html]:
-    """Some conversations of training; none where no language policy plays."""
-    shown = samples_shown(read_samples(run.folder))
-    if not shown:
-        return []
-    file = tag("a", SAMPLES, href=relative(run.folder / SAMPLES, beside))
-    note = tag("p", "Some of every iteration (run.samples), long texts shortened: ", file, ".", class_="note")
-    return [section("Conversations in training", note, *shown)]
+        sections.append(section("Placement", *placement_chart(run.info["placement"])))
+    recipe = fold("config.yaml, the resolved recipe", run.config)
+    sections.append(section("Recipe and provenance", provenance_table(run), recipe))
+    cause = run.info.get("cause")
+    problems = [*([cause] if cause else []), *run.problems]
+    problems += [PARTLY.format(name, how_far) for name, how_far in run.partial.items()]
+    return page(
+        f"{run.name} - report",
+        sections,
+        f"{subject(run)}{span_of_time(run)}",
+        problems,
+        heading=run.name,
+        state=run.info.get("state", "evaluation"),
+        footer=f"Written by Embodied Loop, {datetime.now(UTC):{WHEN}}.",
+    )
 
 
 PARTLY = (
@@ -117,19 +130,6 @@ TEXT_NOTE = (
     "1 - C(n-c, k) / C(n, k) for c right ones of n. 95% Wilson intervals over prompts: several answers to one prompt "
     "count as what their spread shows."
 )
-
-
-def header(run: Run) -> Html:
-    state = run.info.get("state", "evaluation")
-    cause = run.info.get("cause")
-    return tag(
-        "header",
-        tag("h1", run.name),
-        tag("p", tag("span", state, class_=f"state {state}"), f" \u00b7 {subject(run)}", span_of_time(run)),
-        *map(problem, [cause] if cause else []),
-        *map(problem, run.problems),
-        *[problem(PARTLY.format(name, how_far)) for name, how_far in run.partial.items()],
-    )
 
 
 def subject(run: Run) -> str:
@@ -158,7 +158,7 @@ def span_of_time(run: Run) -> str:
     return f" \u00b7 {begin:{WHEN}}, {duration((datetime.fromisoformat(ended) - begin).total_seconds())}"
 
 
-def tiles(run: Run) -> Html:
+def figures(run: Run) -> Block | None:
     """The most important figures, one per tile."""
     found: list[tuple[str, str, str]] = []
     if run.last:
@@ -183,7 +183,7 @@ def tiles(run: Run) -> Html:
         restarts, lost = (int(sum(row.get(name, 0) for row in run.metrics)) for name in faults)
         if restarts or lost:
             found.append(("workers restarted", f"{restarts:,}", f"{lost:,} decisions lost"))
-    return tile_list(found)
+    return tiles(found)
 
 
 def start_tiles(run: Run) -> list[tuple[str, str, str]]:
@@ -210,12 +210,12 @@ def text_tiles(text: dict[str, Any], drawn: str) -> list[tuple[str, str, str]]:
     rates = [(f"avg@{samples}" if samples > 1 else "success", text["avg"])]
     rates += [(f"pass@{most}", text["pass"][str(most)])] if most > 1 else []
     found = [(name, describe_rate(rate), rate["of"]) for name, rate in rates if rate]
-    tiles = [(f"{name}{how}", value, f"{interval} {prompts} prompts") for name, (value, interval), prompts in found]
+    shown = [(f"{name}{how}", value, f"{interval} {prompts} prompts") for name, (value, interval), prompts in found]
     if text["truncated"]:
-        tiles.append(("answers cut off", percent(text["truncated"]["rate"]), "before the policy ended them"))
+        shown.append(("answers cut off", percent(text["truncated"]["rate"]), "before the policy ended them"))
     if text["tokens"] is not None:
-        tiles.append(("tokens an answer", short(text["tokens"]), "on average"))
-    return tiles
+        shown.append(("tokens an answer", short(text["tokens"]), "on average"))
+    return shown
 
 
 def duration(seconds: float) -> str:
@@ -225,21 +225,19 @@ def duration(seconds: float) -> str:
     return f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
-def evaluation_parts(run: Run, shown: Evaluation, beside: Path) -> list[Html]:
-    title = f"Evaluation of version {shown.version}"
+def evaluation_sections(run: Run, shown: Evaluation, beside: Path) -> list[Block | None]:
     note = f"{shown.name}: {protocol_words(shown.results)}"
     if shown.results["overall"].get("text", {}).get("samples", 1) > 1:
         note = f"{note}. {TEXT_NOTE}"
-    parts = [section(title, per_task_table(shown), tag("div", *histograms(shown), class_="charts"), note=note)]
-    if reference := shown.results.get("reference"):
-        parts.append(section("Beside the published rate", *[tag("p", line) for line in reference_lines(reference)]))
-    if talks := conversations(shown, beside):
-        parts.append(section("Conversations", *talks))
-    if gallery := video_gallery(shown, beside):
-        parts.append(section("Episodes", gallery))
-    if len(run.evaluations) > 1 or start_of(run):
-        parts.append(section("All evaluations", evaluations_table(run)))
-    return parts
+    reference = shown.results.get("reference")
+    several = len(run.evaluations) > 1 or start_of(run)
+    return [
+        section(f"Evaluation of version {shown.version}", per_task_table(shown), *histograms(shown), note=note),
+        section("Beside the published rate", bullets(reference_lines(reference))) if reference else None,
+        section("Conversations", *conversation_blocks(shown, beside)),
+        section("Episodes", video_gallery(shown, beside)),
+        section("All evaluations", evaluations_table(run)) if several else None,
+    ]
 
 
 def protocol_words(results: dict[str, Any]) -> str:

@@ -11,12 +11,23 @@ from typing import Any
 import numpy as np
 
 from embodied.core.arrays import gather
-from embodied.reporting.evaluation_page import MEASURES, figure_cells
-from embodied.reporting.html import Html, join, relative, table, tag, tile_list
+from embodied.reporting.evaluation_page import MEASURES, evaluation_cells
+from embodied.reporting.page import (
+    RATE,
+    Block,
+    Series,
+    cell,
+    lines,
+    named_table,
+    percent,
+    relative,
+    short,
+    table,
+    tiles,
+)
 from embodied.reporting.runs import Evaluation, Run, read_run
 from embodied.reporting.success_stats import mean_with_interval, over_seeds, standings
-from embodied.reporting.svg import Series, line_chart, percent, short, swatch
-from embodied.reporting.training_page import FEWEST, curve, in_evaluations
+from embodied.reporting.training_page import FEWEST, curve, in_evaluations, success_in_training
 from embodied.run.run_group import MISSING, OVER, RunGroup
 
 MOST_LINES = 12  # curves of single runs on a chart that shows several settings
@@ -25,6 +36,12 @@ MOST_POINTS = 160  # of a mean curve
 FEW = 5  # seeds; of fewer a bootstrap's interval is little more than their range
 SCORES = (*MEASURES, "return")
 AXES = {"env_steps": "env steps", "train_s": "seconds"}
+SPEEDS = {
+    "steps_per_s": "env steps per second",
+    "text/truncated": "answers cut off",
+    "text/tokens": "tokens an answer",
+    "text/tokens_per_s": "sampled tokens per second",
+}
 RUNS_NOTE = (
     "The newest evaluation of each run during training, on the same held-out episodes, with 95% Wilson intervals: what "
     "other episodes would change, not what other seeds would."
@@ -167,7 +184,7 @@ def tasks_differ(sets: Sequence[SeedSet]) -> bool:
     return len(played) > 1
 
 
-def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
+def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Block:
     """A row per setting, the best first, and where it stands."""
     places = {} if tasks_differ(sets) else places_of(sets)
     rows = []
@@ -176,18 +193,14 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
         figures = [iqm_cell(summary(one, name), name) for name in SCORES]
         cost = [mean_of(one.done, key) for key in ("env_steps", "train_s")]
         seeds = f"{len(one.done)} of {total}" if len(one.done) < total else str(total)
-        label, place = join(swatch(colors[one.label]), one.label), places.get(one.label, "-")
-        rows.append([label, tag("b", place) if place in ("best", "highest") else place, seeds, *figures, *cost])
+        rows.append([cell(one.label, color=colors[one.label]), places.get(one.label, "-"), seeds, *figures, *cost])
     head = ["setting", "", "runs", *(f"{name}, IQM" for name in SCORES), "env steps", "training s"]
     return table(head, rows)
 
 
 def iqm_cell(found: dict[str, Any] | None, name: str) -> object:
-    """`96.7% [95.0%, 98.0%]`"""
-    if not found:
-        return "-"
-    iqm, interval = spelt(found, name)
-    return join(iqm, " ", tag("small", interval) if interval else "")
+    """`96.7%`, with `[95.0%, 98.0%]` as the remark."""
+    return cell(*spelt(found, name), value=found) if found else "-"
 
 
 def spelt(found: dict[str, Any], name: str) -> tuple[str, str]:
@@ -208,7 +221,7 @@ def mean_of(runs: Sequence[Run], key: str) -> str:
     return f"{sum(values) / len(values):,.0f}" if values else "-"
 
 
-def tiles(one: SeedSet) -> Html:
+def figures(one: SeedSet) -> Block | None:
     """The figures of one set of seeds."""
     found = [("runs at their end", f"{len(one.done)} of {len(one.runs) + len(one.missing)}", "with an evaluation")]
     for name in SCORES:
@@ -217,30 +230,27 @@ def tiles(one: SeedSet) -> Html:
             found.append((f"{name}, IQM", iqm, f"{interval or 'one seed: no interval'}, {known['seeds']} seeds"))
     for key, words in (("env_steps", "env steps"), ("train_s", "seconds of training")):
         found.append((words, mean_of(one.done, key), "mean over runs"))
-    return tile_list(found)
+    return tiles(found)
 
 
 # Curves
 
 
-def curves(sets: Sequence[SeedSet], colors: dict[str, int]) -> Html:
-    """Success and return over env steps and over seconds, every run and the mean of each set."""
+def curve_charts(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Block | None]:
+    """Success, return, speed, answers and losses: every run, and the mean of each set of several."""
 
-    def series(name: str, x: str = "env_steps") -> list[Series]:
-        return [one for found in sets for one in set_curves(found, sets, name, x, colors)]
+    def chart(key: str, title: str, x: str = "env_steps", **how: Any) -> Block | None:
+        series = [each for one in sets for each in set_curves(one, sets, key, x, colors)]
+        over = f" over {AXES[x]}" if key in SCORES else ""
+        return lines(f"{title}{over}", series, y=title, x=AXES[x], **how)
 
-    last = [run.metrics[-1] for run in all_of(sets) if run.metrics]
-    charts = []
-    for name in [name for name in MEASURES if any(row.get(name) is not None for row in last)]:
-        for x in AXES if name == MEASURES[0] else ("env_steps",):
-            charts.append(
-                line_chart(f"{name} over {AXES[x]}", series(name, x), (0.0, 1.0), percent, AXES[x], y_name=name)
-            )
-    charts += [
-        line_chart(f"return over {name}", series("return", x), x_name=name, y_name="return") for x, name in AXES.items()
+    rates = [("success_once", "env_steps"), ("success_once", "train_s"), ("success_at_end", "env_steps")]
+    return [
+        *[chart(key, key, x, **RATE) for key, x in rates],
+        *[chart("return", "return", x) for x in AXES],
+        *[chart(key, title, from_zero=True) for key, title in SPEEDS.items()],
+        *[chart(f"train/{name}", name) for name in ("policy_loss", "value_loss", "entropy", "approx_kl")],
     ]
-    charts.append(line_chart("env steps per second", series("steps_per_s"), from_zero=True))
-    return tag("div", *charts, class_="charts")
 
 
 def all_of(sets: Sequence[SeedSet]) -> list[Run]:
@@ -248,21 +258,22 @@ def all_of(sets: Sequence[SeedSet]) -> list[Run]:
 
 
 def set_curves(one: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors: dict[str, int]) -> list[Series]:
-    """The lines of one set: its runs, their mean with its interval, and where it is alone their evaluations."""
-    single = len(sets) == 1
+    """The lines of one set: its runs, their mean with its interval, and evaluations of single runs."""
+    single, alone = len(sets) == 1, len(one.runs) == 1
     own = colors[one.label]
-    shown = list(enumerate(one.runs)) if single or len(all_of(sets)) <= MOST_LINES else []
+    shown = list(enumerate(one.runs)) if single or alone or len(all_of(sets)) <= MOST_LINES else []
     series = []
     for place, run in shown:
         label = label_of(one, place, sets)
         color = 1 + place if single else own
-        series.append(replace(curve(run, name, label, color, x), faint=len(one.runs) > 1))
-        if single and x == "env_steps" and name in SCORES:
+        if alone and name in MEASURES and x == "env_steps" and len(sets) <= MOST_BANDS:
+            series += success_in_training(run, name, label, color)
+        else:
+            series.append(replace(curve(run, name, label, color, x), faint=not alone))
+        if (single or alone) and x == "env_steps" and name in SCORES:
             series += in_evaluations(run, name, f"{label}, evaluation", color)
-    if len(one.runs) > 1:
+    if not alone:
         series += mean_curve(one, name, x, own, len(sets) <= MOST_BANDS, "" if single else one.label)
-    elif not shown and one.runs:
-        series.append(curve(one.runs[0], name, one.label, own, x))
     return series
 
 
@@ -296,11 +307,10 @@ class ComparedRun:
     label: str
     color: int
 
-    def linked(self, beside: Path) -> Html:
+    def linked(self, beside: Path) -> Block:
         """Its colour and its name, which leads to its report."""
         report = self.run.folder / "report.html"
-        name = tag("a", self.label, href=relative(report, beside)) if report.is_file() else self.label
-        return join(swatch(self.color), name)
+        return cell(self.label, color=self.color, href=relative(report, beside) if report.is_file() else None)
 
 
 def entries_of(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[ComparedRun]:
@@ -312,21 +322,23 @@ def entries_of(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Compared
     ]
 
 
-def runs_table(entries: Sequence[ComparedRun], beside: Path) -> Html:
+def runs_table(entries: Sequence[ComparedRun], beside: Path) -> Block:
     """A row per run: its newest evaluation, how long it trained, how fast, and how it ended."""
     rows = []
     for entry in entries:
-        run, trained = entry.run, ["-"] * 3
+        run = entry.run
+        cells = evaluation_cells(run, run.last) if run.last else {}
         if run.metrics:
             steps, seconds = (run.metrics[-1][key] for key in ("env_steps", "train_s"))
-            trained = [f"{steps:,}", f"{seconds:,.0f}", f"{steps / max(seconds, 1e-9):,.0f}"]
-        cells = figure_cells(run.last.results["overall"] if run.last else {}, (*SCORES, "episodes"))
+            speed = f"{steps / max(seconds, 1e-9):,.0f}"
+            cells |= {"env steps": f"{steps:,}", "training s": f"{seconds:,.0f}", "steps/s": speed}
+        cells.pop("length", None)
         state = run.info.get("state", "evaluation")
-        rows.append([entry.linked(beside), *cells, *trained, tag("span", state, class_=f"state {state}")])
-    return table(["run", *SCORES, "episodes", "env steps", "training s", "steps/s", "state"], rows)
+        rows.append((entry.linked(beside), cells | {"state": cell(state, state=state)}))
+    return named_table("run", rows)
 
 
-def made_table(sets: Sequence[SeedSet]) -> Html:
+def made_table(sets: Sequence[SeedSet]) -> Block:
     """Date, commit and machine of each run."""
     rows = []
     for label, run in [(label_of(one, place, sets), run) for one in sets for place, run in enumerate(one.runs)]:

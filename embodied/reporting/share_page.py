@@ -15,9 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from embodied.core.errors import printable
-from embodied.reporting.html import Html, page, problem, section, table, tag, tile_list
+from embodied.reporting.page import Block, Row, Rows, page, percent, rows_chart, section, short, table, tiles
 from embodied.reporting.share_record import PREDICTED, UPDATE, ShareRecord, SharingRun, read_share
-from embodied.reporting.svg import COLORS, Bars, Rows, percent, row_charts, short
 
 WHEN = "%Y-%m-%d %H:%M UTC"
 HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps/s")
@@ -106,7 +105,7 @@ def last_iteration(folder: Path | None) -> tuple[str, str]:
 # The page
 
 
-def share_page(folder: Path) -> str:
+def share_page(folder: Path) -> Block:
     """The page of the runs in this folder, with what was predicted for them, if anything was."""
     record = read_share(folder)
     predicted = read_share(folder / PREDICTED) if (folder / PREDICTED).is_file() else None
@@ -114,14 +113,17 @@ def share_page(folder: Path) -> str:
     ended = [run for run in record.runs.values() if run.how not in ("", "finished")]
     charts = {"measured": (record, 0.0)}
     charts |= {"predicted": (predicted, record.begun_s())} if predicted else {}
-    parts = [
-        tag("header", tag("h1", f"{names} on {len(record.devices)} devices"), tag("p", words_of(record))),
-        *[problem(f"{run.name} {run.how} after {short(run.ended_s or 0)} s") for run in ended],
-        tiles(record, predicted),
-        section("Who had which device", tag("div", gantt(charts), class_="scroll"), note=GANTT_NOTE),
-        section("Runs", runs_table(record, predicted)),
-    ]
-    return page(f"{names} - shared devices", *parts)
+    return page(
+        f"{names} - shared devices",
+        [
+            section("", figures(record, predicted)),
+            section("Who had which device", gantt(charts), note=GANTT_NOTE),
+            section("Runs", runs_table(record, predicted)),
+        ],
+        words_of(record),
+        [f"{run.name} {run.how} after {short(run.ended_s or 0)} s" for run in ended],
+        heading=f"{names} on {len(record.devices)} devices",
+    )
 
 
 def words_of(record: ShareRecord) -> str:
@@ -129,13 +131,13 @@ def words_of(record: ShareRecord) -> str:
     return f"rule {record.rule}: {', '.join(record.devices)}{begun}"
 
 
-def tiles(record: ShareRecord, predicted: ShareRecord | None) -> Html:
+def figures(record: ShareRecord, predicted: ShareRecord | None) -> Block | None:
     makespan, trained = record.makespan_s(), record.trained_s()
     expected = predicted.trained_s() if predicted else 0.0
     beside = f"predicted {short(expected)} s ({expected / trained - 1:+.1%})" if expected and trained else ""
     longest = max(record.runs, key=record.waited_s, default="")
     switches = sum(hold.run != before.run for hold, before in changes(record))
-    return tile_list(
+    return tiles(
         [
             ("makespan", f"{short(makespan)} s", "with starts and evaluations"),
             ("iterations of all", f"{short(trained)} s", beside),
@@ -154,7 +156,7 @@ def changes(record: ShareRecord) -> list[tuple]:
     return [(hold, before) for holds in by_device.values() for before, hold in pairwise(holds)]
 
 
-def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Html:
+def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Block:
     head: list[object] = ["run", "owns", "end", "waited", "share of the devices", "target", "updates", "borrowed"]
     head += ["iterations", "predicted", "error"] if predicted else []
     used, targets = record.device_seconds(), record.targets()
@@ -176,30 +178,22 @@ def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Html:
     return table(head, rows)
 
 
-def gantt(records: Mapping[str, tuple[ShareRecord, float]]) -> Html:
+def gantt(records: Mapping[str, tuple[ShareRecord, float]]) -> Block:
     """A chart for each record, on one time axis where it begins then: a row per device, and one per run for when it
     waited."""
     longest = max(begins + record.makespan_s() for record, begins in records.values()) or 1.0
-    names = [*dict.fromkeys(name for record, _ in records.values() for name in record.runs)]
-    parts = ("", f" {UPDATE}") if 2 * len(names) <= COLORS else ("",)  # more colours would not be told apart
-    colors = {f"{name}{part}": len(parts) * i + j for i, name in enumerate(names) for j, part in enumerate(parts)}
+    runs = [*dict.fromkeys(name for record, _ in records.values() for name in record.runs)]
     charts = []
     for title, (record, begins) in records.items():
-        bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        bars: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
         for hold in record.holds_until(record.now_s):
-            part = f" {UPDATE}" if hold.phase == UPDATE and len(parts) > 1 else ""
-            bars[hold.device, f"{hold.run}{part}"].append((begins + hold.start_s, begins + hold.end_s))
-        rows: list[tuple[str, Sequence[Bars]]] = [
-            (
-                device,
-                [Bars(bars[device, name], f"{device}: {name}", colors[name]) for name in colors if bars[device, name]],
-            )
-            for device in record.devices
-        ]
+            name = f"{hold.run} {UPDATE}" if hold.phase == UPDATE else hold.run
+            bars[hold.device][name].append((begins + hold.start_s, begins + hold.end_s))
+        rows = [Row(device, bars[device]) for device in record.devices]
         for name, run in record.runs.items():
             if run.waits:
-                waits = [(begins + start, begins + end) for start, end in run.waits]
-                rows.append((f"{name} waits", [Bars(waits, f"{name} waits", colors[name])]))
+                rows.append(Row(name, {name: [(begins + start, begins + end) for start, end in run.waits]}, "waits"))
         end = record.makespan_s()
         charts.append(Rows(f"{title}; {short(end)} s", rows, longest, begins + end))
-    return row_charts("which run had which device", charts, colors, "seconds")
+    names = [f"{name}{part}" for name in runs for part in ("", f" {UPDATE}")]
+    return rows_chart("which run had which device", charts, "seconds", names=names)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from embodied.reporting.evaluation_page import MEASURES
-from embodied.reporting.html import Html, tag
+from embodied.reporting.page import COLORS, RATE, Block, Series, histogram, lines, short, text
 from embodied.reporting.runs import Run
 from embodied.reporting.success_stats import wilson
-from embodied.reporting.svg import COLORS, Series, histogram, line_chart, percent, short
 from embodied.reporting.transcripts import read_ends
 
 LOSSES = "train/"
@@ -21,47 +20,44 @@ OVER_EPISODES = (*MEASURES, "return", "length")  # means over the last episodes
 FEWEST = 10  # episodes whose mean is drawn
 
 
-def result_charts(run: Run) -> list[Html]:
+def result_charts(run: Run) -> list[Block | None]:
     """Charts of success, return, episode length and throughput over env steps."""
-    charts = []
-    spoken = any("text/tokens" in row for row in run.metrics)
-    for measure in MEASURES[:1] if spoken else MEASURES:
-        series = [*success_in_training(run, measure), *in_evaluations(run, measure)]
-        if any(one.x for one in series):
-            charts.append(line_chart("success" if spoken else measure, series, (0.0, 1.0), percent))
-    if spoken:
-        return [*charts, *text_charts(run)]
-    charts += [line_chart(f"episode {name}", in_both(run, name)) for name in ("return", "length")]
-    charts.append(line_chart("env steps per second", [curve(run, "steps_per_s", "rollout and update")], from_zero=True))
-    return charts
-
-
-def text_charts(run: Run) -> list[Html]:
-    """Charts of a language policy's rewards and answers."""
-    of = {"text/tokens_per_s": "sampled, rollout and update", "engine/tokens_per_s": "engines while they write"}
-    of["text/trainer_tokens_per_s"] = "learners while they update, prompts too"
-    speed = [curve(run, key, name, color) for color, (key, name) in enumerate(of.items())]
-    mfu = [curve(run, "text/mfu", "MFU")]
+    of_text = any("text/tokens" in row for row in run.metrics)
+    measures = {"success_once": "success"} if of_text else {name: name for name in MEASURES}
+    rates = [
+        lines(title, [*success_in_training(run, name), *in_evaluations(run, name)], **RATE)
+        for name, title in measures.items()
+    ]
+    if of_text:
+        return [*rates, *text_charts(run)]
+    means = [lines(f"episode {name}", in_both(run, name)) for name in ("return", "length")]
     return [
-        line_chart("reward of a conversation", in_both(run, "return")),
-        line_chart("answers cut off", in_both(run, "text/truncated"), (0.0, 1.0), percent),
-        line_chart("tokens an answer", in_both(run, "text/tokens"), from_zero=True),
-        line_chart("tokens per second", speed, from_zero=True),
-        *task_charts(run),
-        *([line_chart("MFU of learners", mfu, show=percent, from_zero=True)] if mfu[0].x else []),
+        *rates,
+        *means,
+        lines("env steps per second", [curve(run, "steps_per_s", "rollout and update")], from_zero=True),
+    ]
+
+
+def text_charts(run: Run) -> list[Block | None]:
+    """Charts of a language policy's rewards and answers."""
+    speeds = {"text/tokens_per_s": "sampled, rollout and update", "engine/tokens_per_s": "engines while they write"}
+    speeds["text/trainer_tokens_per_s"] = "learners while they update, prompts too"
+    speed = [curve(run, key, name, color) for color, (key, name) in enumerate(speeds.items())]
+    keys = sorted({key for row in run.metrics for key in row if key.startswith("task/") and key.endswith("/success")})
+    by_task = [curve(run, key, key[5:-8], place) for place, key in enumerate(keys[:COLORS])]
+    return [
+        lines("reward of a conversation", in_both(run, "return")),
+        lines("answers cut off", in_both(run, "text/truncated"), **RATE),
+        lines("tokens an answer", in_both(run, "text/tokens"), from_zero=True),
+        lines("tokens per second", speed, from_zero=True),
+        lines("success by task", by_task, y="success", **RATE),
+        lines("MFU of learners", [curve(run, "text/mfu", "MFU")], unit="share", from_zero=True),
         *tail_charts(read_ends(run.folder), {row["iteration"]: row["env_steps"] for row in run.metrics}),
     ]
 
 
-def task_charts(run: Run) -> list[Html]:
-    """Success by task, where conversations were of several."""
-    keys = sorted({key for row in run.metrics for key in row if key.startswith("task/") and key.endswith("/success")})
-    lines = [curve(run, key, key[5:-8], place) for place, key in enumerate(keys[:COLORS])]
-    return [line_chart("success by task", lines, (0.0, 1.0), percent, y_name="success")] if lines else []
-
-
-def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[Html]:
-    """How long conversations are, in the last iteration and over time, and how many a rollout still waits for."""
+def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[Block | None]:
+    """The lengths of conversations, in the last iteration and over time, and how many a rollout still waits for."""
     rows = [row for row in rows if row["iteration"] in env_steps]
     if not rows:
         return []
@@ -75,9 +71,9 @@ def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[H
     waited = [unfinished(rows[number], color) for color, number in enumerate(chosen)]
     title = f"tokens of a conversation's answers, iteration {last['iteration']}"
     return [
-        histogram(title, {"played": last["tokens"]}, "tokens", whole=True, y_name="conversations"),
-        line_chart("tokens of a conversation's answers", lengths, from_zero=True, y_name="tokens"),
-        line_chart("unfinished conversations", waited, (0.0, 1.0), percent, "seconds of a rollout"),
+        histogram(title, {"played": last["tokens"]}, "tokens", whole=True, y="conversations"),
+        lines("tokens of a conversation's answers", lengths, y="tokens", from_zero=True),
+        lines("unfinished conversations", waited, x="seconds of a rollout", **RATE),
     ]
 
 
@@ -98,22 +94,19 @@ def in_both(run: Run, key: str) -> list[Series]:
     return [curve(run, key, "training"), *in_evaluations(run, key.removeprefix("text/"))]
 
 
-def learning_charts(run: Run) -> list[Html]:
+def learning_charts(run: Run) -> list[Block | None]:
     """A chart for each number of the learner; constant numbers are listed in words."""
     names = dict.fromkeys(name for row in run.metrics for name in row if name.startswith(LOSSES))
     ages, layers = (numbered(names, begin) for begin in (AGE, LOAD))
     names = [name for name in names if name not in (*ages, *layers)]
-    curves = {name: curve(run, name, name.removeprefix(LOSSES)) for name in names}
-    fixed = {name: one.y[0] for name, one in curves.items() if len(set(one.y)) == 1 and len(one.y) > 1}
-    drawn = [line_chart(name.removeprefix(LOSSES), [one]) for name, one in curves.items() if name not in fixed]
-    same = ", ".join(f"{name.removeprefix(LOSSES)} {short(value)}" for name, value in fixed.items())
-    if len(ages) > 1:
-        drawn.append(staleness_chart(run, ages))
-    if layers:
-        drawn.append(experts_chart(run, layers))
+    curves = {name.removeprefix(LOSSES): curve(run, name, name.removeprefix(LOSSES)) for name in names}
+    fixed = {name: each.y[0] for name, each in curves.items() if len(set(each.y)) == 1 and len(each.y) > 1}
+    same = ", ".join(f"{name} {short(value)}" for name, value in fixed.items())
     return [
-        tag("div", *drawn, class_="charts"),
-        *([tag("p", f"The same all the time: {same}.", class_="note")] if same else []),
+        *[lines(name, [each]) for name, each in curves.items() if name not in fixed],
+        staleness_chart(run, ages) if len(ages) > 1 else None,
+        experts_chart(run, layers),
+        text(f"The same all the time: {same}.") if same else None,
     ]
 
 
@@ -126,20 +119,22 @@ def number_of(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def staleness_chart(run: Run, names: list[str]) -> Html:
+def staleness_chart(run: Run, names: list[str]) -> Block | None:
     """Share of the decisions that were so many versions old when they were learned from."""
     steps = [row["env_steps"] for row in run.metrics]
-    shares = [Series(f"{number_of(name)} old", steps, [row.get(name, 0.0) for row in run.metrics]) for name in names]
-    shares = [replace(one, color=place) for place, one in enumerate(shares)]
-    return line_chart("decisions by versions of staleness", shares, (0.0, 1.0), percent, y_name="share of decisions")
+    shares = [
+        Series(f"{number_of(name)} old", steps, [row.get(name, 0.0) for row in run.metrics], color=place)
+        for place, name in enumerate(names)
+    ]
+    return lines("decisions by versions of staleness", shares, y="share of decisions", **RATE)
 
 
-def experts_chart(run: Run, names: list[str]) -> Html:
+def experts_chart(run: Run, names: list[str]) -> Block | None:
     """How uneven the loads of a layer's experts are, of the layers that end as the most uneven ones."""
-    lines = [curve(run, name, f"layer {number_of(name)}") for name in names]
-    worst = sorted(sorted(lines, key=lambda one: -one.y[-1])[:COLORS], key=lines.index)
-    worst = [replace(one, color=place) for place, one in enumerate(worst)]
-    return line_chart("MaxViolation of experts: (max - mean) / mean load", worst, from_zero=True, y_name="MaxViolation")
+    layers = [curve(run, name, f"layer {number_of(name)}") for name in names]
+    worst = sorted(sorted(layers, key=lambda layer: -layer.y[-1])[:COLORS], key=layers.index)
+    worst = [replace(layer, color=place) for place, layer in enumerate(worst)]
+    return lines("MaxViolation of experts: (max - mean) / mean load", worst, y="MaxViolation", from_zero=True)
 
 
 def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -> Series:

@@ -1,160 +1,30 @@
-"""Reading pages: parsed and checked, or shown by a headless Chromium where there is one, over its debugging pipe."""
+"""Reading pages: their HTML is checked, their data are searched."""
 
 import base64
 import hashlib
 import json
-import os
 import re
-import select
-import shutil
-import subprocess
-import sys
-import time
 from html.parser import HTMLParser
 
 import pytest
 
-from embodied.reporting.html import VOID
+from embodied.reporting.page import DATA, write_page
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DEADLINE_S = 60
-AS_3_AND_4 = """import fcntl, os, sys
-spare = [fcntl.fcntl(int(word), fcntl.F_DUPFD, 20) for word in sys.argv[1:3]]
-for fd, number in zip(spare, (3, 4)):
-    os.dup2(fd, number)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-
-HOVER = """(() => {
-  const chart = document.querySelector("svg[data-x]");
-  const box = chart.getBoundingClientRect();
-  const at = { clientX: box.left + box.width * 0.98, clientY: box.top + 20, bubbles: true };
-  chart.dispatchEvent(new PointerEvent("pointermove", at));
-  return document.querySelector(".readout").textContent;
-})()"""
-
-
-class Browser:
-    """One page. `call` sends a command of the DevTools protocol, `run` a script whose value comes back."""
-
-    def __init__(self, folder):
-        ours, theirs = os.pipe(), os.pipe()  # commands, answers
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
-        command += [f"--user-data-dir={folder}", "--mute-audio", "--autoplay-policy=no-user-gesture-required"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", AS_3_AND_4, str(ours[0]), str(theirs[1]), *command],
-            pass_fds=(ours[0], theirs[1]),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        os.close(ours[0])
-        os.close(theirs[1])
-        self.commands, self.answers = ours[1], theirs[0]
-        self.buffer, self.number, self.events, self.session = b"", 0, [], None
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.call(f"{domain}.enable")
-
-    def call(self, method, **params):
-        self.number += 1
-        message = {"id": self.number, "method": method, "params": params}
-        if self.session:
-            message["sessionId"] = self.session
-        os.write(self.commands, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._read()
-            if answer.get("id") == self.number:
-                assert "error" not in answer, (method, answer["error"])
-                return answer["result"]
-            self.events.append(answer)
-
-    def _read(self):
-        deadline = time.monotonic() + DEADLINE_S
-        while b"\0" not in self.buffer:
-            ready, _, _ = select.select([self.answers], [], [], max(deadline - time.monotonic(), 0))
-            assert ready, "Chromium did not answer"
-            part = os.read(self.answers, 1 << 20)
-            assert part, "Chromium ended"
-            self.buffer += part
-        text, _, self.buffer = self.buffer.partition(b"\0")
-        return json.loads(text)
-
-    def open(self, path, width, height, dark=False):
-        """Show a file as a phone or a desktop would; returns once it is loaded."""
-        self.events.clear()
-        phone = width < 600
-        size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=path.resolve().as_uri())
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
-            self.events.append(self._read())
-
-    def check(self, dark):
-        """The page fits the screen, is as dark as it should be, complains of nothing and asks the net for nothing."""
-        across, visible = self.run("[document.documentElement.scrollWidth, window.innerWidth]")
-        assert across <= visible, "the page is wider than the screen"
-        shade = self.run("getComputedStyle(document.body).backgroundColor")
-        assert (int(re.search(r"\d+", shade)[0]) < 60) == dark
-        assert not self.complaints()
-        assert not [url for url in self.requests() if not url.startswith(("file:", "data:"))]
-
-    def run(self, script):
-        told = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
-
-    def hover(self):
-        """What the first chart says under a pointer at its right end."""
-        return self.run(HOVER)
-
-    def requests(self):
-        events = [event for event in self.events if event.get("method") == "Network.requestWillBeSent"]
-        return [event["params"]["request"]["url"] for event in events]
-
-    def complaints(self):
-        """What the console shows in red: refused loads, broken scripts."""
-        kinds = ("Log.entryAdded", "Runtime.exceptionThrown")
-        return [event["params"] for event in self.events if event.get("method") in kinds]
-
-    def screenshot(self, path, whole=False):
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def close(self):
-        os.close(self.commands)  # Chromium leaves when its commander is gone
-        os.close(self.answers)
-        try:
-            self.process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
+VOID = {"meta"}
 
 
 class Checker(HTMLParser):
-    """Fails on tags that are not closed in order; keeps attributes and text."""
+    """Fails on tags that are not closed in order, and keeps the text of each element."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.attributes, self.text = [], [], ""
+        self.open, self.texts = [], []
         self.feed(text)
         self.close()
         assert not self.open
 
     def handle_starttag(self, name, attributes):
-        self.attributes += [(name, key, value) for key, value in attributes]
+        assert not [key for key, value in attributes if key.startswith("on") or key in ("src", "href")]
         if name not in VOID:
             self.open.append(name)
 
@@ -162,23 +32,54 @@ class Checker(HTMLParser):
         assert self.open.pop() == name
 
     def handle_data(self, data):
-        self.text += data if self.open[-1:] not in (["style"], ["script"]) else ""
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def of(self, name):
+        return [text for element, text in self.texts if element == name]
 
 
-def self_contained(text):
-    """The page, parsed; it asks for nothing from elsewhere and runs only its own script."""
-    page = Checker(text)
-    assert "http://" not in text and "https://" not in text
-    assert not re.search(r"@import|url\(", text)
-    sources = [value for _, key, value in page.attributes if key in ("src", "href")]
-    assert not [source for source in sources if re.match(r"//|\w+:(?!video/mp4|image/png)", source)]
-    scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.S)
-    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    assert len(digests) == 1 and f"script-src &#x27;sha256-{digests[0]}" in text
-    assert not [key for _, key, _ in page.attributes if key.startswith("on")]
-    return page
+class Told:
+    """What a page holds: `data`, its words as one `text`, and the words of a browser without scripts, `plain`."""
+
+    def __init__(self, text, data):
+        html = Checker(text)
+        embedded, script = html.of("script")
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"script-src 'sha256-{digest}'" in text and "default-src 'none'" in text
+        assert not re.search(r"@import|url\(|https?://(?!www.w3.org/2000/svg)", text.replace(embedded, ""))
+        self.data, self.plain = json.loads(data), " ".join(html.of("td") + html.of("p") + html.of("h1"))
+        assert json.loads(embedded) | {"live_s": 0} == self.data | {"live_s": 0} and "</script" not in embedded
+        self.text = "\n".join(words_in(self.data))
+
+    def blocks(self, kind):
+        return [block for part in self.data["sections"] for block in part["blocks"] if block["kind"] == kind]
+
+    def chart(self, title):
+        (chart,) = [chart for chart in self.blocks("lines") if chart["title"] == title]
+        return {series["name"]: series for series in chart["series"]}
+
+    @property
+    def conversations(self):
+        return [item for block in self.blocks("conversations") for item in block["items"]]
 
 
-@pytest.fixture(scope="session")
-def page_checker():
-    return self_contained
+def words_in(part):
+    """Every text in JSON, names of activities and groups among them, in order."""
+    if isinstance(part, dict):
+        names = [name for key in ("bars", "groups") for name in part.get(key, ())]
+        return names + [word for value in part.values() for word in words_in(value)]
+    return [word for one in part for word in words_in(one)] if isinstance(part, list) else [str(part)]
+
+
+@pytest.fixture
+def page_checker(tmp_path_factory):
+    """Reads a page that was written, or that is given as its data."""
+
+    def check(page):
+        out = page
+        if isinstance(page, dict):
+            out = tmp_path_factory.mktemp("page") / "page.html"
+            write_page(out, page)
+        return Told(out.read_text(), out.with_name(DATA).read_text())
+
+    return check

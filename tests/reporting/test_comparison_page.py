@@ -62,8 +62,9 @@ def test_two_runs_are_compared_on_their_common_episodes(tmp_path, page_of):
     assert "algo.lr" in page.text and "0.0003" in page.text
     assert "run.dir" not in page.text and "algo.name" not in page.text  # the same, or of no interest
     assert "other conditions" not in page.text  # the number of envs changes no episode
-    told = [value for _, key, value in page.attributes if key == "data-name"]
-    assert {"a", "bb", "a, evaluation", "bb, evaluation"} <= set(told)
+    curves = page.chart("success_once over env steps")
+    assert list(curves) == ["a", "a, evaluation", "bb", "bb, evaluation"] and curves["a"]["low"]
+    assert curves["a"]["color"] == curves["a, evaluation"]["color"] != curves["bb"]["color"]
 
 
 def test_evaluations_without_a_common_episode_are_not_compared(tmp_path, page_of):
@@ -80,9 +81,8 @@ def test_the_same_episodes_stand_side_by_side_those_with_another_outcome_first(t
     first = write_run(tmp_path / "a", [1, 1, 0], videos=(0, 1))
     second = write_run(tmp_path / "b", [1, 0, 0], videos=(0, 1, 2))
     page = page_of(first, second)
-    videos = [name for name, key, _ in page.attributes if (name, key) == ("video", "src")]
-    assert len(videos) == 4
-    assert page.text.index("episode 1,") < page.text.index("episode 0,")
+    shown = [[video["outcome"] for video in row["videos"]] for row in page.blocks("videos")]
+    assert shown == [["success", "failure"], ["success", "success"]]
 
 
 def test_runs_get_names_that_tell_them_apart(tmp_path):

@@ -1,14 +1,10 @@
-"""The drawing of a predicted iteration, as a page holds it and as a file."""
-
-import re
-from collections import Counter
-from xml.etree import ElementTree
+"""Charts of rows: the iteration that a plan predicts, and rows of many pieces."""
 
 import pytest
 
 from embodied.placement.event_replay import Schedule
 from embodied.plan import MOST_ROWS, draw
-from embodied.reporting.svg import as_file
+from embodied.reporting.page import merge_pieces
 
 
 def schedule(seconds, **spans):
@@ -20,35 +16,30 @@ def schedule(seconds, **spans):
     return made
 
 
-def parts(drawing, kind):
-    """Elements of a name; those of a file have the names of SVG."""
-    return list(ElementTree.fromstring(as_file(drawing)).iter(f"{{http://www.w3.org/2000/svg}}{kind}"))
-
-
-def texts(drawing):
-    return [element.text for element in parts(drawing, "text")]
-
-
-def test_a_device_has_a_row_a_component_a_colour_and_every_schedule_the_same_time_axis():
+def test_a_device_has_a_row_and_every_schedule_the_same_time_axis():
     work = {"gpu_0": [("sim", 0, 1), ("policy", 1, 2), ("sim", 2, 3)], "gpu_1": [("learner", 2, 4), ("mine", 4, 4.5)]}
     drawing = draw({"hybrid": schedule(5.0, **work), "collocated": schedule(10.0, gpu_0=[("sim", 0, 10)])})
-    assert texts(drawing)[:5] == ["sim", "policy", "learner", "mine", "hybrid; 5 s"]
-    assert Counter(texts(drawing))["gpu_0"] == 2 and Counter(texts(drawing))["gpu_1"] == 1
-    assert Counter(texts(drawing))["10"] == 2 and texts(drawing)[-1] == "seconds of an iteration"
-    bars = {path[0].text: path.attrib for path in parts(drawing, "path")[4:6]}
-    pieces = {name: re.findall(r"M(\S+) (\d+)h(\d+\.?\d*)", bar["d"]) for name, bar in bars.items()}
-    (first, second), (policy,) = pieces["gpu_0: sim"], pieces["gpu_0: policy"]
-    assert float(policy[0]) - float(first[0]) == pytest.approx(float(first[2]), abs=0.2)
-    assert first[1:] == second[1:] == policy[1:]
-    assert [bar["class"] for bar in bars.values()] == ["spans c0", "spans c1"]
-    ends = [float(line.get("x1")) for line in parts(drawing, "line") if line.get("class") == "edge"]
-    start = float(first[0])
-    assert (ends[0] - start) / (ends[1] - start) == pytest.approx(0.5, abs=0.001)
+    hybrid, collocated = drawing["charts"]
+    assert (hybrid["title"], hybrid["high"], hybrid["end"]) == ("hybrid; 5 s", 10.0, 5.0)
+    assert (collocated["high"], collocated["end"], drawing["x"]) == (10.0, 10.0, "seconds of an iteration")
+    assert {row["name"]: row["bars"] for row in hybrid["rows"]} == {
+        "gpu_0": {"sim": [(0, 1), (2, 3)], "policy": [(1, 2)]},
+        "gpu_1": {"learner": [(2, 4)], "mine": [(4, 4.5)]},
+    }
 
 
-def test_thousands_of_bars_are_a_small_file_and_a_cluster_shows_its_kinds_of_devices():
-    busy = [(name, i + half, i + half + 0.5) for i in range(20_000) for name, half in (("sim", 0), ("policy", 0.5))]
-    assert len(draw({"one": schedule(20_000.0, gpu_0=busy)})) < 60_000
+def test_a_cluster_shows_its_kinds_of_devices():
     cluster = draw({"one": schedule(1.0, **{f"n:{i}": [("sim" if i < 150 else "policy", 0, 1)] for i in range(300)})})
-    rows = [text for text in texts(cluster) if text.startswith("n:")]
+    rows = [row["name"] for row in cluster["charts"][0]["rows"]]
     assert len(rows) == MOST_ROWS and {"n:0", "n:149", "n:150", "n:299"} <= {*rows}
+
+
+def test_a_bin_of_many_pieces_shows_what_filled_most_of_it_and_rare_pieces_stay_whole():
+    half = [(i, i + 0.6) for i in range(5000)]  # 60% step and 30% act in the first half, 30% step alone in the second
+    bars = {
+        "step": half + [(i, i + 0.3) for i in range(5000, 10_000)],
+        "act": [(i + 0.6, i + 0.9) for i in range(5000)],
+    }
+    merged = merge_pieces(bars | {"offload policy": [(7000.2, 7000.3)]}, 10_000.0)
+    assert merged["step"] == [(0.0, pytest.approx(5000.0))] and not merged["act"], "idle where most of a bin is idle"
+    assert list(merged)[-1] == "offload policy" and merged["offload policy"] == [(7000.2, 7000.3)]

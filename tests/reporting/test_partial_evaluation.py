@@ -82,7 +82,7 @@ def test_the_report_says_how_far_an_evaluation_is_and_gives_no_rates(tmp_path):
     (tmp_path / "config.yaml").write_text("env: {name: pointmass}\n")
     begun(tmp_path / "eval" / "v000002", 0, 1, 2)
     for folder in (tmp_path, tmp_path / "eval" / "v000002"):
-        page = report(read_run(folder), folder)
+        page = str(report(read_run(folder), folder))
         assert "Evaluation v000002 is partial: 3 of 10 episodes are over" in page and "success_once" not in page
 
 

@@ -1,8 +1,6 @@
 """Pages on language policies: conversations, rates over prompts, training's text metrics, and two policies compared."""
 
 import json
-import math
-import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -70,39 +68,26 @@ def page_of(tmp_path, page_checker):
     return page
 
 
-def classes(page, tag, key="class"):
-    return [value for name, attribute, value in page.attributes if (name, attribute) == (tag, key)]
-
-
 def test_a_reader_sees_the_pictures_of_a_conversation_and_what_became_of_lost_ones(page_of, tmp_path):
     shown = [{"type": "image", "image": name} for name in (drawing("add", 1, 1000), str(tmp_path / "gone.png"))]
     said = [{"role": "user", "content": [*shown, {"type": "text", "text": "sum: "}]}]
     page = page_of([(spoken(0, False), [turn("85", said)])])
-    (source,) = classes(page, "img", "src")
-    assert np.array_equal(load_picture(source), load_picture(drawing("add", 1, 1000))[::4, ::4])
-    assert "there is no picture" in page.text and "sum: " in page.text
+    shown, lost, words = page.conversations[0]["turns"][0]["said"][0]["parts"]
+    assert np.array_equal(load_picture(shown["src"]), load_picture(drawing("add", 1, 1000))[::4, ::4])
+    assert "there is no picture" in lost["text"] and words["text"] == "sum: "
 
 
 def test_a_reader_sees_prompt_answer_reward_and_what_was_expected(page_of):
     page = page_of([(spoken(0, False), [turn("85")]), (spoken(1, True), [turn("95", reward=1.0)])])
     for words in ("37+58=", "85", "expected: 95", "reward 1", "mean log-prob -0.01", "prompt 1, episode 1"):
         assert words in page.text
-    assert TRANSCRIPTS in classes(page, "a", "href")
+    assert [TRANSCRIPTS, TRANSCRIPTS] in [block["link"] for block in page.blocks("text")]
 
 
 def test_failures_come_first_and_as_many_as_asked_for_are_unfolded(page_of):
     page = page_of([(spoken(0, True), [turn("a")]), (spoken(1, False), [turn("b")]), (spoken(2, False), [turn("c")])])
-    assert classes(page, "details")[:3] == ["conversation failure", "conversation failure", "conversation success"]
-    assert [name for name, key, _ in page.attributes if (name, key) == ("details", "open")] == ["details"]
-
-
-def test_conversations_are_filtered_without_a_script(page_of):
-    page = page_of([(spoken(0, True), [turn("a")]), (spoken(1, False, truncated=True), [turn("b", truncated=True)])])
-    assert classes(page, "input", "id") == ["only-any", "only-failure", "only-success", "only-cut-off"]
-    assert "conversation failure cut-off" in classes(page, "details") and "cut off 1" in page.text
-    style = (Path(__file__).parents[2] / "assets" / "report.css").read_text()
-    for kind in ("failure", "success", "played", "error", "cut-off"):
-        assert f"#only-{kind}:checked ~ details:not(.{kind})" in style
+    told = [(talk["outcome"], talk["open"]) for talk in page.conversations]
+    assert told == [("failure", True), ("failure", False), ("success", False)]
 
 
 def test_markup_in_prompts_answers_tokens_facts_and_roles_is_text(page_of):
@@ -110,15 +95,7 @@ def test_markup_in_prompts_answers_tokens_facts_and_roles_is_text(page_of):
     evil = turn(EVIL, said=said, tokens=[EVIL, EVIL], logprobs=[-5.0, -0.1], facts={EVIL: EVIL})
     plain = turn(EVIL, tokens=[], logprobs=[])
     page = page_of([(spoken(0, False), [evil]), (spoken(1, False), [plain])])
-    assert page.text.count(EVIL) >= 6 and not classes(page, "b", "onclick")
-
-
-def test_unlikely_tokens_are_marked_the_more_the_less_likely(page_of):
-    chances = [0.95, 0.7, 0.2, 0.05, 0.001]
-    page = page_of([(spoken(0, True), [turn("abcde", logprobs=[math.log(p) for p in chances])])])
-    legend = ["p1", "p2", "p3", "p4"]
-    assert [kind for kind in classes(page, "span") if re.fullmatch(r"p\d", kind)] == 2 * legend
-    assert "probability 0.05, log-prob -3.00" in classes(page, "span", "title")
+    assert page.text.count(EVIL) >= 6
 
 
 def test_a_transcript_of_another_shape_is_left_out(tmp_path, page_checker):
@@ -173,7 +150,7 @@ def test_a_runs_page_has_the_curves_of_text(tmp_path, page_checker):
     for words in ("answers cut off", "tokens an answer", "tokens per second", "reward of a conversation"):
         assert words in page.text
     assert "learners while they update, prompts too" in page.text and "MFU of learners" in page.text
-    assert {"training", "evaluation"} <= set(classes(page, "g", "data-name") + classes(page, "polyline", "data-name"))
+    assert {*page.chart("success")} == {"training", "evaluation"}
 
 
 def test_a_runs_page_shows_the_long_tail_of_its_answers(tmp_path, page_checker):
@@ -212,7 +189,7 @@ def test_two_policies_are_compared_on_the_same_prompts_with_answers_side_by_side
     page = compared(tmp_path, page_checker, first, second)
     assert "+50.0 pp" in page.text and "avg@k" in page.text
     assert "a, prompt 3" in page.text and "b, prompt 3" in page.text
-    assert len([kind for kind in classes(page, "details") if "conversation" in kind]) == 8
+    assert len(page.conversations) == 8 and page.blocks("conversations")[0]["columns"] == 2
     assert main([str(tmp_path / "a"), str(tmp_path / "b"), f"out={tmp_path / 'page.html'}"]) == 0
 
 
@@ -262,18 +239,15 @@ def test_samples_are_shown_by_iteration_and_reward_and_damaged_lines_are_not(tmp
     lines = [as_line(sampled(1, 0.0, EVIL)), as_line(sampled(2, 1.0)), b'{"iteration": 3, "ind', b'{"iteration": 4}\n']
     run = run_folder(tmp_path / "run", lines)
     page = page_checker(report(read_run(run), run))
-    shown = [value for name, key, value in page.attributes if (name, key) == ("details", "data-iteration")]
-    rewards = [value for name, key, value in page.attributes if (name, key) == ("details", "data-reward")]
-    assert (shown, rewards) == (["2", "1"], ["1.0", "0.0"]) and EVIL in page.text
-    asked = [value for name, key, value in page.attributes if key in ("data-least", "data-most")]
-    assert asked == ["iteration", "iteration", "reward", "reward"], "one field from and one to, which the script reads"
-    assert SAMPLES in classes(page, "a", "href")
+    (block,) = [block for block in page.blocks("conversations") if block["filter"] == "samples"]
+    assert [(talk["iteration"], talk["reward"]) for talk in block["items"]] == [(2, 1), (1, 0)] and EVIL in page.text
+    assert [SAMPLES, SAMPLES] in [each["link"] for each in page.blocks("text")]
 
 
 def test_of_many_samples_the_page_shows_the_first_the_last_and_some_between(tmp_path, page_checker):
     run = run_folder(tmp_path / "run", [as_line(sampled(number, 1.0)) for number in range(1, 1001)])
     page = page_checker(report(read_run(run), run))
-    shown = [int(value) for name, key, value in page.attributes if (name, key) == ("details", "data-iteration")]
+    shown = [talk["iteration"] for talk in page.conversations if "iteration" in talk]
     assert shown[0] == 1000 and shown[-1] == 1 and 100 < len(shown) < 200 and f"{len(shown)} of 1000" in page.text
 
 
@@ -283,8 +257,8 @@ def test_a_run_shows_the_rate_of_the_policy_that_it_started_from(tmp_path, page_
     policy = {"folder": str(start / "checkpoints" / "v000002" / "policy")}
     run = run_folder(tmp_path / "run", started_from=policy)
     page = page_checker(report(read_run(run), run))
-    assert "success of the start75%" in page.text and "start: sft-1 v000002" in page.text
+    assert "success of the start\n75%" in page.text and "start: sft-1 v000002" in page.text
     write_evaluation(run / "eval" / "v000002", [(spoken(n, True), [turn("95")]) for n in range(4)], 0.0, version=2)
     page = page_checker(report(read_run(run), run))
     assert "success of the start" not in page.text, "sampled answers are not compared with greedy ones"
-    assert "success at the start50%256 answers of iteration 1" in page.text
+    assert "success at the start\n50%\n256 answers of iteration 1" in page.text

@@ -1,0 +1,287 @@
+"""Report pages: what a page shows as plain JSON, and the HTML file in which a browser draws it.
+
+Python gathers tables, series and words. `assets/report.js` draws them, so that axes, colours and legends have one home.
+A page has sections, and a section has blocks. The "kind" of a block names the function of the script that draws it.
+
+returns = Series("training", x=[0, 1], y=[0.2, 0.4])
+results = section("Results", table(["task", "success"], [["PushCube-v1", "88%"]]), lines("return", [returns]))
+write_page(folder / "report.html", page("my run", [results]))
+
+The data lie in the page and beside it as data.json. All text from runs stays text: neither Python nor the script ever
+reads it as markup. A browser without scripts shows the tables.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from embodied import assets
+from embodied.core.files import replace_text
+
+ASSETS = Path(assets.__file__).resolve().parent
+DATA = "data.json"  # beside the page
+COLORS = 8  # distinct line colours; further lines repeat them, dashed
+MOST_POINTS = 240  # of a line; neighbours beyond that become their mean, with a band from lowest to highest
+MOST_PIECES, BINS = 200, 1000  # pieces of one name in a row; beyond that the axis is divided into bins
+RATE = {"unit": "share", "limits": (0.0, 1.0)}  # of a chart of rates: percent, the whole axis
+
+Block = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. `low` and `high` bound each point: a band behind a line, a whisker on a dot."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    points: bool = False  # measured now and then: dots instead of a line
+    color: int = 0
+    faint: bool = False  # a single run behind the mean of several
+
+
+@dataclass(frozen=True)
+class Row:
+    """A named row of a chart: by name of the activity, its pieces from start to end."""
+
+    name: str
+    bars: Mapping[str, Sequence[tuple[float, float]]]
+    note: str = ""
+    whisker: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows on an axis from 0 to `high`, with a line across them at `end`; `columns` name the units of the axis."""
+
+    title: str
+    rows: Sequence[Row]
+    high: float
+    end: float | None = None
+    columns: Sequence[str] = ()
+
+
+# Blocks
+
+
+def text(words: str, link: tuple[str, str] | None = None, note: bool = True) -> Block:
+    """A paragraph, and a link (words, address) after it."""
+    return {"kind": "text", "text": words, "link": link, "note": note}
+
+
+def bullets(items: Sequence[str]) -> Block | None:
+    return {"kind": "list", "items": items} if items else None
+
+
+def fold(summary: str, words: str) -> Block | None:
+    """A long text behind its summary."""
+    return {"kind": "fold", "summary": summary, "text": words} if words else None
+
+
+def tiles(figures: Sequence[tuple[str, str, str]]) -> Block | None:
+    """The most important figures, one per tile: (name, figure, remark)."""
+    return {"kind": "tiles", "tiles": figures} if figures else None
+
+
+def table(head: Sequence[object], rows: Sequence[Sequence[object]], numeric: bool = True) -> Block:
+    """A cell is a word, a number or a dict from `cell`; if `numeric`, all columns but the first hold numbers."""
+    return {"kind": "table", "head": head, "rows": rows, "numeric": numeric}
+
+
+def cell(words: object, more: str = "", **how: object) -> Block:
+    """A table's cell with a small remark; also its `color`, `href`, `state`, or numbers for readers of the data."""
+    return {"text": words, "more": more, **how}
+
+
+def named_table(head: str, rows: Sequence[tuple[object, Mapping[str, object]]], numeric: bool = True) -> Block:
+    """A table of rows that need not have the same columns."""
+    names = list(dict.fromkeys(name for _, row in rows for name in row))
+    return table([head, *names], [[key, *[row.get(name, "-") for name in names]] for key, row in rows], numeric)
+
+
+def facts_table(facts: Mapping[str, object]) -> Block:
+    """A row for each fact that is known."""
+    return table([], [[name, value] for name, value in facts.items() if value], numeric=False)
+
+
+def lines(
+    title: str,
+    series: Sequence[Series],
+    y: str = "",
+    x: str = "env steps",
+    unit: str = "",
+    limits: tuple[float, float] | None = None,
+    from_zero: bool = False,
+) -> Block | None:
+    """A chart of curves; None without any number. `y` and `x` title the axes; `unit` is "share" for percentages."""
+    drawn = [asdict(thinned(curve)) for curve in map(finite, series) if curve.x]
+    axes = {"x": x, "y": y or title, "unit": unit, "limits": limits, "from_zero": from_zero}
+    return {"kind": "lines", "title": title, **axes, "series": drawn} if drawn else None
+
+
+def histogram(
+    title: str, groups: Mapping[str, Sequence[float]], x: str, whole: bool = False, y: str = "episodes"
+) -> Block | None:
+    """Stacked counts of the values of each group, integers if `whole`; None without any value."""
+    values = {name: [value for value in group if math.isfinite(value)] for name, group in groups.items()}
+    values = {name: group for name, group in values.items() if group}
+    return {"kind": "histogram", "title": title, "x": x, "y": y, "whole": whole, "groups": values} if values else None
+
+
+def rows_chart(title: str, charts: Sequence[Rows], x: str, unit: str = "", names: Sequence[str] = ()) -> Block:
+    """Charts of rows under each other. The legend begins with `names`, and other activities follow by appearance."""
+    drawn = [
+        asdict(replace(chart, rows=[replace(row, bars=merge_pieces(row.bars, chart.high)) for row in chart.rows]))
+        for chart in charts
+    ]
+    return {"kind": "rows", "title": title, "x": x, "unit": unit, "names": names, "charts": drawn}
+
+
+def section(title: str, *blocks: Block | None, note: str = "") -> Block | None:
+    """Blocks under a title; None without any block."""
+    shown = [block for block in blocks if block]
+    return {"title": title, "note": note, "blocks": shown} if shown else None
+
+
+def page(
+    title: str, sections: Sequence[Block | None], words: str = "", problems: Sequence[str] = (), **more: object
+) -> Block:
+    """A whole page. `more`: its `heading` if not the title, the `state` of a run, a `command`, a `footer`."""
+    shown = [part for part in sections if part]
+    return {"title": title, "heading": title, "words": words, "problems": problems, **more, "sections": shown}
+
+
+# Numbers
+
+
+def finite(curve: Series) -> Series:
+    """The series without points that have no finite number."""
+    keep = [i for i, y in enumerate(curve.y) if y is not None and math.isfinite(y)]
+    values = {name: getattr(curve, name) for name in ("x", "y", "low", "high")}
+    return replace(curve, **{name: [each[i] for i in keep] if each else [] for name, each in values.items()})
+
+
+def thinned(curve: Series) -> Series:
+    """The series with at most MOST_POINTS points: the means of neighbours, with a band that spans them."""
+    if curve.points or len(curve.x) <= MOST_POINTS:
+        return curve
+    size = math.ceil(len(curve.x) / MOST_POINTS)
+    parts = [slice(i, i + size) for i in range(0, len(curve.x), size)]
+    return replace(
+        curve,
+        x=[curve.x[part][-1] for part in parts],
+        y=[fmean(curve.y[part]) for part in parts],
+        low=[min(curve.low[part] or curve.y[part]) for part in parts],
+        high=[max(curve.high[part] or curve.y[part]) for part in parts],
+    )
+
+
+def merge_pieces(bars: Mapping[str, Sequence[tuple[float, float]]], high: float) -> dict[str, Sequence]:
+    """A row's bars with few pieces each: each bin of the axis shows the activity that filled most of it, or none.
+    Activities of few pieces stay whole and come last, on top."""
+    many = [name for name, pieces in bars.items() if len(pieces) > MOST_PIECES]
+    few = {name: pieces for name, pieces in bars.items() if name not in many}
+    edges = np.linspace(0.0, high, BINS + 1)
+    busy = [busy_time(bars[name], edges) for name in many]
+    longest = np.argmax([high / BINS - sum(busy), *busy], 0) if many else None  # 0: idle
+    merged = {}
+    for number, name in enumerate(many, 1):
+        changes = np.flatnonzero(np.diff([0, *(longest == number), 0]))
+        merged[name] = [(float(edges[first]), float(edges[end])) for first, end in changes.reshape(-1, 2)]
+    return merged | few
+
+
+def busy_time(pieces: Sequence[tuple[float, float]], edges: np.ndarray) -> np.ndarray:
+    """How long the pieces last within each bin."""
+    spans = np.array(sorted(pieces))
+    lengths = spans[:, 1] - spans[:, 0]
+    after = np.cumsum(lengths)
+    times = np.maximum.accumulate(spans.ravel())
+    return np.diff(np.interp(edges, times, np.stack([after - lengths, after], 1).ravel()))
+
+
+def short(value: float) -> str:
+    """A number in few characters: 1.5M, 20k, 0.25, 3e-4."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= unit:
+            return f"{value / (1e3 if name == 'k' else unit):.4g}{name}"
+    if size < 1e-3:
+        mantissa, _, exponent = f"{value:.3g}".partition("e")
+        return f"{mantissa}e{int(exponent)}" if exponent else f"{value:.3g}"
+    return f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.3g}%"
+
+
+def relative(path: Path, beside: Path) -> str:
+    """A link to a file from a page in the folder `beside`."""
+    return quote(os.path.relpath(path.resolve(), beside.resolve()))
+
+
+# The files
+
+
+def write_page(out: Path, shown: Block, live_s: float = 0) -> None:
+    """Write the page, and its data beside it. A browser reloads a page with `live_s` that often."""
+    encoded = json.dumps(shown, default=str)  # browsers read no NaN, and drawings need no more than seven digits
+    shown = json.loads(encoded, parse_constant=lambda _: None, parse_float=lambda number: float(f"{float(number):.7g}"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(out.with_name(DATA), json.dumps(shown) + "\n")
+    replace_text(out, html({**shown, "live_s": live_s}))
+
+
+def html(shown: Block) -> str:
+    """The page as text. Its policy allows only our own script, and only files beside the page to be loaded."""
+    script, style, template = (
+        (ASSETS / f"report.{kind}").read_text(encoding="utf-8") for kind in ("js", "css", "html")
+    )
+    parts = {
+        "title": escape(shown["title"]),
+        "digest": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "style": style,
+        "script": script,
+        "data": json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c"),
+        "tables": without_script(shown),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], template)
+
+
+def without_script(shown: Block) -> str:
+    """The words and tables of a page as HTML."""
+    words = [shown.get("state", ""), shown["words"], *shown["problems"]]
+    parts = [f"<h1>{escape(shown['heading'])}</h1>", *(f"<p>{escape(str(line))}</p>" for line in words)]
+    for part in shown["sections"]:
+        parts.append(f"<h2>{escape(part['title'])}</h2><p>{escape(part['note'])}</p>")
+        for block in part["blocks"]:
+            if block["kind"] == "text":
+                parts.append(f"<p>{escape(block['text'])}</p>")
+            elif block["kind"] in ("table", "tiles"):
+                rows = block.get("tiles") or [block["head"], *block["rows"]]
+                parts += ["<table>", *(f"<tr>{''.join(map(plain_cell, row))}</tr>" for row in rows), "</table>"]
+    return "\n".join(parts)
+
+
+def plain_cell(value: object) -> str:
+    words = f"{value['text']} {value['more']}" if isinstance(value, dict) else str(value)
+    return f"<td>{escape(words)}</td>"
