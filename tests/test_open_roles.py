@@ -139,14 +139,6 @@ def test_the_planner_places_components_of_any_names(tmp_path, capsys):
     assert "collocated wins" in told and "it is for simulators apart from policies and learners" in told
 
 
-def test_a_declared_role_may_have_devices_of_its_own_or_the_policys():
-    apart, near = (embodied.Role("reward", "my_reward:Worker", beside=beside) for beside in ("", "policy"))
-    for declared, expected in ((apart, ("reward",)), (near, ("policy", "reward"))):
-        roles = roles_of((*EmbodiedLoop.roles, declared))
-        plan = make_plan("hybrid", read_topology("4xGPU"), 64, networks="gpu", roles=roles)
-        assert any(set(expected) <= {*host.roles} for host in plan.hosts), plan.hosts
-
-
 def test_a_typo_in_a_map_is_blamed_and_not_the_role_of_a_program():
     placed = {"sim,policy": "cpu:0", "reward": "cpu:0", "lerner": "cpu:0"}
     with pytest.raises(PlacementError, match=r"'lerner' is not a role; roles: .*, and those that the program declares"):

@@ -173,13 +173,13 @@ def test_no_device_does_two_things_at_once(schedule):
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "async"])
 def test_the_closed_form_is_near_the_replay_wherever_the_planner_ends(schedule):
     ratios = []
-    for seed in range(60 if schedule == "sync" else 120):
+    for seed in range(30 if schedule == "sync" else 60):
         rng = random.Random(seed)
         dataflow, profile, classes = scheduled(rng, random_case(rng, rng.choice([1, 2]), 4), schedule)
         planner = Planner(dataflow, profile, classes, (1, 2))
         for choice in filter(None, planner.modes().values()):
             ratios.append(simulate(planner.pricer, choice.layout).seconds / choice.price.seconds)
-    assert len(ratios) > 60
+    assert len(ratios) > 30
     assert sum(abs(r - 1) < 0.03 for r in ratios) > 0.85 * len(ratios)
     assert all(0.85 < r < 1.3 for r in ratios), sorted(ratios)
 
