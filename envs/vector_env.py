@@ -284,7 +284,7 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
             needed = name in ("rewards", "terminated") or (name == "success" and self.env_spec.has_success)
             if (array := getattr(step, name)) is not None or needed:
                 self._check_shape(name, array, ())
-                if name != "rewards" and not str(array.dtype).endswith("bool"):
+                if name != "rewards" and array.dtype != bool and str(array.dtype) != "torch.bool":
                     raise WrongShape(f"{self.config.name} {self.config.task}: {name} is {array.dtype}, it must be bool")
         step = self._read_flags(step)
         given = self._reward.of(self, actions, step, moved)
@@ -314,6 +314,8 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         names = ["terminated", "truncated"] if self._stays else ["terminated", "truncated", "success"]
         names += [] if self._reward.on_device else ["rewards"]
         parts = {name: part for name in names if is_tensor(part := getattr(step, name))}
+        if not parts:
+            return step
         read = zip(parts, on_host([*parts.values()]), strict=True)
         return replace(step, **{name: array if name == "rewards" else array.astype(bool) for name, array in read})
 

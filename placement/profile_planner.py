@@ -86,7 +86,8 @@ class Planner:
             for labels in product(*(search.groups for search in searches)):
                 way = tuple(zip(searches, labels))
                 found.append(Option(self._least(way), stages, chunks, way))
-        return sorted((option for option in found if np.isfinite(option.least)), key=lambda option: option.least)
+        finite = (option for option in found if np.isfinite(option.least))
+        return sorted(finite, key=lambda option: (option.least, len(option.way)))  # of equals the one with fewer turns
 
     def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
         """Layers that no number of stages or chunks concerns are searched once for all of them."""

@@ -133,6 +133,11 @@ class ActorCritic(Policy):
         """All networks in a fixed order, with the gain of the last layer's initial weights."""
         return [(self.actor, 0.01), (self.critic, 1.0)]
 
+    @property
+    def device(self) -> torch.device:
+        """The device that it computes on, without a walk through all modules, since every call asks."""
+        return self.critic[0].weight.device
+
     def noise_spec(self) -> NoiseSpec:
         return NoiseSpec("uniform" if self.spec.action.discrete else "normal", self.config.chunk * self.per_step)
 

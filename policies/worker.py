@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -233,6 +234,8 @@ class PolicyWorker(Worker):
 
     def _noise_keys(self, requests: list[ActRequest]) -> tuple[Array, Array]:
         """The episodes and decisions that key the noise."""
+        if len(requests) == 1:
+            return requests[0].episodes, requests[0].decisions
         alike = len({is_tensor(request.episodes) for request in requests}) == 1
         parts = zip(*((r.episodes, r.decisions) for r in requests), strict=True)
         episodes, decisions = (concatenate(part if alike else [*map(host, part)]) for part in parts)
@@ -270,7 +273,7 @@ def check_finite(numbers: dict[str, Array]) -> None:
     tensors = [each for each in numbers.values() if is_tensor(each)]
     fine = not tensors or bool(torch.stack([each.isfinite().all() for each in tensors]).all())
     for what, each in numbers.items():
-        if fine and is_tensor(each):
+        if fine if is_tensor(each) else np.isfinite(each).all():
             continue
         if len(rows := np.flatnonzero(~finite_rows(each))):
             raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()}")
@@ -357,5 +360,4 @@ def sim_of(source: str) -> str:
 
 def spans(counts: Sequence[int]) -> list[slice]:
     """The rows of each request among the rows of all requests."""
-    ends = np.cumsum(counts).tolist()
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    return [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]

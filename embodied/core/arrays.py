@@ -90,7 +90,7 @@ def with_rows(array: Any, rows: np.ndarray, new: Any) -> Any:
 def side_by_side(columns: Sequence[Any]) -> Any:
     """Columns [N] as one array [N, len(columns)]."""
     if not is_tensor(columns[0]):
-        return np.stack(columns, axis=1)
+        return np.stack(columns, axis=1) if len(columns) > 1 else columns[0][:, None].copy()
     import torch
 
     return torch.stack(list(columns), dim=1)

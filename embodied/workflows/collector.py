@@ -192,7 +192,7 @@ class RolloutParts:
 
     def sources_of(self, block: range) -> tuple[str, ...]:
         """The sources that give rows to the learner rank that owns this block."""
-        return tuple(source for source, rows in self.sources.items() if np.isin(rows, block).any())
+        return tuple(source for source, rows in self.sources.items() if within(rows, block).any())
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -253,7 +253,7 @@ class HorizonCollector(Collector):
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
         ids = batch.env_ids
         for channel, block in zip(self.trajectories, self.blocks, strict=True):
-            channel.put(Unit(batch.sources_of(block), ids[np.isin(ids, block)]), key=batch.number)
+            channel.put(Unit(batch.sources_of(block), ids[within(ids, block)]), key=batch.number)
         return self.end_batch(batch.number, iteration, total)
 
     def rows_of_ranks(self) -> list[np.ndarray | None]:
@@ -264,7 +264,7 @@ class HorizonCollector(Collector):
             return float(np.mean([what(part) for part in batch.stats.values()]))
 
         ids = batch.env_ids
-        loads = [int(np.isin(ids, block).sum()) for block in self.blocks]
+        loads = [int(within(ids, block).sum()) for block in self.blocks]
         return {
             "env_steps": sum(part.env_steps for part in batch.stats.values()),
             "time/rollout_s": batch.seconds,
@@ -306,6 +306,11 @@ class HorizonCollector(Collector):
 
     def _too_little(self, batch: RolloutParts, missing: list[int]) -> bool:
         return 2 * len(missing) >= len(self.rollouts.sims) or not all(batch.sources_of(block) for block in self.blocks)
+
+
+def within(ids: np.ndarray, block: range) -> np.ndarray:
+    """Which of these ids a block of neighbours has."""
+    return (ids >= block.start) & (ids < block.stop)
 
 
 def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:

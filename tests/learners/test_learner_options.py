@@ -212,6 +212,7 @@ share = toy.batch_of(data, algo, worker.model, worker.collective)
 with patch("torch.distributed.reduce_scatter_single", wraps=torch.distributed.reduce_scatter_single) as sums:
     numbers = update_policy(worker.model, worker.optimizer, algo, share, 0, BatchEnd(0, 1))
 worker.save(out / "after")
+torch.distributed.barrier()  # else the other rank's file may not be there yet
 own = {name: p.to_local() for name, p in worker.policy.named_parameters()}
 held, kept = {str(p.dtype) for p in own.values()}, {name: p.detach().clone() for name, p in own.items()}
 worker.offload()

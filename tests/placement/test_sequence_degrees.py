@@ -102,7 +102,7 @@ def test_dividing_never_leaves_more_to_do_than_not_dividing(table, each, owned):
         assert sequence.owner is None or sequence.owner in ranks
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(tables())
 def test_no_rank_waits_for_ever_and_sharded_weights_are_gathered_together(table):
     ranks, groups, sizes = table
