@@ -293,7 +293,7 @@ class LayerSearch:
         return columns
 
     def _sizes(self, where: Zone) -> np.ndarray:
-        """The numbers of devices at which a zone's components win a worker."""
+        """The numbers of devices at which one of a zone's components can have one worker more."""
         count = self.pricer.classes[where.device_class].count
         won = np.zeros(count + 1, bool)
         for name in where.components:

@@ -8,7 +8,7 @@ any set of components that leave the device memory between turns. Where learners
 trying them all (a test does), and is found without:
 
 - an iteration is the sum of its layers, so each layer is searched once, whatever the others do;
-- only sizes at which a worker is won matter, and one zone of every class takes what the others leave;
+- only sizes with room for one worker more matter, and one zone of every class takes the devices that others leave;
 - where splits are many, a few of them are tried first, and sizes that cannot beat the best so far are dropped before
   other zones are looked at;
 - memory matters only where the fastest layers do not fit together: then the layers' (time, memory) fronts meet.

@@ -42,9 +42,7 @@ class Memory:
     activations: int  # of one microbatch
     reference: int = 0  # a copy of the weights that are trained, to compare with
     trained: int = 0  # of `weights`, the trained ones
-    gathered: int = (
-        0  # whole weights that a learner with shards holds at once: the largest block and the weights outside blocks
-    )
+    gathered: int = 0  # weights that a learner with shards holds whole: the largest block, and those outside blocks
     gradient: int = 0  # of float32, that a learner with shards adds up whole: all of it, or a block's
     acting: int = 0  # keys and values of one env row
 

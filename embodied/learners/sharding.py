@@ -39,9 +39,8 @@ def form_shards(rendezvous: RendezvousFile | RendezvousAddress, rank: int, world
         timeout=timedelta(seconds=rendezvous.timeout_s),
         device_id=torch.device("cuda", torch.cuda.current_device()) if on_gpus else None,
     )
-    warnings.filterwarnings(
-        "ignore", ".* returned a view tensor", UserWarning
-    )  # a policy's outputs are never changed in place
+    # The outputs of a policy are never changed in place.
+    warnings.filterwarnings("ignore", ".* returned a view tensor", UserWarning)
 
 
 def shard(policy: nn.Module) -> None:

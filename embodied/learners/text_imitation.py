@@ -89,9 +89,8 @@ class ExampleTokens:
             tokens.append(stream)
             masks.append(mask)
         lengths = np.array([len(stream) for stream in tokens], np.int64)
-        self.sizes = np.stack(
-            [lengths, [int(mask.sum()) for mask in masks]], axis=1
-        )  # [R, 2], and the learned ones of them
+        # [R, 2]: the tokens of each conversation, and those of them that are learned.
+        self.sizes = np.stack([lengths, [int(mask.sum()) for mask in masks]], axis=1)
         self.ends = np.cumsum(lengths)
         self.tokens, self.mask = np.concatenate(tokens), np.concatenate(masks)
 

@@ -190,7 +190,7 @@ def write_report(results: Sequence[Any], about: dict[str, Any], folder: Path) ->
 
 
 def benchmark_page(results: Sequence[Any], about: dict[str, Any]) -> Block:
-    parts = [section("Measured", made(results, about), chart(results))]
+    parts = [section("Measured", measurement(results, about), chart(results))]
     for result in results:
         shown = table(head_of(result), [cells(mode, row) for mode, row in rows_of(result).items()])
         plans = [f"{mode}: {layout_of(result, mode)}" for mode in result.expected]
@@ -201,7 +201,7 @@ def benchmark_page(results: Sequence[Any], about: dict[str, Any]) -> Block:
     return page(f"Placements of {about['recipe']}", parts, problems=warnings(results, about))
 
 
-def made(results: Sequence[Any], about: dict[str, Any]) -> Block:
+def measurement(results: Sequence[Any], about: dict[str, Any]) -> Block:
     """Date, machine, code, load and profiles of this measurement."""
     machine = [about.get("host"), about.get("processor"), results[0].where if results else "", about.get("platform")]
     facts = {

@@ -128,9 +128,8 @@ def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int]
         raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
     node = min(nodes, key=lambda node: sum(busy.get((node.name, core), 0) for core in node.cores) / len(node.cores))
     free_first = sorted(node.cores, key=lambda core: busy.get((node.name, core), 0))
-    env = {
-        key: value for key, value in plan.env.items() if key not in OF_CARDS
-    }  # a host that only rendered on a GPU renders on cores
+    # A host that only rendered on a GPU renders on cores now.
+    env = {key: value for key, value in plan.env.items() if key not in OF_CARDS}
     return replace(plan, node=node.name, cores=tuple(sorted(free_first[: len(plan.cores)])), env=env)
 
 
