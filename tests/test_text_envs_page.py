@@ -49,11 +49,6 @@ def test_the_env_with_pictures_keeps_the_contract_and_says_that_it_has_some(here
     assert "shows_pictures does not return True" in here(CHECK_PICTURES, code=1)
 
 
-def test_the_env_with_a_tool_keeps_the_contract(here):
-    printed = here("python -m embodied.check env.name=my_tools:Products")
-    assert "contract kept" in printed and "at most 3 answers" in printed and "<calc>" in printed
-
-
 def test_a_mixture_and_an_env_with_a_box_run_as_printed(here):
     assert "task mixture mixture" in here(MIXED)
     assert "sums calc2" in here(CALC, "--dry-run")

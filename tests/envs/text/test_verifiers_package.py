@@ -1,6 +1,5 @@
 """The real package `verifiers` before 0.4: `load_environment`, datasets and rubrics."""
 
-import re
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
 from embodied.envs.text.verifiers import Verifiers
 
-PAGE = Path(__file__).parents[3] / "docs" / "text_envs.md"
 pytestmark = needs_verifiers(lambda version: version < (0, 4))
 
 ENVIRONMENTS = '''
@@ -229,14 +227,6 @@ def test_check_says_what_it_is(environments, capsys):
     assert check.main(["env.name=verifiers:my-sums", f"env.python={PYTHON}", "env.full_score=1.5"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "55+56=" in printed and "held out 10 prompts" in printed and "contract kept" in printed
-
-
-def test_the_environment_of_the_page_keeps_the_contract(environments, tmp_path, capsys):
-    (page,) = re.findall(r"^```python\n# my_old_sums.py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    (tmp_path / "my_old_sums.py").write_text(page)
-    assert check.main(["env.name=verifiers:my_old_sums", f"env.python={PYTHON}", "env.kwargs={largest: 30}"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "held out 20 prompts" in printed and "contract kept" in printed
 
 
 @pytest.mark.parametrize(
