@@ -1,4 +1,4 @@
-"""Where each role runs: grammar, modes, cores, plans. Pure planning; imports nothing else of the toolkit."""
+"""Where each role runs: grammar, modes, plans, planner. Only arithmetic; imports no other part of the toolkit."""
 
 from embodied.placement.grammar import PlacedRole, roles_of
 from embodied.placement.placement_errors import PlacementError

@@ -1,11 +1,11 @@
-"""Which learner rank has which unit: the costliest first, each to the rank that has least to do.
+"""Assigns units to learner ranks: the costliest unit first, each to the rank with the least load.
 
-A unit is what one rank has whole: a group of conversations that share a prompt, or a robot's episode. A forward pass
-costs a * L for what it does token by token (decision by decision, camera frames included) and b * L^2 for attention.
-Everything here is pure: the same costs give the same deal in every process. Who has a unit changes no result.
+A unit is not divided among ranks: a group of conversations that share a prompt, or a robot's episode. A forward pass
+over L tokens (or decisions) costs a * L, and b * L^2 for attention. All functions are pure: the same costs give the
+same assignment in every process. The assignment does not change the gradients.
 
-Lengths 8, 1, 1, 6 of a model whose attention is free, for two ranks: blocks of neighbours cost 9 and 7, the deal 8 and
-8, since 8 goes to rank 0, 6 to rank 1, and both of length 1 to rank 1.
+Example with lengths 8, 1, 1, 6, two ranks and free attention: blocks of neighbours have loads 9 and 7. The
+costliest-first assignment gives 8 to rank 0, and 6, 1 and 1 to rank 1: loads 8 and 8.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ BALANCED = 1.05  # maximum over mean load at which neighbours stay together
 
 @dataclass(frozen=True)
 class PassCost:
-    """What passing through the network costs, in any unit."""
+    """The cost of a forward pass, in any unit."""
 
     item: float = 1.0  # a token, or a decision
-    pair: float = 0.0  # two tokens of which one may attend to the other: counted twice, as L^2 counts them
+    pair: float = 0.0  # a pair of tokens in attention; L tokens have L^2 pairs
     place: float = 0.0  # of a picture, in the vision tower
 
     def of(self, lengths: Sequence[int], shared: int = 0, places: int = 0) -> float:
-        """The cost of sequences whose first `shared` tokens are the same and pass once, and of pictures of so many
-        places. Lengths 3 and 5, 2 of them shared, at 1 a token and 1 a pair: 2 + 1 + 3 tokens and
-        4 + (9 - 4) + (25 - 4) pairs."""
+        """The cost of sequences whose first `shared` tokens are equal and computed once, plus `places` image places.
+        Lengths 3 and 5 with 2 shared tokens, at 1 per token and 1 per pair: 2 + 1 + 3 tokens and 4 + (9 - 4) + (25 - 4)
+        pairs."""
         items = shared + sum(length - shared for length in lengths)
         pairs = shared**2 + sum(length**2 - shared**2 for length in lengths)
         return self.place * places + self.item * items + self.pair * pairs
 
 
 def blocks(num_units: int, num_ranks: int) -> list[int]:
-    """The rank of each unit where ranks have neighbours, as equally many as possible."""
+    """Returns the rank of each unit when ranks get contiguous blocks of nearly equal numbers of units."""
     borders = [num_units * rank // num_ranks for rank in range(num_ranks + 1)]
     return [rank for rank, (begin, end) in enumerate(pairwise(borders)) for _ in range(begin, end)]
 
@@ -54,10 +54,10 @@ def deal(
     items: Sequence[int] = (),
     most_items: float = inf,
 ) -> list[int]:
-    """The rank of each unit. `steps` are the units of each gradient step, of all epochs (none: one step of all): ranks
-    wait for each other at each of them. With `most_items` no rank has more of the units' `items` than that.
+    """Returns the rank of each unit. `steps` lists the units of every gradient step, over all epochs (None: one step
+    with all units); ranks wait for each other at every step. `most_items` limits the `items` of a rank.
 
-    Blocks of neighbours stay if they are balanced already, or no worse.
+    Contiguous blocks are kept if they are balanced, or no worse than the costliest-first assignment.
     """
     neighbours = blocks(len(costs), num_ranks)
     unequal = balance_ratio(costs, neighbours, num_ranks, steps)
@@ -71,7 +71,8 @@ def deal(
 def costliest_first(
     costs: Sequence[float], num_ranks: int, steps: Sequence[Sequence[int]], items: Sequence[int], most_items: float
 ) -> list[int]:
-    """Give each unit to the rank where the maxima of its steps grow least, of these to the one that has least to do."""
+    """Give each unit to the rank for which the maximum loads of its steps grow least; ties go to the least loaded
+    rank."""
     rank_of = [0] * len(costs)
     of: list[list[int]] = [[] for _ in costs]  # by unit, its steps
     for number, step in enumerate(steps):
@@ -103,10 +104,11 @@ def deal_groups(
     items: Callable[[Sequence[Unit]], int] = len,
     most_items: float = inf,
 ) -> dict[Unit, int]:
-    """The rank of each member of groups that cost less together. `steps` are groups by gradient step.
+    """Returns the rank of each member of groups whose members share the prompt's cost. `steps` lists groups by gradient
+    step.
 
-    A group is cut into halves, quarters, ... only where that lowers the maximum load: with fewer groups than ranks, or
-    where one of them is as long as all others. Each part pays for the prompt.
+    A group is cut into halves, quarters, ... only if that lowers the maximum load: with fewer groups than ranks, or
+    with one very long group. Each part pays for the prompt again.
     """
     size, best, lowest = len(groups[0]), {}, inf
     for cut in [2**power for power in range(size.bit_length()) if 2**power <= size]:
@@ -132,8 +134,8 @@ def held(items: Sequence[int], ranks: Sequence[int], num_ranks: int) -> list[flo
 def balance_ratio(
     costs: Sequence[float], ranks: Sequence[int], num_ranks: int, steps: Sequence[Sequence[int]] = ()
 ) -> float:
-    """Maximum over mean load of the ranks, added up over the gradient steps: how many times longer an update takes than
-    with loads that are all equal. 1 where there is nothing to do."""
+    """Maximum over mean load of the ranks, summed over gradient steps: the factor by which an update is longer than
+    with equal loads. 1 without any load."""
     most, mean = peak_and_mean(costs, ranks, num_ranks, steps)
     return most / mean if mean else 1.0
 

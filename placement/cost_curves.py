@@ -1,7 +1,7 @@
 """Estimates a measured quantity (seconds, bytes) at sizes that were not measured.
 
-A curve is a line through measured points that never falls: larger calls never take less. Between points it is
-straight, beyond the last it goes on as steeply as before, and below the first it falls no faster than in proportion.
+A curve is piecewise linear through the measured points and never falls. Beyond the last point it keeps its slope; below
+the first point it falls at most in proportion to the size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-AFFINE_ERROR = 0.05  # a floor and a line that miss no point by more than this are preferred to a line through all
+AFFINE_ERROR = 0.05  # a floor and a line within this relative error are preferred to a piecewise linear curve
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Curve:
         return inside if inside.ndim else float(inside)
 
     def scaled(self, factor: float) -> Curve:
-        """The same curve of something that takes `factor` times as long."""
+        """The curve with all values multiplied by `factor`."""
         points = tuple((size, value * factor) for size, value in self.measured)
         return Curve(self.sizes, tuple(v * factor for v in self.values), self.error, self.spread, points)
 
     def plus(self, amount: float) -> Curve:
-        """The same at every size, plus so much."""
+        """The curve with `amount` added to all values."""
         points = tuple((size, value + amount) for size, value in self.measured)
         return replace(self, values=tuple(value + amount for value in self.values), measured=points)
 
@@ -79,8 +79,8 @@ def curve_from_json(content: Any) -> Curve:
 
 
 def fit(samples: Mapping[float, Sequence[float]]) -> Curve:
-    """The curve behind repeated measurements at some sizes: a floor and then a line where that describes them, else
-    straight lines between the medians; where medians fall with size, their mean."""
+    """Fits a curve to repeated measurements at several sizes: a floor and a line if these fit well, else straight lines
+    between the medians. Neighbouring medians that fall with size are replaced by their mean."""
     if not samples or not all(samples.values()):
         raise ValueError("a fit needs at least one measurement at every size")
     sizes = sorted(samples)
@@ -113,7 +113,7 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def floor_and_line(sizes: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]] | None:
-    """max(floor, a + b * size) if that misses no value by more than AFFINE_ERROR, else None."""
+    """max(floor, a + b * size) if its relative error is at most AFFINE_ERROR at every size, else None."""
     best, least = None, AFFINE_ERROR
     x, y = np.array(sizes, float), np.array(values, float)
     if not y.any():

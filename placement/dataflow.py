@@ -21,7 +21,7 @@ SCHEDULES = ("sync", "periodic", "async")
 
 @dataclass(frozen=True)
 class Component:
-    """`calls` one after the other in each pass, each on `items` that are divided among the workers.
+    """Runs `calls` calls per pass, one after the other, each on `items` items that its workers divide.
 
     Worked example, 64 envs, 25 decisions, PPO with 8 epochs of minibatches of 200: sim calls=25 items=64 even=True
     splits=True; policy calls=25 items=64; learner calls=8 * 8 items=200.
@@ -31,10 +31,10 @@ class Component:
     calls: int
     items: int
     even: bool = False  # every worker gets the same number of items (envs), so their number divides `items`
-    splits: bool = False  # in a cycle: its workers split their items into stages, and each stage asks on its own
-    merges: int = 1  # in a cycle: a worker answers requests that wait for it in one call, up to so many items
-    streams: bool = False  # begins before its input is whole, with what has arrived
-    ahead: int = 0  # items that its frozen parts encode in an iteration, as they come and before its calls
+    splits: bool = False  # in a cycle: workers split their items into stages that send requests separately
+    merges: int = 1  # in a cycle: the most items of waiting requests that a worker answers in one call
+    streams: bool = False  # begins with partial input
+    ahead: int = 0  # items per iteration that frozen parts encode on arrival, before the calls
 
     def __post_init__(self) -> None:
         if self.calls < 1 or self.items < 1:
@@ -48,21 +48,21 @@ class Edge:
     source: str
     target: str
     bytes: int = 0  # per call of the source in a cycle, else per iteration; all workers together
-    next_iteration: bool = False  # what flows here is used by the next iteration
+    next_iteration: bool = False  # the next iteration uses this data
 
 
 @dataclass(frozen=True)
 class Dataflow:
     components: tuple[Component, ...]
     edges: tuple[Edge, ...]
-    passes: int = 1  # times that the whole graph runs in an iteration; the border at which data can be handed on
+    passes: int = 1  # runs of the whole graph per iteration; data can be handed on between them
     env_steps: int = 1  # per iteration, for throughput
-    fixed_s: float = 0.0  # of an iteration, wherever everything runs
-    groups: int = 0  # parts of the batch, of whole episodes, that one learner can learn from one by one; 0: none
+    fixed_s: float = 0.0  # per iteration, independent of the placement
+    groups: int = 0  # groups of whole episodes that a learner can process one by one; 0: none
     group_size: int = 1  # episodes
     schedule: str = "sync"  # or periodic, async: when an update begins
-    level: int = 1  # batches that async collects ahead
-    lengths: Lengths | None = None  # of conversations, where an item is one
+    level: int = 1  # the number of batches that async collects ahead
+    lengths: Lengths | None = None  # of conversations, if items are conversations
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.components]
@@ -90,7 +90,8 @@ class Dataflow:
 
     @cached_property
     def order(self) -> tuple[tuple[str, ...], ...]:
-        """The nodes of the graph with cycles collapsed, sources first; each is the components of one cycle, or one."""
+        """The nodes in topological order, with cycles collapsed: a node is the components of a cycle, or one
+        component."""
         names = [c.name for c in self.components]
         after = {name: {e.target for e in self.edges if e.source == name and not e.next_iteration} for name in names}
         reach = {name: reachable(name, after) for name in names}
@@ -105,18 +106,17 @@ class Dataflow:
 
     @cached_property
     def sources(self) -> tuple[frozenset[int], ...]:
-        """The indices, for each node of `order`, of the nodes whose output it needs in this iteration."""
+        """For each node of `order`, the indices of the nodes whose output it needs in the same iteration."""
         at = {name: i for i, node in enumerate(self.order) for name in node}
         pairs = {(at[e.source], at[e.target]) for e in self.edges if not e.next_iteration}
         return tuple(frozenset(a for a, b in pairs if b == i and a != i) for i in range(len(self.order)))
 
     def is_learner(self, name: str) -> bool:
-        """True if a component makes weights that others use in the next iteration: a learner."""
+        """True if the component sends weights for the next iteration, as learners do."""
         return any(edge.next_iteration and edge.source == name for edge in self.edges)
 
     def learner_ratios(self, most: int) -> np.ndarray | None:
-        """By the number of learners, up to `most`: the load of the one with most to do over the mean load; None where
-        they have equal parts."""
+        """Maximum over mean load of 0 to `most` learners, by their number; None if their parts are equal."""
         if self.lengths is None:
             return None
         learner = next(c for c in self.components if self.is_learner(c.name))
@@ -132,15 +132,16 @@ class Dataflow:
 
 
 def asker_of(dataflow: Dataflow, node: tuple[str, ...]) -> str | None:
-    """The component that asks in a cycle; None outside of cycles."""
+    """The component that sends requests in a cycle; None outside of cycles."""
     return next((name for name in node if dataflow[name].splits), None) if len(node) > 1 else None
 
 
 def traced_edges(flows: Mapping[tuple[str, str], tuple[float, float]]) -> tuple[Edge, ...]:
-    """The graph behind an iteration in which items went from one component to another between two moments.
+    """Reconstructs the graph of an iteration from the times at which data flowed between components.
 
-    What begins to flow when all else that its receiver gets or gives has ended is for the next iteration: sims and
-    policies talk from 0 to 9 s, sims give the learner something at 10 s, and it gives weights to the policies at 15 s.
+    Data belongs to the next iteration if it starts to flow after all other data of its receiver has ended. Example:
+    sims and policies exchange data from 0 to 9 s, sims send to the learner at 10 s, and the learner sends weights to
+    the policies at 15 s; the weights are for the next iteration.
     """
 
     def ended(component: str, beside: tuple[str, str]) -> float:
@@ -181,8 +182,8 @@ def embodied_dataflow(
     others: Sequence[str] = (),
     **more: Any,
 ) -> Dataflow:
-    """Sims and policies in a cycle, trajectories to the learner, weights to the next iteration; `others` work once on
-    every decision, between sims and learner."""
+    """The graph of `embodied.train`: sims and policies in a cycle, trajectories to the learner, weights to the next
+    iteration. `others` process every decision once, between sims and learner."""
     return Dataflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),

@@ -16,9 +16,9 @@ from embodied.placement.topology import Topology
 def as_placement(
     pricer: Pricer, layout: Layout, topology: Topology | None = None, draws: bool = False
 ) -> dict[str, Any]:
-    """The map of a layout; without `topology` on the machine we are on. Every worker has one device; roles of a zone
-    that can share a process do, but only policies share one with a simulator, which may crash. Of several machines the
-    one we are on has a learner, which writes checkpoints there. `draws`: sims on cores draw on GPUs."""
+    """Returns the placement map of a layout, on this machine if `topology` is None. Every worker has one device. Roles
+    of a zone share a process where possible; a simulator, which may crash, shares one only with policies. On several
+    machines this machine gets a learner, which writes the checkpoints. `draws`: sims on cores render on GPUs."""
     placement: dict[str, Any] = {}
     dataflow = pricer.dataflow
     askers = [c.name for c in dataflow.components if c.splits]
@@ -38,7 +38,7 @@ def as_placement(
 
 
 def granularity(layout: Layout, dataflow: Dataflow) -> int | None:
-    """Decisions after which sims hand on what they have played; None: at the end."""
+    """The number of decisions after which sims hand on their data; None: at the end."""
     calls = max((c.calls for c in dataflow.components if c.splits), default=1)
     return None if layout.chunks == 1 else -(-calls // layout.chunks)
 
@@ -46,7 +46,7 @@ def granularity(layout: Layout, dataflow: Dataflow) -> int | None:
 def devices_of(on: DeviceClass, topology: Topology | None) -> list[tuple[str, str, int]]:
     """(node, kind, number) of every device of a class, in the order of the nodes; the only node has no name."""
     if topology is None:
-        if on.num_nodes > 1 or on.name != on.kind:  # then numbers do not name devices
+        if on.num_nodes > 1 or on.name != on.kind:  # then a device number is ambiguous
             raise PlacementError(f"{on.name} is on several kinds of machines or GPUs; write the map by hand")
         return [("", on.kind, i) for i in range(on.count)]
     found = []
@@ -65,7 +65,7 @@ def hosts_of(zone: Zone, counts: dict[str, int], dataflow: Dataflow) -> list[tup
     hosts: list[tuple[str, ...]] = []
     for name in zone.components:
         same = (host for host in hosts if counts[host[0]] == counts[name])
-        stays = name not in ("sim", "policy")  # while these are replaced when a simulator crashes
+        stays = name not in ("sim", "policy")  # sims and policies are replaced when a simulator crashes
         asked = (host for host in same if not (stays and any(dataflow[n].splits for n in host)))
         beside = next(asked, None)
         if beside is None:

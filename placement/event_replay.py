@@ -1,9 +1,10 @@
-"""Replays a layout on a profile, event by event: when every worker does what, and how long devices wait.
+"""Simulates a layout with the costs of a profile, event by event: the schedule of every worker and the idle time of
+devices.
 
-The closed form of `iteration_cost.py` knows one time per zone; here every worker has its own, requests queue where they
-are served, and a sim worker goes through its stages in order, as the real ones do. Both must agree; this one also
-draws. It cannot search: it takes 0.01 s for one layout of 8 GPUs and minutes for one of 4,096, of which the planner
-prices millions in a second.
+The closed form of `iteration_cost.py` has one time per zone. Here every worker has its own time, requests wait in
+queues, and a sim worker goes through its stages in order. Both results must agree; this one also provides the timeline.
+It is too slow for a search: a layout of 8 GPUs takes 0.01 s, one of 4,096 GPUs minutes, while the closed form prices
+millions of layouts per second.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Schedule:
     devices: list[str] = field(default_factory=list)
 
     def show(self, devices: Iterable[str], what: str, start_s: float, end_s: float) -> None:
-        """Time in which devices wait for this."""
+        """Add an interval in which devices wait for `what`."""
         if end_s > start_s:
             self.spans += [DeviceSpan(device, what, start_s, end_s) for device in devices]
 
@@ -69,8 +70,8 @@ class LayoutReplay:
         self.pricer, self.layout = pricer, layout
         self.dataflow = pricer.dataflow
         self.schedule = Schedule()
-        self.beside = (inf, inf)  # working hours of the other side, if learners work while sims collect
-        self.played: dict[tuple[int, int], float] = {}  # (asker, decisions) -> when all of its stages had made so many
+        self.beside = (inf, inf)  # start and end of the other side's work, if learners work while sims collect
+        self.played: dict[tuple[int, int], float] = {}  # (asker, decisions) -> when all of its stages have made them
         self.names: dict[Zone, list[str]] = {}
         used: dict[str, list[str]] = {name: [] for name in pricer.classes}
         for layer in layout.layers:
@@ -91,7 +92,7 @@ class LayoutReplay:
             now = self._overlapped(layer, at, now) if overlaps(self.dataflow) else self._play(turns, layer, at, now)
             targets = {e.target for e in self.dataflow.edges if e.next_iteration and e.target in at}
             devices = [device for name in sorted(targets) for device in self.names[at[name][0]]]
-            if self.dataflow.schedule != "async":  # else weights travel while a batch is collected
+            if self.dataflow.schedule != "async":  # async sends weights while a batch is collected
                 syncs.append((devices, float(self.pricer.sync_seconds(at, self.layout.stages))))
         for devices, seconds in syncs:
             self.schedule.show(devices, "weights", now, now + seconds)
@@ -102,7 +103,7 @@ class LayoutReplay:
     # Learners beside sims and policies
 
     def _overlapped(self, layer: Layer, at: dict, start: float) -> float:
-        """Learners on devices of their own, while sims and policies collect."""
+        """Learners work on separate devices while sims and policies collect."""
         collecting, learning = sides(self.pricer, layer)
         if self.dataflow.schedule == "async":
             update_s = self._tried(learning, layer, at, start)[0]
@@ -122,8 +123,8 @@ class LayoutReplay:
     def _tried(
         self, side: Sequence[NodeTurn], layer: Layer, at: dict, start: float, alone: bool = False
     ) -> tuple[float, list[float]]:
-        """Seconds of one side, and the arrival of groups, without a trace: learners as if the other side worked all the
-        time, unless `alone`; the other side as if learners never worked."""
+        """Seconds of one side and the arrival times of groups, without recording a timeline. Learners are priced with
+        the other side at work, unless `alone`; the other side is priced without learners."""
         kept, self.schedule = self.schedule, Schedule()
         self.beside = (start, inf) if learns(self.dataflow, side[0].node) and not alone else (inf, inf)
         end = self._play(side, layer, at, start)
@@ -131,7 +132,7 @@ class LayoutReplay:
         return end - start, self._arrivals(at, start, end) if self.dataflow.schedule == "periodic" else []
 
     def _arrivals(self, at: dict, start: float, end: float) -> list[float]:
-        """The times at which the groups of a rollout between two times are finished."""
+        """The times at which groups are finished, for a rollout from `start` to `end`."""
         if engine := engine_of(self.dataflow):
             engines = int(self.pricer.count(engine, at, self.layout.stages))
             groups = self.dataflow.groups, self.dataflow.group_size
@@ -149,7 +150,7 @@ class LayoutReplay:
         return sorted(there + late * max(group.values()) / waves for there, group in zip(played, groups))
 
     def _learn_groups(self, name: str, at: dict, start: float, arrivals: list[float]) -> float:
-        """Groups one after the other, as they arrive; then the costs once per update."""
+        """Learn from groups in order of arrival; then add the costs that occur once per update."""
         whole = self._node_seconds(name, at)
         tails = [float(tail_seconds(self.pricer, at, self.layout.stages, beside)) for beside in (True, False)]
         each = [(seconds - tail) / len(arrivals) for seconds, tail in zip(whole, tails)]
@@ -163,14 +164,14 @@ class LayoutReplay:
         return gone
 
     def lasts(self, begin: float, both: float, alone: float) -> float:
-        """The duration of work that begins then: `both` while the other side works, else `alone`."""
+        """The duration of work that begins at `begin`: `both` while the other side works, `alone` otherwise."""
         since, until = self.beside
         return alone if begin < since else float(while_both(both, alone, until - begin))
 
     # One thing after the other
 
     def _play(self, turns: Sequence[NodeTurn], layer: Layer, at: dict, start: float) -> float:
-        """Nodes in order, on zones that come free, chunk by chunk."""
+        """Run nodes in order, chunk by chunk, each when its zone is free."""
         free = dict.fromkeys(layer, start)
         ready: dict[int, list[float]] = {}
         chunks = self.layout.chunks
@@ -225,7 +226,7 @@ class LayoutReplay:
         return [float(self.pricer.node_seconds((name,), at, self.layout.stages, beside)) for beside in (True, False)]
 
     def _show_work(self, name: str, at: dict, start: float, both: float, alone: float) -> float:
-        """A component works on all of its devices; returns when it is done."""
+        """Record a component's work on all of its devices; returns the end time."""
         end = start + self.lasts(start, both, alone)
         workers = int(self.pricer.count(name, at, self.layout.stages))
         for device in self.names[at[name][0]][:workers]:
@@ -239,12 +240,12 @@ class LayoutReplay:
 class SimulatedRequest(NamedTuple):
     asker: int
     stage: int
-    number: int  # decisions made before it; after the last one only a value is asked for
+    number: int  # decisions made before; after the last decision only a value is requested
 
 
 class Cycle:
-    """One pass of sims that ask and policies that answer. Requests of a stage pass through the answering components in
-    order; each of their workers serves one after the other."""
+    """One pass of sims that send requests and policies that answer them. A stage's request goes through the answering
+    components in order; each worker serves its requests one after the other."""
 
     def __init__(self, replay: LayoutReplay, node: tuple[str, ...], at: dict, start: float) -> None:
         self.replay, self.at, self.start = replay, at, start
@@ -264,15 +265,15 @@ class Cycle:
         self.cuts = {name: int(pricer.cuts(name, self.asker, at, self.stages)) for name in self.others}
         self.together = {name: int(together) for name, (_, _, together) in merging.items()}
         self.delay = float(pricer.delay(node, self.asker, at, self.stages))
-        fixed: dict[Zone, float] = defaultdict(float)  # of components that take turns one after the other
+        fixed: dict[Zone, float] = defaultdict(float)  # of components that take turns
         for name in node:
             fixed[at[name][0]] += pricer.cost(name, at[name][0].device_class).fixed_s
         self.fixed = max(fixed.values())
         self.free: dict[str, float] = defaultdict(lambda: start)
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.ticket = count()
-        self.turn = [0] * self.num  # stages that each asker has simulated, over all decisions
-        self.answered: list[set[int]] = [set() for _ in range(self.num)]  # stages whose answer waits
+        self.turn = [0] * self.num  # number of stages that each asker has simulated
+        self.answered: list[set[int]] = [set() for _ in range(self.num)]  # stages whose answer has arrived
         self.waiting: dict[tuple[str, int, int, int, int], list[SimulatedRequest]] = defaultdict(
             list
         )  # to be answered in one call
@@ -291,7 +292,7 @@ class Cycle:
         heapq.heappush(self.events, (when, next(self.ticket), happen))
 
     def work(self, device: str, component: str, ready: float, which: int) -> float:
-        """Work on a device, which does one thing after the other; returns when it is done. `which`: of the station's
+        """Record work on a device that does one task at a time; returns the end time. `which`: index into the station's
         seconds."""
         begin = max(ready, self.free[device])
         seconds = self.replay.lasts(begin, *self.station[component][which])
@@ -300,7 +301,7 @@ class Cycle:
         return begin + seconds
 
     def ask(self, request: SimulatedRequest, hop: int, now: float) -> None:
-        """A request arrives at the component that is `hop` steps around the cycle."""
+        """A request arrives at the component `hop` steps further in the cycle."""
         if hop == len(self.others):
             self.at_time(now + self.delay, partial(self.answer, request))
             return
@@ -336,7 +337,7 @@ class Cycle:
         self.simulate(request.asker, now)
 
     def simulate(self, asker: int, now: float) -> None:
-        """Simulate the next stage in order, after its answer."""
+        """Simulate the next stage, whose answer has arrived."""
         number, stage = divmod(self.turn[asker], self.stages)
         if number == self.calls or stage not in self.answered[asker]:
             return

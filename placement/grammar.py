@@ -33,16 +33,17 @@ PLACE_KEYS = ("devices", "render")
 
 @dataclass(frozen=True)
 class PlacedRole:
-    """A role that a program declares, as far as placing needs to know it."""
+    """The properties of a program's role that matter for its placement."""
 
     name: str
-    phase: str = "rollout"  # or "update": in which its workers are at work
-    network: bool = True  # computes with a network, so on GPUs where networks do; else it is a simulator
-    beside: str | None = None  # whose processes it shares in collocated and hybrid plans; "": none, it has own devices
+    phase: str = "rollout"  # or "update": the phase in which its workers work
+    network: bool = True  # True: runs where networks run, on GPUs if there are any; False: a simulator
+    beside: str | None = None  # the role whose processes it shares in collocated and hybrid plans; "": own devices
 
     @property
     def home(self) -> str:
-        """The role that it goes with: learners, unless it names one. A simulator's crash would take it with it."""
+        """The role whose processes it shares: the learner unless declared otherwise, never a simulator, which may
+        crash."""
         return "learner" if self.beside is None else self.beside
 
 
@@ -54,8 +55,7 @@ EMBODIED = (
 
 
 def roles_of(declared: Iterable[Any]) -> tuple[PlacedRole, ...]:
-    """Roles that a program declares, each with `name`, `phase` and `beside` or by its name alone, as placing knows
-    them."""
+    """Converts a program's declared roles (objects with `name`, `phase` and `beside`, or names) to `PlacedRole`s."""
     known = {role.name: role for role in EMBODIED}
     named = [PlacedRole(one) if isinstance(one, str) else one for one in declared]
     return tuple(
@@ -71,19 +71,19 @@ def is_loop(roles: Sequence[PlacedRole]) -> bool:
 
 
 def others(roles: Sequence[PlacedRole]) -> tuple[PlacedRole, ...]:
-    """The roles that a program has besides simulators, policies and learners."""
+    """The roles of a program other than simulators, policies and learners."""
     names = {role.name for role in EMBODIED}
     return tuple(role for role in roles if role.name not in names)
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The devices of one worker: numbered devices of one kind on one node ("" is the machine we are on)."""
+    """The devices of one worker: numbered devices of one kind on one node ("" is this machine)."""
 
     kind: str
     devices: tuple[int, ...]
     node: str = ""
-    render: str = ""  # gpu:0, where its simulator draws
+    render: str = ""  # gpu:0: the GPU on which its simulator renders
 
 
 def parse_devices(text: str) -> list[Slot]:
@@ -114,8 +114,8 @@ def _parse_part(part: str, whole: str) -> list[Slot]:
 def parse_map(
     placement: Mapping[str, Any], roles: Sequence[PlacedRole] = EMBODIED, more: bool = False
 ) -> dict[tuple[str, ...], list[Slot]]:
-    """Roles of each kind of host -> one slot per host. Every role has exactly one place. `more`: beside all of `roles`
-    there may be others, of a program that is not known here."""
+    """Returns a map from the roles of each kind of host to one slot per host. Every role has exactly one place. `more`:
+    the map may also place roles that are not in `roles`."""
     hosts: dict[tuple[str, ...], list[Slot]] = {}
     known = {role.name: role for role in roles}
     placed = [name.strip() for key in placement for name in str(key).split(",")]
@@ -142,8 +142,8 @@ def parse_map(
 
 
 def not_a_role(placed: Sequence[str], known: Sequence[str], more: bool) -> str | None:
-    """The name that is wrong in a map of these names; where there may be `more` than is known, the one that looks most
-    like a role that has no place."""
+    """The unknown role name in a map. If `more` roles are allowed: the unknown name most similar to a role without a
+    place."""
     unknown = [name for name in placed if name not in known]
     if not more:
         return next(iter(unknown), None)
@@ -160,7 +160,7 @@ def parse_text(key: str, text: Any) -> list[Slot]:
 
 
 def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], place: Mapping[str, Any]) -> list[Slot]:
-    """Slots of simulators on cores that draw on GPUs, which the workers share out in order."""
+    """Slots of simulators on cores that render on GPUs; the GPUs are assigned to workers in order."""
     example = f'{key}: {{devices: "cpu:0", render: "gpu:0"}}'
     if unknown := set(map(str, place)) - set(PLACE_KEYS):
         raise PlacementError(f"{key!r} has {', '.join(sorted(unknown))}; keys: {', '.join(PLACE_KEYS)}: {example}")
@@ -184,7 +184,7 @@ def drawing(key: str, names: tuple[str, ...], known: Mapping[str, PlacedRole], p
 
 
 def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
-    """The devices in the words of the grammar: node0/gpu:0-7,node1/gpu:0 for nine neighbours."""
+    """The devices in this notation, for example node0/gpu:0-7,node1/gpu:0 for nine GPUs."""
     runs: list[list[tuple[str, str, int]]] = []
     for node, kind, at in devices:
         if runs and runs[-1][-1] == (node, kind, at - 1):
@@ -200,8 +200,8 @@ def text_of(devices: Sequence[tuple[str, str, int]]) -> str:
 
 
 def split_cores(cores: tuple[int, ...], workers: int, part: str) -> list[tuple[int, ...]]:
-    """Equal, disjoint parts of cores, one for each worker; refused where cores would be left. `part` is the text that
-    asks for it."""
+    """Divides cores into equal, disjoint parts, one for each worker. A remainder is refused; `part` is the text to
+    quote."""
     each, rest = divmod(len(cores), workers)
     if rest or not each:
         first = cores[0]

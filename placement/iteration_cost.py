@@ -1,13 +1,12 @@
 """The cost of a layout: seconds of an iteration and bytes on the fullest device, in closed form.
 
-Everything takes numbers of devices as arrays, so that the planner prices thousands of splits at once; `price` is the
-same for one layout. The schedule simulator replays plans step by step and must agree.
+Numbers of devices are arrays, so that the planner prices thousands of splits at once; `price` prices one layout. The
+event simulation (`event_replay.py`) must agree.
 
-A cycle (sim and policy) with s stages: the station with the most work per decision is busy all the time, or a stage
-waits for its own answer: period = max(busiest station, round trip). All decisions take (n - 1) periods and one round.
-A layer: nodes begin when their input and their zone are there; with chunks, when the first chunk is. What a component
-can compute ahead of its work (frozen parts) it computes chunk by chunk. Where learners work while the others collect,
-each side takes its own turns (`schedule_overlap.py`).
+A cycle (sim and policy) is limited by its busiest station or by a stage that waits for its own answer: period =
+max(busiest station, round trip). n decisions take n - 1 periods and one round trip. In a layer a node begins when its
+input (with chunks: its first chunk) is complete and its zone is free. Frozen parts compute ahead, chunk by chunk. If
+learners work during the rollout, each side takes its own turns (`schedule_overlap.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from embodied.placement.profile import Array, Cost, Profile, Table, make_table, 
 
 @dataclass(frozen=True)
 class LayerPrice:
-    """Arrays over splits. `active` and `idle`: per class of devices, bytes on its fullest device while this layer
-    works, and while another one does."""
+    """Arrays over splits. `active` and `idle` are bytes on the fullest device of each class, while this layer works and
+    while another layer works."""
 
     seconds: Array
     active: Mapping[str, Array]
@@ -45,8 +44,8 @@ class Price:
 
 @dataclass(frozen=True)
 class NodeTurn:
-    """A node of the dataflow in a layer: its components by zone, and the nodes on other devices it waits for: for each
-    of their chunks as it comes if it streams, else for all of them. Others are done when its own devices are free."""
+    """A node of the dataflow in a layer: its components by zone, and the nodes on other devices that it waits for,
+    chunk by chunk if it streams, else until they end. Nodes on its own devices end before these are free."""
 
     node: int
     parts: tuple[tuple[int, tuple[str, ...]], ...]  # (index of the zone, components)
@@ -73,20 +72,21 @@ class Pricer:
         return {name: {c for c in self.classes if self.cost(name, c) is not None} for name in names}
 
     def workers(self, component: str, device_class: str, stages: int) -> np.ndarray:
-        """Its number of workers on 0, 1, 2, ... devices: the fastest number that fits by itself."""
+        """The component's number of workers on 0, 1, 2, ... devices: the fastest number that fits in memory."""
         return self.table(component, device_class, stages).workers
 
     def slowed_by_more(self, components: Sequence[str]) -> bool:
-        """True if more devices can cost time: another receiver of weights is another copy, or their work is slower."""
+        """True if more devices can cost time: weights are copied to one more receiver, or the work itself gets
+        slower."""
         return self.receives(components) or self.work_slowed_by_more(components)
 
     def receives(self, components: Sequence[str]) -> bool:
-        """True if some of these get new weights."""
+        """True if some of these components receive new weights."""
         return any(edge.next_iteration and edge.target in components for edge in self.dataflow.edges)
 
     def work_slowed_by_more(self, components: Iterable[str]) -> bool:
-        """True if more devices can make work slower: another worker slows others, and what learners exchange after the
-        last group is not hidden behind a rollout."""
+        """True if more devices can make work slower: busy neighbours slow each other down, and learners exchange
+        gradients after the last group, which no rollout hides."""
         if self.dataflow.schedule == "periodic" and any(map(self.dataflow.is_learner, components)):
             return True
         slowed = self.profile.costs if schedule_overlap.overlaps(self.dataflow) else components
@@ -97,10 +97,10 @@ class Pricer:
         """bool [most + 1]: whether the k-th device still helps a component that answers in a cycle."""
         count = np.arange(most + 1)
         asker = self.dataflow[self.asker_for(name)]
-        return (count > 0) & (count <= asker.items * stages)  # which of them depends on how many ask
+        return (count > 0) & (count <= asker.items * stages)  # which of these helps depends on the number of askers
 
     def asker_for(self, component: str) -> str | None:
-        """The component that asks in the cycle that this one is in; None outside of cycles."""
+        """The component that sends requests in this component's cycle; None outside of cycles."""
         return self.asker[next(node for node in self.dataflow.order if component in node)]
 
     def can_swap(self, component: str) -> bool:
@@ -143,7 +143,7 @@ class Pricer:
     def work_seconds(
         self, layer: Layer, at: Mapping, stages: int, chunks: int, swapped: frozenset[str] = frozenset()
     ) -> Array:
-        """Without new weights."""
+        """Seconds without the weight sync."""
         order = self.dataflow.order
         work = {turn.node: self.node_seconds(order[turn.node], at, stages) for turn in self.turns(layer)}
         return self.time_shared_s(layer, work, chunks, at, swapped)
@@ -157,8 +157,8 @@ class Pricer:
         swapped=frozenset(),
         turns: Sequence[NodeTurn] | None = None,
     ) -> Array:
-        """Nodes in order, on zones that come free, chunk by chunk; `work` is what a pass of each takes. `turns`: of one
-        side, which does not wait for the other."""
+        """Seconds of nodes that run in order, chunk by chunk, each when its zone is free; `work` has the seconds of a
+        pass. `turns`: the nodes of one side, which does not wait for the other side."""
         free: list[Array] = [0.0] * len(layer)
         ready: dict[int, list[Array]] = {}
         passes = self.dataflow.passes / chunks
@@ -185,7 +185,8 @@ class Pricer:
         return max_of(*free)
 
     def _after_encoding(self, turn: NodeTurn, seconds: Array, time: Array, ready: Mapping, chunks: int) -> Array:
-        """The time at which frozen parts have computed all input: chunk by chunk, where it is made on other devices."""
+        """The time at which frozen parts have computed all input; input from other devices is computed chunk by
+        chunk."""
         for chunk in range(chunks):
             there = (ready[source][chunk] for source in turn.waits if source in ready)
             time = max_of(time, *there) + seconds / chunks
@@ -209,7 +210,7 @@ class Pricer:
         return tuple(found)
 
     def swap_seconds(self, node: Sequence[str], at: Mapping, swapped: frozenset[str], which: str) -> float:
-        """Zones load side by side, components of one zone one after the other."""
+        """Seconds to load memory: zones load in parallel, components of one zone one after the other."""
         spent: dict[Zone, float] = {}
         for name in node:
             if name in swapped:
@@ -226,7 +227,7 @@ class Pricer:
     # Seconds of a node of the dataflow
 
     def node_seconds(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> Array:
-        """One pass of a cycle, or of one component; `beside`: while the other side works."""
+        """Seconds of one pass of a cycle or component; `beside`: while the other side works."""
         if len(node) > 1:
             return self._cycle(node, at, stages, beside)
         zone, devices = at[node[0]]
@@ -234,8 +235,8 @@ class Pricer:
         return self.table(node[0], zone.device_class, stages).seconds[devices] * slowed
 
     def slowed(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> dict[str, Array]:
-        """The share of its seconds that each component of a node takes while no more devices work than the node keeps
-        busy: with one stage, those of one zone after the other; `beside`: and the other side."""
+        """For each component of a node, its duration relative to one with all devices busy. Only the devices that the
+        node keeps busy work (with one stage, one zone after the other), and those of the other side with `beside`."""
         costs = {name: self.cost(name, at[name][0].device_class) for name in node}
         if all(cost.alone == 1 for cost in costs.values()):
             return dict.fromkeys(node, 1.0)
@@ -281,7 +282,7 @@ class Pricer:
         busiest = max_of(*(whole for _, _, whole in stations.values()))
         first = sum(first for _, first, _ in stations.values()) + delay
         last = last + (delay if len(stations) > 1 else 0.0)
-        with np.errstate(invalid="ignore"):  # no worker finds a place: infinite, or not a number, and then infinite
+        with np.errstate(invalid="ignore"):  # no worker fits: infinite
             first = first + max_of(*(whole - early for _, early, whole in stations.values()))
             spent = (self.dataflow[asker].calls - 1) * max_of(busiest, trip) + first + last + max(fixed.values())
         return np.where(np.isnan(spent), np.inf, spent)
@@ -289,8 +290,8 @@ class Pricer:
     def station(
         self, name: str, asker: str, at: Mapping, stages: int, slowed: Array
     ) -> tuple[Array, Array, Array, Array]:
-        """Seconds of one request, until the first stage of every asker has its answer, of all requests of a round,
-        and of the request after the last decision."""
+        """Returns seconds of one request, until the first stage of every asker has its answer, of all requests of a
+        round, and of the request after the last decision."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = self.table(asker, home.device_class, stages)
         if name == asker:
@@ -315,16 +316,16 @@ class Pricer:
         return one, first, whole, cost.last_s.at(together * each) * slowed
 
     def unequal(self, name: str, at: Mapping, stages: int) -> Array:
-        """How much longer the workers of a component that answers take together because answers differ in length."""
+        """The factor by which unequal lengths of answers prolong the work of a component's workers."""
         if (lengths := self.dataflow.lengths) is None:
             return 1.0
         engines = np.maximum(self.count(name, at, stages), 1)
         return engine_ratios(lengths, self.dataflow[name].items, self.classes[at[name][0].device_class].count)[engines]
 
     def merging(self, name: str, asker: str, at: Mapping, stages: int) -> tuple[Array, Array, Array]:
-        """Returns for a component that answers: items of a request, requests of a stage that wait for a worker, and
-        how many of these it answers in a call. The request of a stage of an asker goes to one worker as a whole, or is
-        divided among all workers of the asker (`cuts`)."""
+        """For a component that answers, returns the items of a request, the number of requests that wait for a worker,
+        and how many it answers in one call. A stage's request goes to one worker, or is divided among the workers of
+        its asker (`cuts`)."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         asking = np.maximum(self.table(asker, home.device_class, stages).workers[home_devices], 1)
         each = self.dataflow[name].items / (asking * stages)
@@ -334,8 +335,8 @@ class Pricer:
         return each, waiting, np.clip(self.dataflow[name].merges // each, 1, waiting)
 
     def cuts(self, name: str, asker: str, at: Mapping, stages: int) -> Array:
-        """The number of workers that a request is divided among: where requests are merged, and workers are more than
-        those who ask, each asker has some for itself."""
+        """The number of workers that a request is divided among. If requests are merged and there are more workers than
+        askers, each asker has workers of its own."""
         (zone, devices), (home, home_devices) = at[name], at[asker]
         if zone is home or self.dataflow[name].merges == 1:
             return np.ones_like(devices)
@@ -343,7 +344,7 @@ class Pricer:
         return np.maximum(devices // asking, 1)
 
     def delay(self, node: tuple[str, ...], asker: str, at: Mapping, stages: int) -> Array:
-        """Handing a stage's data around the cycle, where it leaves the process."""
+        """Seconds to send a stage's data around the cycle, if it leaves the process."""
         parts = self.table(asker, at[asker][0].device_class, stages).workers[at[asker][1]] * stages
         crossing = [
             e
@@ -365,7 +366,7 @@ class Pricer:
         return devices if self.dataflow[name].merges > 1 else np.minimum(devices, asking * stages)
 
     def sync_seconds(self, at: Mapping, stages: int) -> Array:
-        """Weights of the next iteration: nothing moves where every receiver shares a host with its source."""
+        """Seconds of the weight sync; 0 if every receiver shares a process with its source."""
         spent: Array = 0.0
         for edge in self.dataflow.edges:
             if edge.next_iteration and edge.target in at:
@@ -375,8 +376,8 @@ class Pricer:
         return spent
 
     def shares_weights(self, edge: Edge, at: Mapping, stages: int) -> Array:
-        """True if receivers of weights live in the processes of their source: as many, in one zone, and not beside the
-        role that sends them requests, where a source never is. Several learners with shards share nothing."""
+        """True if receivers of weights share the processes of their source: equally many workers in one zone, which the
+        role that sends them requests is not in. Several learners with shards share nothing."""
         zone = at[edge.target][0]
         if edge.source not in zone.components or self.asker_for(edge.target) in zone.components:
             return False
@@ -397,7 +398,7 @@ class Pricer:
 
 
 def zone_bytes(pricer: Pricer, zone: Zone, at: Mapping, stages: int, swapped: frozenset[str]) -> tuple[Array, Array]:
-    """-> on a device of the zone at its fullest moment, and while another layer works."""
+    """Returns the bytes on a device of the zone at its fullest moment, and while another layer works."""
     full = {name: bytes_of(pricer, name, at, stages) for name in zone.components}
     kept = {name: pricer.cost(name, zone.device_class).kept_bytes for name in zone.components}
     rest = {name: kept[name] if name in swapped else full[name] for name in full}
@@ -425,7 +426,7 @@ def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
 
 
 def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
-    """Bytes on the fullest device: a layer at work beside what the others leave there."""
+    """Bytes on the fullest device: those of the layer at work, and those that other layers keep there."""
     rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
     return max(
         rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers

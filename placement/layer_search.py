@@ -1,8 +1,8 @@
 """Searches one layer: its nodes on all devices while the other layers wait.
 
-`LayerSearch` prices every split of every arrangement of zones, thousands at a time, and gives the planner the fastest
-split, or the front of splits of which none is both slower and fuller than another. `profile_planner.py` puts layers
-together, compares modes and refuses what does not fit; without a profile `mode_rules.py` chooses.
+`LayerSearch` prices every split of every arrangement of zones, thousands at a time. It returns the fastest split, or
+the Pareto front of time and memory. `profile_planner.py` puts layers together, compares modes and refuses what does not
+fit; without a profile `mode_rules.py` chooses.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, co
 from embodied.placement.profile import Array, max_of
 from embodied.placement.schedule_overlap import allowed, overlaps
 
-COARSE = 6  # sizes of a zone to price first, where splits are more than
+COARSE = 6  # sizes of a zone that are priced first, if there are more splits than
 MANY = 1000
-FEW = 200  # splits that are not narrowed down before other zones are split
-MARGIN = 1 + 1e-9  # bounds are sums in another order than prices
+FEW = 200  # so few splits are not pruned before the next zone is split
+MARGIN = 1 + 1e-9  # bounds add up in another order than prices
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a layer, but for the sizes of its zones."""
+    """A layer with stages, chunks and swaps, without the sizes of its zones."""
 
     layer: Layer
     swapped: frozenset[str] = frozenset()
@@ -37,8 +37,8 @@ class Way:
 
 @dataclass
 class Points:
-    """Priced splits of several ways. `memory`: rows of bytes per class, first those left while other layers work, then
-    what comes on top while this one does."""
+    """Priced splits of several ways. `memory` has rows of bytes per class of devices: first those kept while other
+    layers work, then those added while this layer works."""
 
     ways: list[Way]
     which: np.ndarray  # [n] index into ways
@@ -56,15 +56,15 @@ class Points:
 
 
 class Bounds:
-    """The least seconds that parts of an iteration take, whatever else is decided: what takes longer is not priced."""
+    """Lower bounds on the seconds of parts of an iteration. Candidates whose bound is too high are not priced."""
 
     def __init__(self, pricer: Pricer) -> None:
         self.pricer = pricer
         self.floor = cache(self._floor)
 
     def _floor(self, names: tuple[str, ...], device_class: str, stages: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lower bounds for these components of a node in one zone of at most 0, 1, 2, ... devices: seconds of a pass in
-        which the zone is busy, and seconds in which one stage waits for it."""
+        """Lower bounds for components of a node in one zone of at most 0, 1, 2, ... devices: busy seconds of the zone
+        in a pass, and seconds that a stage waits for it."""
         asker = self.pricer.asker_for(names[0])
         if asker is None:
             seconds = self.pricer.table(names[0], device_class, stages).seconds
@@ -81,7 +81,7 @@ class Bounds:
     def _round_least(
         self, names: Sequence[str], asker: str, device_class: str, stages: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The same for all calls of a cycle, wherever the asker is, with no other device at work."""
+        """The same for all calls of a cycle, for any place of the asker, with all other devices idle."""
         here, count = Zone(tuple(names), device_class), np.arange(self.pricer.classes[device_class].count + 1)
         calls, alone = (
             self.pricer.dataflow[asker].calls,
@@ -127,13 +127,13 @@ class LayerSearch:
         self.limits = np.array([c.memory_bytes for c in classes], float)
         self.stages, self.chunks = stages, chunks
         self.components = components_of(self.pricer.dataflow, nodes)
-        self.groups: dict[tuple, list[Layer]] = {}  # by what decides the mode
+        self.groups: dict[tuple, list[Layer]] = {}  # layers by label, which decides the mode
         names = named(self.pricer.dataflow.by_name)
         for layer in arrangements(self.components, classes, self.pricer.runs_on()):
             if allowed(self.pricer.dataflow, layer):
                 self.groups.setdefault(label_of(layer, names), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
-        self._slower: dict[tuple, float] = {}  # labels none of whose splits takes less than this
+        self._slower: dict[tuple, float] = {}  # label -> a lower bound on its seconds, from failed searches
         self.sizes = cache(self._sizes)
         self.leasts = {layer: self.least(layer) for layers in self.groups.values() for layer in layers}
         for layers in self.groups.values():
@@ -145,7 +145,7 @@ class LayerSearch:
         return self._fastest[label].seconds[0] if label in self._fastest else self._least[label]
 
     def fastest(self, label: tuple, bound: float = np.inf) -> Points | None:
-        """The one fastest split, whatever its memory; None if none takes less than `bound`."""
+        """The fastest split, ignoring memory; None if no split takes less than `bound`."""
         if label not in self._fastest and bound > self._slower.get(label, 0.0):
             best: Points | None = None
             limit = bound
@@ -167,14 +167,15 @@ class LayerSearch:
         return found if found and found.seconds[0] < bound else None
 
     def least(self, layer: Layer) -> float:
-        """A lower bound on the seconds of a layer: every zone gets all devices that the others can spare."""
+        """A lower bound on the seconds of a layer, in which every zone gets all devices that other zones do not
+        need."""
         zones = Counter(zone.device_class for zone in layer)
         most = [max(self.count(zone) - zones[zone.device_class] + 1, 0) for zone in layer]
         return float(self.bounds.least_seconds(layer, most, self.stages, self.chunks))
 
     def need(self, layer: Layer, bound: float) -> np.ndarray | None:
-        """The devices that every zone has in all splits that could take less than `bound` seconds, found where the
-        others have all that is left; None: there is no such split."""
+        """The least devices of every zone in splits that could take less than `bound` seconds, found by giving the
+        remaining devices to the other zones; None if there is no such split."""
         each, need = np.arange(len(layer)), np.ones(len(layer), int)
         while min((left := self.left(layer, need)).values()) >= 0:
             more = np.array([left[zone.device_class] for zone in layer])
@@ -192,7 +193,7 @@ class LayerSearch:
         return self.pricer.classes[zone.device_class].count
 
     def front(self, label: tuple, bound: float) -> Points | None:
-        """Splits of less than `bound` seconds of which none is beaten in seconds and in every number of bytes."""
+        """Splits of less than `bound` seconds on the Pareto front of seconds and bytes."""
         found: list[Points] = []
         for layer in self.groups[label]:
             splits, _ = self.splits(layer, bound)
@@ -219,13 +220,13 @@ class LayerSearch:
         return points.take(np.isfinite(points.seconds))
 
     def seconds(self, layer: Layer, devices: np.ndarray) -> np.ndarray:
-        """Seconds of every split, a column each."""
+        """Seconds of every split (column of `devices`)."""
         found = self.pricer.seconds(layer, list(devices), self.stages, self.chunks)
         return np.broadcast_to(found, devices.shape[1])
 
     def least_seconds(self, layer: Layer, most: np.ndarray, waiting: Sequence[int]) -> np.ndarray:
-        """Lower bounds on the seconds of splits, a column each, in which these zones have at most so many devices, and
-        the others as many."""
+        """Lower bounds on the seconds of splits (columns) in which `waiting` zones have at most `most` devices, and
+        other zones exactly these numbers."""
         if overlaps(self.pricer.dataflow) or self.pricer.work_slowed_by_more(self.components):
             found = self.bounds.least_seconds(layer, list(most), self.stages, self.chunks)
             return np.broadcast_to(found, most.shape[1])
@@ -237,9 +238,10 @@ class LayerSearch:
     # Numbers of devices to try
 
     def splits(self, layer: Layer, bound: float, coarse: int | None = None) -> tuple[np.ndarray, bool]:
-        """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class one zone,
-        of those that more devices never slow down the one with the most sizes, takes what the others leave. Where
-        splits are many and `coarse` is given, only so many sizes of a zone are tried; -> also whether all were."""
+        """Sizes of the zones, one column per split, that could take less than `bound` seconds. In every class of
+        devices one zone takes all remaining devices: of the zones that more devices never slow down, the one with the
+        most sizes. With `coarse` and many splits only so many sizes of a zone are tried. Also returns True if all sizes
+        were tried."""
         need = self.need(layer, bound)
         if need is None:
             return np.zeros((len(layer), 0), int), True
@@ -263,7 +265,7 @@ class LayerSearch:
         whole = coarse is None or prod(len(sizes[i]) for i in chosen) <= MANY
         if not whole:
             sizes = [thinned(s, coarse) for s in sizes]
-        columns = need[:, None]  # of zones that are not chosen yet, what they need
+        columns = need[:, None]  # the devices that undecided zones need
         for number, i in enumerate(chosen, 1):
             columns = np.repeat(columns, len(sizes[i]), axis=1)
             columns[i] = np.tile(sizes[i], columns.shape[1] // max(len(sizes[i]), 1))
@@ -285,8 +287,8 @@ class LayerSearch:
         return np.all([left >= np.zeros(columns.shape[1]) for left in self.left(layer, columns).values()], axis=0)
 
     def filled(self, layer: Layer, columns: np.ndarray, zones: Sequence[int]) -> np.ndarray:
-        """Each of these zones gets all that is left besides what it has: too much if a class has several of them, so
-        what results is a lower bound then."""
+        """Adds all remaining devices to each of these zones. If a class has several of them this is too much, so the
+        result is a lower bound."""
         left, columns = self.left(layer, columns), columns.copy()
         for i in zones:
             columns[i] += left[layer[i].device_class]
@@ -318,7 +320,7 @@ def thinned(sizes: np.ndarray, most: int) -> np.ndarray:
 
 
 def label_of(layer: Layer, names: Sequence[str]) -> tuple:
-    """The facts that decide a mode: which of these roles share a zone, and the class of each."""
+    """What decides the mode: the roles that share a zone, and the device class of each."""
     home = {name: zone for zone in layer for name in zone.components}
     placed = [role for role in names if role in home]
     together = tuple((a, b) for a, b in combinations(placed, 2) if home[a] is home[b])
@@ -343,7 +345,7 @@ def joined(parts: Sequence[Points]) -> Points:
 
 
 def unbeaten(points: Points) -> Points:
-    """The points but for those that another one beats, or equals, in seconds and in every row of memory."""
+    """Removes points that another point beats or equals in seconds and in every row of memory."""
     return points.take(np.fromiter(unbeaten_indices(points.seconds, points.memory), int))
 
 

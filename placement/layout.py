@@ -20,15 +20,15 @@ LOOP = ("sim", "policy", "learner")
 
 
 def named(components: Iterable[str]) -> tuple[str, ...]:
-    """The components whose relations name a mode: the loop's, while others may be anywhere; all of a program that lacks
-    one of these."""
+    """The components that decide the mode: sim, policy and learner, or all components of a program that lacks one of
+    these."""
     every = tuple(components)
     return LOOP if {*LOOP} <= {*every} else every
 
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Devices that are alike: GPUs of one model, or CPU cores (each is a device)."""
+    """Equal devices: GPUs of one model, or CPU cores."""
 
     name: str
     kind: str  # gpu, cpu, fake
@@ -39,7 +39,7 @@ class DeviceClass:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names by which a profile finds costs on these devices, most particular first: gpu-H100, gpu."""
+        """Names of these devices in a profile's costs, most specific first: gpu-H100, gpu."""
         return tuple(dict.fromkeys([self.name, *([f"{self.kind}-{self.model}"] if self.model else []), self.kind]))
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class DeviceClass:
 class Zone:
     components: tuple[str, ...]  # in the dataflow's order
     device_class: str
-    devices: int = 0  # how many; 0 while it is open
+    devices: int = 0  # their number; 0 while undecided
 
 
 Layer = tuple[Zone, ...]
@@ -61,7 +61,7 @@ class Layout:
     layers: tuple[Layer, ...]
     stages: int = 1  # parts into which a sim worker splits its envs
     chunks: int = 1  # parts in which an iteration's data is handed on
-    swapped: frozenset[str] = frozenset()  # components that leave the device memory when it is another's turn
+    swapped: frozenset[str] = frozenset()  # components that offload their memory between turns
 
     @property
     def zones(self) -> list[Zone]:
@@ -94,12 +94,12 @@ class Layout:
         return "hybrid" if sims and not learns else "custom"
 
     def _simulates_beside(self) -> bool:
-        """True if simulators have the cores beside the devices that networks compute on: they share none anyway."""
+        """True if simulators run on cores and networks on other devices."""
         homes = {name: self.zone_of(name).device_class for name in LOOP}
         return homes["sim"] == "cpu" and "cpu" not in (homes["policy"], homes["learner"])
 
     def _mode_beside(self) -> str:
-        """The mode by what policies and learners do: take turns, share processes, or have devices of their own."""
+        """The mode, decided by policies and learners: they take turns, share processes, or have separate devices."""
         if self.apart("policy", "learner"):
             return "disaggregated"
         return "hybrid" if self.zone_of("policy") is self.zone_of("learner") else "collocated"
@@ -113,7 +113,7 @@ def zone_text(zone: Zone) -> str:
 
 
 def layer_sets(dataflow: Dataflow) -> list[tuple[frozenset[int], ...]]:
-    """Every way to cut the order of nodes into layers: sources before what needs them."""
+    """Every way to cut the order of nodes into layers, sources before their receivers."""
     nodes = frozenset(range(len(dataflow.order)))
 
     def cut(left: frozenset[int]) -> Iterator[tuple[frozenset[int], ...]]:
@@ -126,7 +126,7 @@ def layer_sets(dataflow: Dataflow) -> list[tuple[frozenset[int], ...]]:
 
 
 def closed_sets(left: frozenset[int], sources: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """The non-empty subsets of `left` that need nothing of the rest of it."""
+    """The non-empty subsets of `left` that need no node of the rest of `left`."""
     chosen = [
         frozenset(s) for size in range(1, len(left) + 1) for s in combinations(sorted(left), size)
     ]  # at most 31 for five nodes
@@ -136,7 +136,7 @@ def closed_sets(left: frozenset[int], sources: Sequence[frozenset[int]]) -> list
 def arrangements(
     components: Sequence[str], classes: Sequence[DeviceClass], runs_on: dict[str, set[str]]
 ) -> Iterator[Layer]:
-    """Every way to put components into zones, and zones onto classes of devices they all run on."""
+    """Every way to put components into zones, and zones onto device classes on which their components run."""
     for parts in partitions(tuple(components)):
         choices = [
             [c.name for c in classes if c.count and all(c.name in runs_on[name] for name in part)] for part in parts

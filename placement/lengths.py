@@ -1,9 +1,9 @@
-"""What unequal lengths of conversations cost: engines are done when the longest answer is, learner ranks wait for the
-one that has most to do, and groups come when their last answer is written.
+"""The cost of unequal lengths of conversations: an engine ends with its longest answer, learner ranks wait for the
+busiest rank, and a group is complete with its last answer.
 
-A profile has the lengths of answers as even quantiles. Batches drawn from them, the same in every process, are played
-on engines that write so many answers at a time, and dealt to ranks as `balance.py` deals them. The ratios multiply what
-the profile's curves say of one worker, which include the lengths' effect on it: with one worker they are 1.
+A profile has the lengths of answers as evenly spaced quantiles. Batches drawn from them (equal in every process) are
+simulated on engines with a limited number of concurrent answers, and assigned to ranks by `balance.py`. The resulting
+ratios multiply the profile's measured seconds; with one worker they are 1.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import numpy as np
 from embodied.placement.balance import PassCost, deal_groups
 from embodied.placement.sequence_degrees import ExchangeCosts, SequenceLoad, divide_sequences
 
-BATCHES = 4  # that are drawn
-PARTS = 64  # of a rollout, for the times at which groups come
+BATCHES = 4  # number of drawn batches
+PARTS = 64  # parts of a rollout, for the times at which groups are complete
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Three answers of 100, 200 and 900 tokens by one engine that writes two at a time are written when 900 are: the
-    third begins when the first ends, at 100, if it is the long one at 1,000."""
+    """Lengths of answers. Example: an engine that writes two answers at a time writes three of 100, 200 and 900 tokens.
+    If the longest begins last, when the first ends, all are written after 1,000 tokens, else after 900."""
 
     answers: tuple[int, ...]  # tokens of an answer, as even quantiles, the shortest first
     group: int = 1  # answers to one prompt
-    prompt: int = 0  # tokens of it, which they share
+    prompt: int = 0  # tokens of the shared prompt
     running: int = 1  # answers that an engine writes at a time
-    item: float = 1.0  # of a learner's pass: a token (`PassCost`)
-    pair: float = 0.0  # and two tokens of which one sees the other
+    item: float = 1.0  # cost of a token in a learner's pass (`PassCost`)
+    pair: float = 0.0  # cost of a pair of tokens in attention
     degrees: tuple[int, ...] = (1,)  # numbers of learners that may compute a group together
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ def lengths_from_json(content: Mapping[str, Any]) -> Lengths:
 
 
 def ends(lengths: np.ndarray, slots: int) -> np.ndarray:
-    """When each answer is written, in tokens: the next one begins when any of the slots is free.
+    """The time at which each answer is complete, in tokens. The next answer begins when a slot is free.
 
     Lengths 3, 1, 4 in two slots: 3, 1, 5.
     """
@@ -69,8 +69,8 @@ def ends(lengths: np.ndarray, slots: int) -> np.ndarray:
 
 @cache
 def engine_ratios(lengths: Lengths, answers: int, most: int) -> np.ndarray:
-    """[most + 1] By the number of engines: how much longer all of these answers take than an equal part of them on one
-    engine does on average."""
+    """[most + 1] By the number of engines: the duration of all answers, relative to the mean duration of an equal part
+    on one engine."""
     return interpolated(lambda engines: engine_ratio(lengths, answers, min(engines, answers)), most)
 
 
@@ -85,13 +85,12 @@ def engine_ratio(lengths: Lengths, answers: int, engines: int) -> float:
 
 @cache
 def learner_ratios(lengths: Lengths, groups: int, size: int, most: int) -> np.ndarray:
-    """[most + 1] By the number of learners: the load of the one that has most to do over the mean load, as groups of
-    drawn lengths are dealt."""
+    """[most + 1] By the number of learners: maximum over mean load, for groups of drawn lengths."""
     return interpolated(lambda ranks: learner_ratio(lengths, groups, size, ranks), most)
 
 
 def interpolated(ratio: Callable[[int], float], most: int) -> np.ndarray:
-    """The ratios of 0, 1, ... workers, of which those of powers of two are computed."""
+    """The ratios of 0, 1, ... workers, computed at powers of two and interpolated between them."""
     counts = [2**power for power in range(most.bit_length() + 1)]
     ratios = [ratio(count) for count in counts]
     return np.interp(np.log2(np.maximum(np.arange(most + 1), 1)), np.log2(counts), ratios)
@@ -106,8 +105,8 @@ def learner_ratio(lengths: Lengths, groups: int, size: int, ranks: int) -> float
 
 
 def dealt_ratio(lengths: Lengths, batch: np.ndarray, ranks: int) -> float:
-    """Maximum over mean load of learners that are dealt this batch [groups, size] of conversations' tokens, whichever
-    is lower: with each group's answers on one rank each, or with ranks that compute groups together."""
+    """Maximum over mean load of learners for a batch [groups, size] of conversations' tokens: the lower of two
+    assignments, with whole groups on single ranks, or with groups that several ranks compute together."""
     groups, size = batch.shape
     members = [[(group, place) for place in range(size)] for group in range(groups)]
 
@@ -128,7 +127,7 @@ def dealt_ratio(lengths: Lengths, batch: np.ndarray, ranks: int) -> float:
 
 @cache
 def group_times(lengths: Lengths, groups: int, size: int, engines: int) -> tuple[float, ...]:
-    """The share of a rollout after which each group is whole, the first one first."""
+    """The share of a rollout after which each group is complete, in ascending order."""
     found = []
     for batch in lengths.batches(groups, size):
         there = ends(batch.reshape(-1), engines * lengths.running).reshape(groups, size).max(axis=1)
@@ -138,8 +137,7 @@ def group_times(lengths: Lengths, groups: int, size: int, engines: int) -> tuple
 
 @cache
 def shares_by_time(lengths: Lengths, groups: int, size: int, most: int) -> np.ndarray:
-    """[most + 1, PARTS] By the number of engines: the share of the groups that is whole at the end of each part of a
-    rollout."""
+    """[most + 1, PARTS] By the number of engines: the share of complete groups at the end of each part of a rollout."""
     found = np.zeros((most + 1, PARTS))
     for engines in range(1, most + 1):
         at = np.ceil(np.array(group_times(lengths, groups, size, engines)) * PARTS).astype(int) - 1

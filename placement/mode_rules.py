@@ -1,10 +1,10 @@
-"""The modes on given machines when nothing has been measured yet, as a map from roles to devices.
+"""Chooses devices for the modes when nothing has been measured yet. The result is a map from roles to devices.
 
-Where a profile has measured costs, `run/launch.py` asks `profile_planner.py` instead. Whether the workers' memory fits
-is checked afterwards, by `run/memory_check.py`.
+With a measured profile `run/launch.py` uses `profile_planner.py` instead. `run/memory_check.py` checks memory
+afterwards.
 
-Networks compute on cores or on GPUs; simulators on cores, or on GPUs where they are simulated there (`gpu_sims`).
-Devices are taken from all machines in turn, so that every mode uses all of them.
+Networks compute on cores or on GPUs; simulators on cores, or on GPUs with `gpu_sims`. Devices are taken from all
+machines in turn, so that every mode uses all machines.
 
 all on one kind    collocated     {sim + policy} and {learner} on every device; rollout and update take turns
                    disaggregated  sims, policies and learners on devices of their own
@@ -48,13 +48,13 @@ from embodied.placement.topology import Topology
 Device = tuple[str, str, int]  # node, kind, number
 Groups = list[tuple[str, list[Device]]]
 
-ENVS_PER_SIM = 4  # fewer rows in a batched simulator cost almost as much as these
-MOST_LEARNERS = 8  # more ranks of a small network exchange gradients longer than they compute them
+ENVS_PER_SIM = 4  # a batched simulator is hardly faster with fewer rows
+MOST_LEARNERS = 8  # with more ranks, a small network's gradients take longer to exchange than to compute
 
 
 class DeviceRequest(NamedTuple):
     key: str  # the key that asks for devices
-    instead: str = ""  # what works where there are too few; "": another mode
+    instead: str = ""  # a setting that works with fewer devices; "": another mode
 
 
 def choose(
@@ -71,10 +71,10 @@ def choose(
     overlap: str = "",
     small_steps: bool = False,
 ) -> tuple[dict[str, Any], str]:
-    """The map, and the reason where there was a choice. `networks` compute on "cpu" or "gpu"; `rows` is the least
-    that a sim worker beside GPUs plays, `most_sims` how many of these there are; where it `draws`, on
-    the GPUs of its machine. `overlap`: the key by which learners work while the others do. `small_steps`: a core
-    computes a gradient step so fast that dividing it saves nothing."""
+    """Returns the map, and the reason if there was a choice. `networks` compute on "cpu" or "gpu". Beside GPUs a sim
+    worker has at least `rows` rows, and there are at most `most_sims` of them; with `draws` they render on the GPUs of
+    their machine. `overlap`: the option under which learners work during the rollout. `small_steps`: gradient steps are
+    too short to be divided among learners."""
     cores, gpus = devices_of(machines, "cpu"), devices_of(machines, "gpu")
     asked = DeviceRequest(f"placement={mode}")
     if overlap:
@@ -117,7 +117,7 @@ def choose(
 
 
 def as_map(groups: Groups, machines: Topology, draws: bool) -> dict[str, Any]:
-    """The groups in the words of the grammar."""
+    """The groups in the notation of `grammar.py`."""
     order = {node.name: place for place, node in enumerate(machines.nodes)}
     in_order = {roles: sorted(held, key=lambda device: (order.get(device[0], 0), device[2])) for roles, held in groups}
     found: dict[str, Any] = {roles: text_of(held) for roles, held in in_order.items()}
@@ -125,7 +125,7 @@ def as_map(groups: Groups, machines: Topology, draws: bool) -> dict[str, Any]:
 
 
 def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device], num_envs: int, stages: int) -> Groups:
-    """The groups of a program that lacks simulators, policies or learners."""
+    """Returns the groups of a program without simulators, policies or learners."""
     names, apart = [role.name for role in roles], mode == "disaggregated"
     heads = [role for role in roles if apart or role.home not in names]
     keys = {head: ",".join([head.name] if apart else with_those_beside(head.name, roles)) for head in heads}
@@ -141,8 +141,8 @@ def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device]
 
 
 def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[str, str]:
-    """The mode that auto means, with the reason. Where learners overlap with the rollout and the mode has no name,
-    `overlap` stands for it."""
+    """Returns the mode that auto stands for, and the reason. If learners overlap with the rollout, the mode has no name
+    and `overlap` is returned."""
     if mode != "auto":
         return mode, ""
     kind = "GPUs" if networks == "gpu" else "cores"
@@ -155,7 +155,7 @@ def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[st
 
 
 def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:
-    """The devices but for the last ones, and those for roles that have one each."""
+    """Splits off the last devices, one for each of these roles."""
     if names:
         what = f"{' and '.join(names)} and the others"
         need(asked, what, len(names) + 1, len(devices), "collocated", kind)
@@ -164,18 +164,18 @@ def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceReques
 
 
 def joined(group: tuple[str, list[Device]], more: Sequence[PlacedRole]) -> tuple[str, list[Device]]:
-    """A group with the roles that go with one of its own, behind that one."""
+    """Adds to a group the roles that are beside one of its roles, each behind that role."""
     names, held = group
     return ",".join(name for head in names.split(",") for name in with_those_beside(head, more)), held
 
 
 def with_those_beside(name: str, roles: Sequence[PlacedRole]) -> list[str]:
-    """A role and those that go with it, and with them."""
+    """A role and all roles beside it, also indirectly."""
     return [name, *(one for role in roles if role.home == name for one in with_those_beside(role.name, roles))]
 
 
 def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any]:
-    """The map with sims on cores that draw on the GPUs of their machine, if each has some."""
+    """The map with sims on cores that render on GPUs, if every machine with sims has GPUs."""
     most = min(len(node.gpus) for node in machines.nodes)
     roles = next((roles for roles in placement if "sim" in roles.split(",")), None)
     if not (most and roles):
@@ -184,8 +184,7 @@ def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any
 
 
 def learner_at_home(groups: Groups, home: str) -> Groups:
-    """The groups with a learner on the machine that the run is started on, whose first one writes the checkpoints
-    there."""
+    """Ensures that the first learner, which writes the checkpoints, is on the machine that starts the run."""
     learning = next(held for roles, held in groups if "learner" in roles.split(","))
     theirs = [device for _, held in groups for device in held if device[0] == home and device[1] == learning[0][1]]
     if not theirs or any(device[0] == home for device in learning):
@@ -195,7 +194,7 @@ def learner_at_home(groups: Groups, home: str) -> Groups:
 
 
 def devices_of(machines: Topology, kind: str) -> list[Device]:
-    """The devices of all machines, in turn; the only machine has no name."""
+    """The devices of all machines, taken in turn. A single machine has no name."""
     several = len(machines.nodes) > 1
     numbers = [
         [(node.name if several else "", kind, i) for i in range(node.cores if kind == "cpu" else len(node.gpus))]
@@ -246,7 +245,7 @@ def beside_gpus(
 
 
 def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: DeviceRequest) -> Groups:
-    """Simulators that are simulated there, too. One keeps `stages` policies busy."""
+    """Groups for simulators on GPUs. A simulator keeps `stages` policies busy."""
     if mode == "collocated":
         return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
     if mode == "hybrid":
@@ -269,7 +268,7 @@ def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: De
 
 
 def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
-    """Raise PlacementError where there are fewer devices, with what works: `mode`, or `asked.instead`."""
+    """Raise PlacementError if there are too few devices. It names what works: `mode`, or `asked.instead`."""
     if have < least:
         raise PlacementError(
             f"{asked.key} gives {what} {kind} of their own: that needs {least} {kind}, this run may use {have}; "
@@ -278,10 +277,10 @@ def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind
 
 
 def num_sims(num_envs: int, stages: int, most: int, rows: int = ENVS_PER_SIM) -> int:
-    """The number of sim workers: at most one per core and per `rows` rows, so that all have the same share."""
+    """The number of sim workers: at most one per core and per `rows` rows, each with the same number of rows."""
     return even_workers(num_envs, stages, max(1, min(most, num_envs // (stages * rows))))
 
 
 def even_workers(num_envs: int, stages: int, most: int) -> int:
-    """The largest number of sim workers up to `most` for which every stage of every worker has as many envs."""
+    """The largest number of sim workers up to `most` for which all stages of all workers have equally many envs."""
     return next((n for n in range(most, 0, -1) if num_envs % (n * stages) == 0), 1)

@@ -1,10 +1,10 @@
-"""The refusal of a placement, and how its text counts things and writes down the numbers of devices."""
+"""The error of an impossible placement, and helpers for its text."""
 
 from __future__ import annotations
 
 
 class PlacementError(ValueError):
-    """This placement cannot be; the text holds the arithmetic and one that can."""
+    """An impossible placement. The text shows the arithmetic and a placement that works."""
 
 
 def number(count: int, noun: str) -> str:

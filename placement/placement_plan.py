@@ -1,5 +1,5 @@
-"""A plan: the processes, their roles, their cores and other devices. The same placement, cores and numbers always give
-the same plan; nothing is started or probed here.
+"""A plan: the processes, their roles, cores and other devices. Equal inputs give equal plans; nothing is started or
+probed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ class PlannedHost:
     roles: tuple[str, ...]
     cores: tuple[int, ...]
     threads: int
-    node: str = ""  # of a cluster; "" is the machine the run is started on
+    node: str = ""  # node of a cluster; "" is the machine that starts the run
     device: str = ""  # gpu:3, fake:0, arm:0: its device besides cores
-    render: str = ""  # gpu:0: where its simulator draws
-    gpu: Gpu | None = None  # its GPU, for computing or rendering, as its machine describes it
+    render: str = ""  # gpu:0: the GPU on which its simulator renders
+    gpu: Gpu | None = None  # its GPU, for computing or rendering
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The devices it works on, by names that no other machine's have."""
+        """The names of its devices, unique in the cluster."""
         names = (self.device,) if self.device else tuple(f"cpu:{core}" for core in self.cores)
         return tuple(f"{self.node}/{name}" if self.node else name for name in names)
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    mode: str  # as asked for: a mode's name, or "explicit"
+    mode: str  # the requested mode, or "explicit"
     hosts: tuple[PlannedHost, ...]  # the workers of a role are numbered in this order
     num_envs: int
-    reason: str = ""  # why this and not another, where the planner chose
+    reason: str = ""  # why the planner chose this mode
     idle: tuple[int, ...] = ()  # cores that no host uses
-    memory: tuple[str, ...] = ()  # in words: the known uses of memory
+    memory: tuple[str, ...] = ()  # known uses of memory, as text
 
     def count(self, role: str) -> int:
         """The number of workers of a role."""
@@ -56,7 +56,7 @@ class PlacementPlan:
         return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
 
     def only(self, *roles: str) -> PlacementPlan:
-        """The plan of a command that needs no other roles."""
+        """The plan with only these roles, for commands that need no others."""
         kept = [(host, tuple(r for r in host.roles if r in roles)) for host in self.hosts]
         hosts = tuple(replace(host, roles=roles) for host, roles in kept if roles)
         return replace(self, hosts=hosts)
@@ -78,7 +78,7 @@ class PlacementPlan:
 
 
 def places(hosts: list[PlannedHost]) -> str:
-    """The places of hosts that are alike, in words."""
+    """The devices of equal hosts, as text."""
     if hosts[0].device:
         return in_words(host.device for host in hosts)
     cores = span(tuple({core for host in hosts for core in host.cores}))
@@ -116,10 +116,9 @@ def make_plan(
     shared: bool = False,
     small_steps: bool = False,
 ) -> PlacementPlan:
-    """The plan of a placement. `machines` are those that the run may use; cores alone stand for one machine with
-    nothing else. The rest is what a mode depends on: see `mode_rules.choose`; `roles`: those that need a place, by
-    name where nothing else is to be said; `more`: a map may place others as well; `shared`: several
-    policy workers may answer a request. Raises PlacementError."""
+    """Returns the plan of a placement on `machines`, or on one machine with these cores; raises PlacementError. `roles`
+    need a place; `more`: a map may place other roles, too; `shared`: several policy workers may answer a request.
+    `mode_rules.choose` describes the other arguments."""
     if not isinstance(machines, Topology):
         machines = one_machine(machines)
     roles = roles_of(roles)
@@ -171,7 +170,7 @@ def explicit_hosts(
 
 
 def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) -> list[PlannedHost]:
-    """A host for each slot, if its machine has that."""
+    """Returns a host for each slot; refuses devices that a machine lacks."""
     hosts = []
     for i, slot in enumerate(slots):
         node = node_of(slot.node, machines)
@@ -190,7 +189,7 @@ def hosts_on(roles: tuple[str, ...], slots: Sequence[Slot], machines: Topology) 
 
 
 def node_of(name: str, machines: Topology) -> Node:
-    """The machine of that name; without a name the one that starts the run."""
+    """The machine with this name; "" is the machine that starts the run."""
     if not name:
         return machines.nodes[0]
     if found := next((node for node in machines.nodes if node.name == name), None):
@@ -216,8 +215,8 @@ def check_hardware(hosts: list[PlannedHost]) -> None:
 
 
 def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
-    """Refuse counts that do not fit: all sim workers get the same number of envs in every stage, and every learner and
-    policy worker at least one env, or one stage of a sim worker where requests are not `shared` by policy workers."""
+    """Refuse counts that do not divide: all stages of all sim workers have equally many envs, and every learner and
+    policy worker has at least one env (without `shared`: a policy worker at least one stage of a sim worker)."""
     sims, policies, learners = (plan.count(role) for role in ("sim", "policy", "learner"))
     if not sims:
         return  # a program without simulators
@@ -240,13 +239,12 @@ def check_shares(plan: PlacementPlan, stages: int, shared: bool) -> None:
         raise PlacementError(f"{learners} learners share env.num_envs={envs}, so {learners - envs} would have none")
 
 
-# CPU cores: a placement names them; a host on a GPU gets its share of the cores of the GPU's NUMA node, one on other
-# hardware may use all. Nothing is pinned here: `embodied/runtime/local.py` and `ray/guard.py` bind a host's process to
-# its cores.
+# CPU cores: a placement names them; a host on a GPU gets a share of the cores of the GPU's NUMA node, a host on other
+# hardware may use all cores. `embodied/runtime/local.py` and `ray/guard.py` bind processes to their cores.
 
 
 def cores_of(devices: tuple[int, ...], node: Node) -> tuple[int, ...]:
-    """The core numbers behind devices `cpu:N`, if its machine has them."""
+    """The core numbers of devices `cpu:N`; refuses cores that the machine lacks."""
     cores = node.core_numbers
     if devices[-1] >= len(cores):
         have = f"{len(cores)} cores, cpu:0-{len(cores) - 1}" if len(cores) > 1 else "one core, cpu:0"
@@ -255,7 +253,7 @@ def cores_of(devices: tuple[int, ...], node: Node) -> tuple[int, ...]:
 
 
 def cores_beside(device: str, node: Node) -> tuple[int, ...]:
-    """The cores of a device: GPUs divide the cores of their NUMA node in order, other devices may use all."""
+    """The cores of a device: GPUs divide the cores of their NUMA node in order, other devices may use all cores."""
     kind = device.partition(":")[0]
     if kind != "fake" and device not in node.named:
         raise PlacementError(not_there(device, node))

@@ -1,8 +1,7 @@
 """Measured (or published) costs of the parts of a dataflow: the input of the planner, as one JSON file.
 
-The measuring is done elsewhere; here are the format and the rules for reading it. docs/placement_reference.md describes
-every field. Sizes are items per worker and call: envs for a sim, rows for a policy, items of a gradient step for a
-learner.
+This module has the format and the reader; `embodied/profiling` measures. Sizes are items per worker and call: envs for
+a sim, rows for a policy, items of a gradient step for a learner.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ Array = Any  # numpy array, or a number
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one worker of a component on one device of a kind, where all others of its class are at work too."""
+    """The cost of one worker of a component on one device of a kind, while all other devices of its class work, too."""
 
     seconds: Curve  # of one call, by items per worker
     bytes: Curve = NOTHING  # of device memory while it works, by items per worker
     fixed_s: float = 0.0  # once per pass, whatever the size
     last_s: Curve = NOTHING  # in a cycle: of the request after the last decision (a value), by items
     exchange_s: Curve = NOTHING  # per call, by number of workers: to exchange gradients, or until the slowest sim ends
-    alone: float = 1.0  # how long work takes where no other device of the class does any, next to where all do
-    ahead_s: float = 0.0  # per item that frozen parts compute ahead of the calls
+    alone: float = 1.0  # duration with idle neighbours, relative to busy ones
+    ahead_s: float = 0.0  # per item that frozen parts compute before the calls
     onload_s: float = 0.0  # to take its memory, once per turn
-    offload_s: float | None = None  # to give it back; None: it cannot
-    weight_bytes: float = 0.0  # of `bytes`, weights that it need not have in the process of a learner
-    split_bytes: float = 0.0  # of `bytes`, what its workers divide among them (shards); in `bytes` as if there were one
-    kept_bytes: float = 0.0  # stays on the device when the rest was given back
-    item_bytes: float = 0.0  # of an item of a batch that waits for its update
+    offload_s: float | None = None  # to free its memory; None: not possible
+    weight_bytes: float = 0.0  # of `bytes`, weights that are shared in a learner's process
+    split_bytes: float = 0.0  # of `bytes`, the part that shards divide; `bytes` is for one worker
+    kept_bytes: float = 0.0  # stays on the device after offloading
+    item_bytes: float = 0.0  # of an item in a batch that waits for its update
 
 
 @dataclass(frozen=True)
 class Sync:
-    """Getting new weights from the learners to the policies."""
+    """The weight sync from learners to policies."""
 
-    shared_s: float = 0.0  # every policy worker lives in a learner's host
+    shared_s: float = 0.0  # if every policy worker is in a learner's process
     copy_s: Curve = NOTHING  # otherwise, by number of policy workers
 
 
 @dataclass(frozen=True)
 class Link:
-    """Handing data from a process to another one."""
+    """A transfer of data between processes."""
 
     latency_s: float = 0.0
     bytes_per_s: float = float("inf")
@@ -73,8 +72,8 @@ class Profile:
     costs: Mapping[str, Mapping[str, Cost]]
     sync: Sync = Sync()
     link: Link = Link()
-    made: Mapping[str, Any] = field(default_factory=dict)  # how, when, where, from which recipe; free of meaning here
-    sources: Mapping[str, str] = field(default_factory=dict)  # dotted path of a number, or of what holds it -> source
+    made: Mapping[str, Any] = field(default_factory=dict)  # how, when, where and from which recipe; not used here
+    sources: Mapping[str, str] = field(default_factory=dict)  # dotted path of a number or section -> source
 
     def __post_init__(self) -> None:
         missing = [c.name for c in self.dataflow.components if not self.costs.get(c.name)]
@@ -92,9 +91,10 @@ class Profile:
     def missing(
         self, classes: Sequence[DeviceClass], homes: Mapping[str, Sequence[DeviceClass]] | None = None
     ) -> list[tuple[str, DeviceClass]]:
-        """Component and class of what was not measured and is needed to use all of these devices. `homes`: where
-        each component runs. Where nobody says: what runs on other devices than cores somewhere does so here, policies
-        where learners do; on devices that were there when this was measured, and that nothing has costs on, nothing."""
+        """Components and device classes without costs that are needed to use all of these devices. `homes` says where
+        each component runs. Without it: a component that has costs on other devices than cores runs on such devices
+        here, policies on those of learners; devices that were present at the measurement but have no costs stay
+        unused."""
         if homes is not None:
             wanted = [(name, c) for name in self.costs for c in homes.get(name, ())]
         else:
@@ -117,7 +117,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".draft")
     draft.write_text(json.dumps(profile_to_json(profile), indent=1) + "\n")
@@ -174,7 +174,7 @@ def cost_to_json(cost: Cost) -> dict[str, Any]:
     return content
 
 
-# The cost of a component on 0, 1, 2, ... devices of a class, each number of them used in the best way
+# The cost of a component on 0, 1, 2, ... devices of a class, with the best number of workers
 
 
 def max_of(*values: Array) -> Array:
@@ -203,10 +203,10 @@ def make_table(
     held_items: int = 0,
     ratios: np.ndarray | None = None,
 ) -> Table:
-    """The table, which more devices make neither slower nor fuller: a component takes the fastest number of workers
-    that fits. One that asks in a cycle takes as many as it can, since what the others do depends on their number.
-    `groups`: parts of its items that a worker takes one by one; `held_items` are held by all workers together.
-    `ratios`: by number of workers, the load of the one with most to do over the mean load; None: equal loads."""
+    """Returns the table. A component uses the fastest number of workers that fits, so more devices make it neither
+    slower nor fuller; a component that sends requests in a cycle uses as many as possible. `groups`: parts of its items
+    that a worker takes one by one; `held_items` are held by all workers together. `ratios`: maximum over mean load by
+    number of workers; None: equal loads."""
     count = np.arange(on.count + 1)
     workers = np.minimum(np.maximum(count, 1), component.items)
     size = -(-component.items // (workers if groups == 1 else groups))
@@ -232,7 +232,7 @@ def make_table(
 
 
 def records(seconds: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """The indices at which (seconds, bytes) is less than ever before, 0 elsewhere."""
+    """The indices at which (seconds, bytes) is less than at all smaller indices, 0 elsewhere."""
     order = np.lexsort((used, seconds))
     rises = (seconds[order][1:] > seconds[order][:-1]) | (used[order][1:] > used[order][:-1])
     rank = np.empty(len(order), int)

@@ -1,17 +1,15 @@
-"""Finds the fastest layout, by what a profile measured.
+"""Finds the fastest layout by the costs of a profile.
 
-The candidates are every way to share devices or to have them apart, every split, every way to swap memory: cut the
-order of nodes into layers that take turns (cycles stay whole), put each layer's components into zones of their own,
-each zone on one class of devices and of any size, idle devices allowed; any number of stages and chunks of the grids;
-any set of components that leave the device memory between turns. Where learners work while the others collect
-(`schedule_overlap.py`), all candidates have one layer, in which they have devices of their own. The result equals
-trying them all (a test does), and is found without:
+A candidate cuts the order of nodes into layers that take turns (cycles stay whole). It puts each layer's components
+into zones, each on one class of devices and of any size; devices may stay idle. It chooses the numbers of stages and
+chunks, and the components that offload their memory between turns. If learners work during the rollout
+(`schedule_overlap.py`), candidates have one layer, in which learners have their own devices. The result equals an
+exhaustive search (by test), with these shortcuts:
 
-- an iteration is the sum of its layers, so each layer is searched once, whatever the others do;
-- only sizes with room for one worker more matter, and one zone of every class takes the devices that others leave;
-- where splits are many, a few of them are tried first, and sizes that cannot beat the best so far are dropped before
-  other zones are looked at;
-- memory matters only where the fastest layers do not fit together: then the layers' (time, memory) fronts meet.
+- an iteration is the sum of its layers, so each layer is searched once; - only sizes that allow one more worker matter,
+and one zone of every class takes the remaining devices; - with many splits a few are tried first, and sizes that cannot
+beat the best one are dropped; - memory matters only if the fastest layers do not fit together; then the layers' Pareto
+fronts are combined.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A way to cut the order of nodes into layers, with stages and chunks, and the label of every layer, which decides
-    the mode: at least so many seconds, however placed."""
+    """A way to cut the nodes into layers, with stages, chunks, and the label of every layer, which decides the mode.
+    `least` is a lower bound on its seconds."""
 
     least: float
     stages: int
@@ -70,7 +68,7 @@ class Planner:
         self._options = self._all_options()
 
     def best(self) -> Choice | None:
-        """The fastest layout of all; None if none fits."""
+        """The fastest layout; None if none fits."""
         return self._best_of(None)
 
     def modes(self) -> dict[str, Choice | None]:
@@ -78,7 +76,7 @@ class Planner:
         return {mode: self._best_of(mode) for mode in MODES}
 
     def _all_options(self) -> list[Option]:
-        """Every option; what could take least comes first."""
+        """All options, by ascending lower bound."""
         found = []
         cuts = [cut for cut in layer_sets(self.dataflow) if len(cut) == 1 or not overlaps(self.dataflow)]
         for stages, chunks, cut in product(self.stages, self.chunks, cuts):
@@ -87,10 +85,10 @@ class Planner:
                 way = tuple(zip(searches, labels))
                 found.append(Option(self._least(way), stages, chunks, way))
         finite = (option for option in found if np.isfinite(option.least))
-        return sorted(finite, key=lambda option: (option.least, len(option.way)))  # of equals the one with fewer turns
+        return sorted(finite, key=lambda option: (option.least, len(option.way)))  # if equal, fewer layers first
 
     def search(self, nodes: frozenset[int], stages: int, chunks: int) -> LayerSearch:
-        """Layers that no number of stages or chunks concerns are searched once for all of them."""
+        """Returns the search of a layer. Layers without stages or chunks are searched once."""
         order = self.dataflow.order
         stages = stages if any(len(order[i]) > 1 for i in nodes) else 1
         chunks = chunks if len(nodes) > 1 else 1
@@ -100,7 +98,7 @@ class Planner:
         return self._searches[key]
 
     def _best_of(self, mode: str | None) -> Choice | None:
-        """The fastest of all layouts, or of those of a mode; what could take least is tried first."""
+        """The fastest layout, or the fastest of a mode."""
         options = [option for option in self._options if mode in (None, option.mode)]
         best: Choice | None = None
         for option in options:
@@ -111,7 +109,7 @@ class Planner:
         return best
 
     def _least(self, way: tuple) -> float:
-        """Seconds that these layers take at least."""
+        """A lower bound on the seconds of these layers."""
         return sum(search.least_of(label) for search, label in way) + self.dataflow.fixed_s
 
     def _together(self, way: tuple, stages: int, chunks: int, bound: float) -> Choice | None:
@@ -142,9 +140,8 @@ class Planner:
 
 
 def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
-    """Numbers of parts in which data can be handed on: whole passes, where a component begins before its input is
-    whole; decisions of a cycle, where frozen parts compute ahead. Where learners work meanwhile, on an earlier batch or
-    on groups, there is nothing to cut."""
+    """Possible numbers of chunks in which data is handed on: divisors of passes if a component streams, of decisions if
+    frozen parts compute ahead, and 1 if learners work during the rollout anyway."""
     if overlaps(dataflow):
         return (1,)
     if not any(c.streams for c in dataflow.components):
@@ -157,10 +154,11 @@ def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
 
 
 def meet(fronts: Sequence[Points], limits: np.ndarray) -> list[Points] | None:
-    """One point of every layer, least seconds in total, so that each layer at work fits beside what the others leave.
+    """Chooses one point per layer with the least total seconds, such that each working layer fits beside the bytes that
+    other layers keep.
 
-    Worked example, limit 10: layer A leaves 2 and takes 5 more at work, layer B leaves 1 and takes 8 more. Together
-    they leave 3, and 3 + 8 > 10: they do not fit.
+    Worked example, limit 10: layer A keeps 2 and adds 5 at work, layer B keeps 1 and adds 8. Together they keep 3, and
+    3 + 8 > 10, so they do not fit.
     """
     seconds, memory, picks = fronts[0].seconds, fronts[0].memory, np.arange(len(fronts[0]))[None]
     for front in fronts[1:]:

@@ -1,4 +1,5 @@
-"""Why a layout is as fast as it is, why one beats another, and why a mode cannot be: in words with the arithmetic."""
+"""Explains in words why a layout is fast, why it beats another one, and why a mode is impossible, with the
+arithmetic."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from embodied.placement.profile_planner import Choice, Planner
 from embodied.placement.schedule_overlap import overlaps
 
 GB = 1e9
-SMALL = 0.01  # of an iteration; not worth a word below
+SMALL = 0.01  # share of an iteration; smaller differences are not mentioned
 
 
 def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
-    """Seconds of the parts of an iteration; parts that run at the same time all count."""
+    """Seconds of the parts of an iteration. Parts that overlap in time all count."""
     found: dict[str, float] = {}
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
@@ -37,7 +38,7 @@ def phases(pricer: Pricer, layout: Layout) -> dict[str, float]:
 
 
 def describe_layout(layout: Layout, pricer: Pricer) -> str:
-    """The layout in words, with the number of workers of a role that leaves devices of its zone without one."""
+    """The layout in words, with the number of workers of roles that do not use all devices of their zone."""
     parts = [str(layout)]
     for layer in layout.layers:
         at = {name: (zone, zone.devices) for zone in layer for name in zone.components}
@@ -53,7 +54,7 @@ def describe_layout(layout: Layout, pricer: Pricer) -> str:
 
 
 def equal_to_the_fastest(seconds: Mapping[str, float]) -> list[str]:
-    """The names of those that take as long as the fastest, up to what is not worth a word, it being the first."""
+    """The names of the fastest and of those that are not noticeably slower, fastest first."""
     ranked = sorted(seconds, key=lambda name: seconds[name])
     return [name for name in ranked if seconds[name] <= (1 + SMALL) * seconds[ranked[0]]]
 
@@ -65,7 +66,7 @@ def words(names: Sequence[str]) -> str:
 
 
 def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) -> list[str]:
-    """A line against each other mode: by how much, and in which part of the iteration."""
+    """A line for each other mode: how much slower it is, and in which part of the iteration."""
     mine = phases(pricer, winner.layout)
     lines = []
     for mode, other in sorted(others.items(), key=lambda item: item[1].price.seconds):
@@ -87,7 +88,7 @@ def why_it_wins(pricer: Pricer, winner: Choice, others: Mapping[str, Choice]) ->
 
 
 def describe_lengths(pricer: Pricer, layout: Layout) -> list[str]:
-    """How much longer engines and learners take because answers differ in length; nothing where they do not."""
+    """How much longer engines and learners take because of unequal answer lengths; [] if lengths are equal."""
     if (lengths := pricer.dataflow.lengths) is None:
         return []
     found = []
@@ -147,7 +148,7 @@ def envs_hint(planner: Planner) -> str:
 
 
 def idle_shares(pricer: Pricer, layout: Layout) -> dict[str, float]:
-    """Idle share by class of devices, over all there are: 1 is idle all the time."""
+    """Idle share of all devices, by class; 1 means always idle."""
     schedule = simulate(pricer, layout)
     shares = {}
     for c in pricer.classes.values():

@@ -4,12 +4,11 @@
     periodic  learners take groups of episodes as they are finished; one step after the last; then new weights
     async     learners update on an earlier batch while this one is collected, and new weights travel meanwhile
 
-Where learners work while the others collect, they have devices of their own, in the only layer of a layout. An
-iteration is then as long as the longer side, or, in groups, as the last group lets it be: with a rollout of R seconds,
-an update of U, and as many groups at the end of each of W waves of episodes, max(R + U / W, R / W + U). What both sides
-slow each other down (`Cost.alone`) they do while both are at work. With a lag of k versions, and P seconds for new
-weights, an iteration under async also takes at least P, and (R + U + P) / (k + 1): a rollout waits for the weights of
-the update that is k + 1 rollouts older.
+Learners that work during the rollout have their own devices, in the only layer of a layout. An iteration takes as long
+as the longer side under async. Under periodic, with a rollout of R seconds, an update of U, and equally many groups at
+the end of each of W waves of episodes, it takes max(R + U / W, R / W + U). The sides slow each other down
+(`Cost.alone`) only while both work. With a lag of k versions and P seconds for new weights, an async iteration also
+takes at least P and (R + U + P) / (k + 1): a rollout waits for the weights of the update that is k + 1 rollouts older.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from embodied.placement.profile import Array, max_of
 if TYPE_CHECKING:
     from embodied.placement.iteration_cost import NodeTurn, Pricer
 
-TINY = 1e-300  # seconds; instead of 0 in a quotient
+TINY = 1e-300  # seconds; avoids a division by 0
 
 
 def overlaps(dataflow: Dataflow) -> bool:
-    """True if learners work while the others collect."""
+    """True if learners work during the rollout."""
     return dataflow.schedule != "sync"
 
 
 def allowed(dataflow: Dataflow, layer: Layer) -> bool:
-    """True if learners have devices of their own in a layer, where the schedule needs that."""
+    """True if the schedule needs no separate learner devices, or the layer has them."""
     return not overlaps(dataflow) or all(len({*map(dataflow.is_learner, zone.components)}) == 1 for zone in layer)
 
 
@@ -52,14 +51,14 @@ def batch_items(dataflow: Dataflow) -> int:
 
 
 def held_items(dataflow: Dataflow) -> int:
-    """Decisions in the batches that learners hold besides what an update computes with: those collected ahead, and the
-    one they learn from; 0 where there is one batch at a time."""
+    """Decisions in the batches that learners hold under async: those collected ahead and the current one. 0 with other
+    schedules."""
     return (dataflow.level + 1) * batch_items(dataflow) if dataflow.schedule == "async" else 0
 
 
 def num_waves(dataflow: Dataflow, num_envs: int) -> int:
-    """The number of episodes that env rows play, one after the other, until all groups are played; 1 where components
-    between sims and learners work on all of them at once."""
+    """The number of episodes that each env row plays for the groups of an iteration; 1 if components between sims and
+    learners process all groups at once."""
     learner = next(i for i in range(len(dataflow.order)) if learns(dataflow, i))
     if any(len(dataflow.order[i]) == 1 for i in dataflow.sources[learner]):
         return 1
@@ -67,8 +66,8 @@ def num_waves(dataflow: Dataflow, num_envs: int) -> int:
 
 
 def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int]]:
-    """Returns, for each group, a map from sim to the wave (from 1) in which it ends its last episode of the group. Sims
-    play contiguous equal shares of the episodes, in order; a row that is free takes the next one.
+    """Returns for each group a map from sim to the wave (from 1) in which it ends its last episode of the group. Sims
+    play contiguous equal shares of the episodes in order; a free row takes the next episode.
 
     Two groups of four on two sims of two rows: each sim plays a group in two waves, [{0: 2}, {1: 2}].
     """
@@ -83,7 +82,7 @@ def waves_of(dataflow: Dataflow, num_envs: int, sims: int) -> list[dict[int, int
 
 @cache
 def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
-    """[num_envs + 1, waves] The share of the groups that is finished at the end of each wave, for 0, 1, 2, ... sims."""
+    """[num_envs + 1, waves] The share of finished groups at the end of each wave, for 0, 1, 2, ... sims."""
     most = num_waves(dataflow, num_envs)
     shares = np.zeros((num_envs + 1, most))
     for sims in range(1, num_envs + 1):
@@ -94,7 +93,7 @@ def shares_of_waves(dataflow: Dataflow, num_envs: int) -> np.ndarray:
 
 
 def shares_of_groups(pricer: Pricer, at: Mapping, stages: int) -> Array:
-    """[..., parts] The share of the groups that is finished at the end of each of equally long parts of a rollout."""
+    """[..., parts] The share of finished groups at the end of each of equally long parts of a rollout."""
     dataflow = pricer.dataflow
     asker = next(c for c in dataflow.components if c.splits)
     if (engine := engine_of(dataflow)) is None:
@@ -105,8 +104,7 @@ def shares_of_groups(pricer: Pricer, at: Mapping, stages: int) -> Array:
 
 
 def engine_of(dataflow: Dataflow) -> str | None:
-    """The component whose answers differ in length, where groups come to the learner when their last answer is
-    written."""
+    """The component whose answers differ in length, if groups reach the learner with their last answer; else None."""
     asker = next(c for c in dataflow.components if c.splits)
     if dataflow.lengths is None or num_waves(dataflow, 1) == 1:
         return None
@@ -114,7 +112,7 @@ def engine_of(dataflow: Dataflow) -> str | None:
 
 
 def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[NodeTurn, ...]]:
-    """The turns of those that collect, and of the learners."""
+    """Returns the turns of the collecting side and of the learners."""
     found: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
     for turn in pricer.turns(layer):
         found[learns(pricer.dataflow, turn.node)].append(turn)
@@ -122,7 +120,7 @@ def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[Nod
 
 
 def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: frozenset[str]) -> Array:
-    """Seconds until rollout and update have ended, each on devices of its own, and all have the new weights."""
+    """Seconds of rollout and update on separate devices, and of the weight sync."""
     collecting, learning = sides(pricer, layer)
 
     def spent(side: Sequence[NodeTurn], beside: bool) -> Array:
@@ -130,7 +128,7 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
         return pricer.time_shared_s(layer, work, 1, at, swapped, side)
 
     rollout, update = ([spent(side, beside) for beside in (True, False)] for side in (collecting, learning))
-    possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # else a zone is too small for a worker
+    possible = np.isfinite(rollout[0]) & np.isfinite(update[0])  # otherwise a zone is too small for a worker
     rollout, update = ([np.where(possible, seconds, 0.0) for seconds in side] for side in (rollout, update))
     if pricer.dataflow.schedule == "async":
         weights_s = pricer.sync_seconds(at, stages)
@@ -143,7 +141,7 @@ def overlapped(pricer: Pricer, layer: Layer, at: Mapping, stages: int, swapped: 
 
 
 def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False) -> Array:
-    """Seconds of an update in groups that come once, after the last of them."""
+    """Seconds of an update over groups that occur once, after the last group."""
     name = learner_of(pricer.dataflow)
     cost = pricer.cost(name, at[name][0].device_class)
     once = cost.exchange_s.at(pricer.count(name, at, stages)) + cost.fixed_s
@@ -151,27 +149,27 @@ def tail_seconds(pricer: Pricer, at: Mapping, stages: int, beside: bool = False)
 
 
 def learner_of(dataflow: Dataflow) -> str:
-    """The one component that learns from groups."""
+    """The component that learns from groups."""
     return next(c.name for c in dataflow.components if dataflow.is_learner(c.name))
 
 
 def side_by_side(first: Sequence[Array], second: Sequence[Array]) -> Array:
-    """Seconds until two sides have ended that begin together; each is what it takes while the other one works, and
-    alone.
+    """Seconds until both of two sides have ended that begin together. Each is given as (seconds while both work,
+    seconds alone).
 
-    Two that slow each other down: 6 and 3 s while both work, 4 and 2 s alone. After 3 s half of the longer one is left,
-    which takes 2 s.
+    Worked example: 6 and 3 s while both work, 4 and 2 s alone. After 3 s half of the longer side is left, which takes 2
+    s.
     """
     short = np.minimum(first[0], second[0])
     return max_of(*(while_both(*side, short) for side in (first, second)))
 
 
 def in_waves(rollout: Sequence[Array], update: Sequence[Array], shares: Array, tail: Array) -> Array:
-    """Seconds until an update has ended that takes the groups of each wave when it is over. `rollout` and `update` are
-    (while both work, alone); of the update `tail` comes once, after the last group.
+    """Seconds until the end of an update that processes the groups of each wave when the wave ends. `rollout` and
+    `update` are (seconds while both work, seconds alone); `tail` is the part of the update after the last group.
 
-    Four waves of 1 s with a quarter of the groups each, 2 s of update: the last quarter begins at 4 s and takes 0.5 s.
-    Had the update 8 s, it would begin at 1 s and end at 9 s.
+    Four waves of 1 s with a quarter of the groups each and an update of 2 s: the last quarter begins at 4 s and takes
+    0.5 s. An update of 8 s would begin at 1 s and end at 9 s.
     """
     both, alone = rollout
     most = shares.shape[-1]
@@ -187,7 +185,8 @@ def in_waves(rollout: Sequence[Array], update: Sequence[Array], shares: Array, t
 
 
 def while_both(both: Array, alone: Array, left: Array) -> Array:
-    """Seconds of work that takes `both` while the other side works, for `left` seconds more, and `alone` after that."""
+    """Seconds of work that takes `both` seconds while the other side works (`left` seconds more) and `alone` seconds
+    afterwards."""
     beside = np.clip(left, 0.0, both)
     rest = 1 - beside / np.maximum(both, TINY)
     return beside + rest * alone

@@ -1,14 +1,13 @@
 """How many learner ranks compute a sequence together, which ranks, and the order in which all ranks run their passes.
 
-A sequence of degree N is divided over N neighbouring ranks: its computation and its memory are shared, and its
-attention exchanges numbers between them. Groups of ranks are aligned, so that two groups are either apart or one lies
-inside the other. Every rank runs its passes in the order of one global list. The first pass in the list that is not
-done can always run, so ranks never wait for each other in a circle. Everything here is pure: all ranks compute the
-same from the same lengths.
+A sequence of degree N is divided over N neighbouring ranks, which share its computation and memory, and exchange data
+in attention. Groups of ranks are aligned: two groups are either disjoint or nested. Every rank runs its passes in the
+order of one global list. The first unfinished pass of the list can always run, so there is no deadlock. All functions
+are pure: every rank computes the same result from the same lengths.
 
-Sequences of 32K, 16K, 16K and eight times 8K tokens on 4 ranks, where attention is all that costs (16, 4, 4 and 1
-each): the rank of the longest has twice the mean load of 8. Divided over ranks 0 and 1 the longest costs 8 on each, and
-ranks 2 and 3 have 8 each of all others.
+Example: sequences of 32K, 16K, 16K and eight times 8K tokens on 4 ranks, with costs of attention alone (16, 4, 4 and 1
+each). The rank of the longest sequence has twice the mean load of 8. Divided over ranks 0 and 1 the longest costs 8 on
+each, and ranks 2 and 3 get 8 each from the other sequences.
 """
 
 from __future__ import annotations
@@ -18,29 +17,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 PRODUCTS = {"cpu": (60.0, 2.2e6), "cuda": (900.0, 6e9)}
-"""Products that a device computes while it sends a number to others, and while it waits for an exchange of none. On
-cores as measured (docs/results.md): 3 ns and 0.11 ms, at 20 products a nanosecond. On GPUs from data
-sheets, of H100s with NVLink in bfloat16."""
-TRIED = 8  # sequences of the busiest rank whose degrees may be raised: light ones save less than their exchange
-BALANCED = 1.05  # maximum over mean load at which no degree is raised any more
+"""Multiplications that a device computes in the time of sending one number, and of an empty exchange. On cores as
+measured (docs/results.md): 3 ns and 0.11 ms, at 20 products a nanosecond. On GPUs from data sheets, of H100s with
+NVLink in bfloat16."""
+TRIED = 8  # sequences of the busiest rank whose degree may be raised: lighter ones cost more to exchange
+BALANCED = 1.05  # maximum over mean load at which the search stops
 
 
 @dataclass(frozen=True)
 class SequenceLoad:
-    """What one sequence asks of a rank that has it alone."""
+    """The load of one undivided sequence."""
 
     tokens: int
     cost: float
-    owner: int | None = None  # the rank that has its data and must be among its ranks; None: any ranks
+    owner: int | None = None  # a rank that must be among the sequence's ranks, since it has the data; None: any
 
 
 @dataclass(frozen=True)
 class ExchangeCosts:
-    """What dividing a sequence costs each of its ranks, in the unit of `SequenceLoad.cost`, and when it must be."""
+    """The cost of dividing a sequence for each of its ranks, in the unit of `SequenceLoad.cost`, and the limit above
+    which it must be divided."""
 
-    each: float = 0.0  # whatever its length
-    token: float = 0.0  # for every token that a rank sends to others
-    most_tokens: float = math.inf  # of one sequence on a rank
+    each: float = 0.0  # per sequence, independent of its length
+    token: float = 0.0  # per token that a rank sends
+    most_tokens: float = math.inf  # the most tokens of one sequence on a rank
 
     def load(self, sequence: SequenceLoad, degree: int) -> float:
         """The load of a sequence on each of so many ranks."""
@@ -50,21 +50,21 @@ class ExchangeCosts:
         return sequence.cost / degree + self.each + self.token * sent
 
     def lowest_degree(self, tokens: int, degrees: Sequence[int]) -> int:
-        """The lowest of these degrees at which a rank has room for its part; the highest where none has."""
+        """The lowest of these degrees at which a part fits on a rank; the highest if no part fits."""
         return next((degree for degree in degrees if tokens / degree <= self.most_tokens), degrees[-1])
 
 
 def exchange_costs(numbers: int, exchanges: int, device: str, most_tokens: float) -> ExchangeCosts:
-    """What it costs to divide a sequence, in products of a forward pass (as `PassCost`), in which so many numbers of a
-    token travel in so many exchanges. A backward pass computes twice as much and exchanges as much: together they cost
-    2 beside 3."""
+    """The cost of dividing a sequence, in multiplications of a forward pass (as `PassCost`) that exchanges `numbers`
+    numbers per token in `exchanges` exchanges. A backward pass computes twice as much and exchanges equally much:
+    forward and backward exchange 2 units per 3 units of computation."""
     number, exchange = PRODUCTS[device]
     return ExchangeCosts(exchanges * exchange * 2 / 3, numbers * number * 2 / 3, most_tokens)
 
 
 @dataclass(frozen=True)
 class Division:
-    """The ranks of every sequence, and the loads of all ranks that follow."""
+    """The ranks of every sequence, and the resulting loads of all ranks."""
 
     ranks: tuple[range, ...]
     loads: tuple[float, ...]
@@ -81,7 +81,7 @@ class Division:
 
 
 def group_of(rank: int, degree: int) -> range:
-    """The aligned group of so many ranks in which this rank is."""
+    """The aligned group of `degree` ranks that contains this rank."""
     first = rank // degree * degree
     return range(first, first + degree)
 
@@ -89,11 +89,10 @@ def group_of(rank: int, degree: int) -> range:
 def divide_sequences(
     sequences: Sequence[SequenceLoad], num_ranks: int, exchange: ExchangeCosts, degrees: Sequence[int]
 ) -> Division:
-    """Choose one of these degrees (ascending powers of two that divide the number of ranks) for every sequence, and its
-    ranks.
+    """Chooses a degree (ascending powers of two that divide the number of ranks) and ranks for every sequence.
 
-    Begins with the lowest degrees that memory allows, and raises a degree of the busiest rank's sequences as long as
-    that lowers its load, exchange included. Of all steps on the way, the earliest with the lowest maximum counts.
+    It begins with the lowest degrees that memory allows, and raises the degree of one of the busiest rank's sequences
+    while that lowers the rank's load, exchange included. The result is the first step with the lowest maximum load.
     """
     chosen = [exchange.lowest_degree(sequence.tokens, degrees) for sequence in sequences]
     best = at = place(sequences, num_ranks, exchange, chosen)
@@ -117,7 +116,7 @@ def raised_degrees(
     chosen: list[int],
     at: Division,
 ) -> Iterator[list[int]]:
-    """All ways to raise the degree of one of the heaviest sequences of the busiest rank, that of its heaviest first."""
+    """All ways to raise the degree of one of the busiest rank's heaviest sequences, the heaviest first."""
     busiest = at.loads.index(max(at.loads))
     numbers = [number for number, ranks in enumerate(at.ranks) if busiest in ranks]
     heaviest = sorted(numbers, key=lambda number: -exchange.load(sequences[number], chosen[number]))
@@ -130,8 +129,8 @@ def raised_degrees(
 def place(
     sequences: Sequence[SequenceLoad], num_ranks: int, exchange: ExchangeCosts, chosen: Sequence[int]
 ) -> Division:
-    """Give the sequences of these degrees to groups of ranks: the highest degree first, of one degree the heaviest
-    first, each to the group whose busiest rank has least to do."""
+    """Assigns sequences to groups of ranks: the highest degree first, within a degree the heaviest first, each to the
+    group whose busiest rank has the lowest load."""
     loads, ranks = [0.0] * num_ranks, [range(0)] * len(sequences)
     each = [exchange.load(sequence, degree) for sequence, degree in zip(sequences, chosen, strict=True)]
     for number in sorted(range(len(sequences)), key=lambda number: (-chosen[number], -each[number], number)):
@@ -152,11 +151,11 @@ def is_lower(loads: Sequence[float], than: Sequence[float]) -> bool:
 
 
 def order_of_passes(ranks: Sequence[range], tokens: Sequence[int], num_ranks: int) -> list[int]:
-    """The sequences, by number, in the one order in which every rank runs those that are its own.
+    """The global order of the sequences, in which every rank runs its own.
 
-    The highest degree first, of one degree the longest first. Where every rank has a sequence for itself, its shortest
-    one comes before everything else: the tokens of divided sequences travel meanwhile. All ranks of a sequence run
-    equally many passes before it, so that sharded weights may be gathered in every pass.
+    The highest degree first, within a degree the longest first. If every rank has an undivided sequence, its shortest
+    one comes first, while the tokens of divided sequences are sent. All ranks of a sequence run equally many passes
+    before it, so sharded weights can be gathered in every pass.
     """
     shortest: dict[int, int] = {}
     for number in sorted(range(len(ranks)), key=lambda number: (tokens[number], number)):

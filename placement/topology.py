@@ -26,27 +26,27 @@ GB = 1e9
 GPU_GB = {"GPU": 80.0, "H200": 141.0, "H100": 80.0, "A100": 80.0, "L40S": 48.0, "A10": 24.0, "L4": 24.0, "T4": 16.0}
 MOST = 9999  # devices of a kind on a node
 CORES_PER_GPU = 16
-CORE_GB = 8.0  # of the machine's memory, for each of its cores
+CORE_GB = 8.0  # memory of a machine, per core
 TEXT = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x(?P<model>[A-Za-z][\w-]*)")
-NAME = re.compile(r"[\w.-]+")  # as placements can say it
+NAME = re.compile(r"[\w.-]+")  # names that a placement can contain
 EXAMPLES = "examples: 8xGPU, 64x8xGPU, 8xH100, 16xCPU, 4xFAKE, or a file.yaml"
 NODE_KEYS = ("name", "count", "gpus", "gpu", "gpu_memory_gb", "cores", "memory_gb", "devices")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    index: int  # among those of its node that a run may use: gpu:0 is the first of these
+    index: int  # index among the GPUs of its node that the run may use
     model: str = "GPU"
     memory_bytes: float = GPU_GB["GPU"] * GB
     numa: int | None = None
-    render: str = ""  # the file through which EGL and Vulkan reach it, such as renderD128
-    card: int | None = None  # among all of its machine by PCI address, as nvidia-smi counts; None: where none was seen
+    render: str = ""  # its device file for EGL and Vulkan, such as renderD128
+    card: int | None = None  # its index in nvidia-smi (by PCI address); None: unknown
     uuid: str = ""
 
     @property
     def cuda_name(self) -> str:
-        """What CUDA_VISIBLE_DEVICES calls it: the UUID where it is known, which no order of devices changes and slices
-        of a GPU (MIG) cannot do without."""
+        """Its name in CUDA_VISIBLE_DEVICES: the UUID if known. A UUID does not depend on the order of devices, and MIG
+        slices need it."""
         return self.uuid or str(self.index if self.card is None else self.card)
 
 
@@ -57,9 +57,9 @@ class Node:
     gpus: tuple[Gpu, ...] = ()
     memory_bytes: float = float("inf")
     numa: tuple[tuple[int, ...], ...] = ()  # cores of every NUMA node, by its number
-    devices: tuple[str, ...] = ()  # named hardware: arm:0
+    devices: tuple[str, ...] = ()  # names of other hardware: arm:0
     fakes: int = 0
-    core_ids: tuple[int, ...] = ()  # the system's numbers of the cores; (): 0, 1, 2, ...
+    core_ids: tuple[int, ...] = ()  # the operating system's numbers of the cores; (): 0, 1, 2, ...
 
     @property
     def core_numbers(self) -> tuple[int, ...]:
@@ -73,10 +73,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """Machines that a run may use. The first is the one it is started on."""
+    """Machines that a run may use. The first machine starts the run."""
 
     nodes: tuple[Node, ...]
-    name: str = ""  # as it was asked for
+    name: str = ""  # the text that described it
 
     @property
     def gpus(self) -> int:
@@ -123,7 +123,7 @@ def describe_node(node: Node) -> str:
 
 
 def one_machine(cores: tuple[int, ...]) -> Topology:
-    """A machine with these cores, and nothing else."""
+    """A machine with these cores and no other devices."""
     return Topology((Node("", len(cores), core_ids=cores),))
 
 
@@ -133,7 +133,7 @@ def gpu_of(device: str, node: Node) -> Gpu | None:
 
 
 def not_there(device: str, node: Node) -> str:
-    """The refusal of a device that a machine lacks, with those of its kind that it has."""
+    """The error text for a device that a machine lacks, with the available devices of that kind."""
     kind = device.partition(":")[0]
     if mine := [name for name in node.named if name.startswith(f"{kind}:")]:
         return f"{device} is not there: this run may use {', '.join(mine)}"
@@ -147,7 +147,7 @@ def not_there(device: str, node: Node) -> str:
 
 
 def read_topology(text: str) -> Topology:
-    """The machines that 64x8xGPU, or a path to a YAML file, describes."""
+    """The machines described by text such as 64x8xGPU, or by a YAML file."""
     if text.endswith((".yaml", ".yml")):
         return read_file(Path(text))
     found = TEXT.fullmatch(text)
@@ -188,7 +188,7 @@ def read_file(path: Path) -> Topology:
 
 
 def read_nodes(entry: Any, place: int, path: Path) -> list[Node]:
-    """One entry is one node, or `count` of them."""
+    """Reads one entry: one node, or `count` equal nodes."""
     where = f"{path}: entry {place + 1} of nodes"
     if not isinstance(entry, Mapping) or set(entry) - set(NODE_KEYS):
         wrong = ", ".join(sorted(set(entry) - set(NODE_KEYS))) if isinstance(entry, Mapping) else repr(entry)
