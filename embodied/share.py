@@ -58,7 +58,7 @@ from embodied.run.shared_runs import (
 USAGE = __doc__ or ""
 OWN = ("weights", "devices", "rule", "folder", "resume", "join")
 RULES = ("lend", "remaining")
-ADD_S = 60.0  # for an answer to join=
+ADD_S = 60.0  # timeout for an answer to join=
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def start(argv: list[str]) -> int:
 class ShareOrder:
     """The options of a command line."""
 
-    runs: list[list[str]] = field(default_factory=list)  # the arguments of each
+    runs: list[list[str]] = field(default_factory=list)  # the arguments of each run
     weights: tuple[float, ...] = ()
     devices: str = ""
     rule: str = "lend"
@@ -106,7 +106,7 @@ def read_order(argv: Sequence[str]) -> ShareOrder:
     for word in words:
         name = word.removeprefix("recipe=")
         if word.startswith("recipe=") or not ("=" in word or word.startswith("-")):
-            file = as_path(name)  # which is found from anywhere: join= and resume= may come from another folder
+            file = as_path(name)  # absolute, since join= and resume= may be run in another folder
             order.runs.append([f"recipe={file.absolute() if file.is_file() else name}"])
         else:
             (order.runs[-1] if order.runs else common).append(word)
@@ -158,7 +158,7 @@ def new_runs(order: ShareOrder) -> SharedRuns:
 
 
 def named_devices(text: str, there: Topology) -> tuple[str, ...]:
-    """What devices= names, as gangs name it."""
+    """The devices that devices= names, with their names in gangs."""
     try:
         slots = parse_devices(text)
     except PlacementError as err:
@@ -191,7 +191,7 @@ def describe(shared: SharedRuns) -> list[str]:
 
 
 def write_prediction(shared: SharedRuns) -> None:
-    """predicted.jsonl, for the report, where all runs have been measured."""
+    """Write predicted.jsonl for the report, if all recipes have profiles."""
     try:
         lines = predict(shared, launch.say)[shared.rule]
     except ConfigError as err:
@@ -202,7 +202,7 @@ def write_prediction(shared: SharedRuns) -> None:
 
 
 def run_all(shared: SharedRuns) -> int:
-    """Start all runs that are not over, serve them until they are, and say how each ended."""
+    """Start all unfinished runs, serve them until they end, and say how each ended."""
     with Interruption() as interruption:
         processes = SharedProcesses(shared)
         try:
@@ -235,7 +235,7 @@ def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:
 
 
 def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
-    """Ask this folder's running command to begin another run."""
+    """Ask the command that runs this folder to add another run."""
     path = read_shared_runs(folder).socket
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:

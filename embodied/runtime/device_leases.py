@@ -1,15 +1,14 @@
-"""Grants devices to gangs of workers, and knows whose memory lies there; a state machine without threads.
+"""Grants devices to gangs of workers, and tracks whose memory is on them; a state machine without threads.
 
-A gang is granted all its devices at once or none, for a phase. Residency is apart from that: a worker keeps its memory
-after its turn, until another's does not fit beside it; then idle residents are asked to give theirs back, the one
-that has been idle longest first. Gangs that share no device never wait for each other and nothing of theirs moves.
+A gang gets all its devices at once, for a phase. Memory residency is separate: a worker keeps its memory after its turn
+until another worker's does not fit beside it. Then idle residents offload, longest idle first. Gangs without common
+devices never wait for each other, and their memory never moves.
 
-Waiting gangs take over by tier, and within a tier in the order of the workflow, producers before their consumers. A
-preemptible gang that holds what one of a tier before its own waits for should give way: stop, release, and ask again.
-The coordinator of several runs (`join`) is the same with other rules of whose turn it is: `run_turns.py`.
+Waiting gangs are served by tier, and within a tier in the order of the workflow, producers before consumers. A
+preemptible gang should give way to a gang of an earlier tier that waits for its devices: stop, release, and ask again.
+For several runs (`join`), `run_turns.py` has the rules for the order.
 
-Acting on what the coordinator asks for is the business of `device_sharing.py`, moving memory that of
-`device_memory.py`.
+`device_sharing.py` executes the coordinator's actions; `device_memory.py` moves memory.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ GB = 1e9
 
 
 class LeaseError(EmbodiedError):
-    """Raised where a demand can never be met; the text holds the arithmetic."""
+    """Raised if a demand can never be met; the text shows the arithmetic."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A worker's needs at work: devices, and bytes on each of them."""
+    """What a worker needs while it works: devices, and bytes on each of them."""
 
     worker: str
     devices: tuple[str, ...]
     num_bytes: float = 0.0
-    kept_bytes: float = 0.0  # stay when it has given the rest back
+    kept_bytes: float = 0.0  # bytes that stay after offloading
     gives_back: bool = True
 
 
 @dataclass(frozen=True)
 class Action:
-    """A worker's `onload` or `offload`, to be carried out before the grant of `gang`."""
+    """A worker's `onload` or `offload`, to be executed before `gang` gets its devices."""
 
     verb: str
     worker: str
@@ -59,26 +58,25 @@ class Coordinator:
         preemptible: Iterable[str] = (),
         turns: Turns | None = None,
     ) -> None:
-        """`resident` are the workers that have their memory already. `tiers` of gangs: 0 comes first, and is the tier
-        of those that are not in there. `preemptible` gangs give way to those of a tier before theirs. `turns`: other
-        rules of whose turn it is."""
+        """`resident` workers have their memory already. `tiers` by gang: 0 comes first and is the default.
+        `preemptible` gangs give way to gangs of an earlier tier. `turns`: the rules for the order."""
         self.capacity = dict(capacity)
         self.gangs = {name: tuple(claims) for name, claims in gangs.items()}
         self.claims = {claim.worker: claim for claims in self.gangs.values() for claim in claims}
         self.turns = turns or Turns(tiers or {}, self.gangs)
         self.preemptible = {*preemptible}
-        self.gangs_of: dict[str, set[str]] = {}  # by run
-        self.now = 0.0  # the time of what happens, where somebody says it
-        self.resident = dict.fromkeys(resident, 0)  # worker -> when it was last at work, counted in grants
+        self.gangs_of: dict[str, set[str]] = {}  # run -> its gangs
+        self.now = 0.0  # current time, if set
+        self.resident = dict.fromkeys(resident, 0)  # worker -> when it last worked, counted in grants
         self.holders: dict[str, str] = {}  # device -> gang
-        self.holding: set[str] = set()  # gangs, also those that need no device
+        self.holding: set[str] = set()  # gangs that hold their devices, also gangs without devices
         self.waiting: list[str] = []
-        self.switching: dict[str, set[tuple[str, str]]] = {}  # chosen gangs -> (verb, worker) not done yet
+        self.switching: dict[str, set[tuple[str, str]]] = {}  # chosen gangs -> unfinished (verb, worker)
         self.turn = 0
         self._check()
 
     def _check(self) -> None:
-        """Every gang fits when all others have given back what they can."""
+        """Checks that every gang fits when all other workers have offloaded."""
         if unknown := {d for claim in self.claims.values() for d in claim.devices} - set(self.capacity):
             raise LeaseError(f"{', '.join(sorted(unknown))}: no such device; there are {', '.join(self.capacity)}")
         for name, claims in self.gangs.items():
@@ -97,10 +95,10 @@ class Coordinator:
                         "or raise cluster.memory_gb where that is the limit"
                     )
 
-    # Asking and giving back
+    # Acquire and release
 
     def acquire(self, gang: str) -> list[Action]:
-        """Asks for a gang's devices. Returns what has to happen first, for it or for others that can go on now."""
+        """Requests a gang's devices. Returns the actions needed first, for it or for other gangs that can begin now."""
         if gang in self.waiting or gang in self.holding:
             raise LeaseError(f"{gang} asks for devices that it has or waits for already")
         self.waiting.append(gang)
@@ -108,20 +106,21 @@ class Coordinator:
         return self._go_on()
 
     def release(self, gang: str) -> list[Action]:
-        """A phase is over. Memory stays where it is."""
+        """A gang releases its devices. Memory stays where it is."""
         if gang not in self.holding:
             raise LeaseError(f"{gang} gives back devices that it does not hold")
         self._free(gang)
         return self._go_on()
 
     def cancel(self, gang: str) -> list[Action]:
-        """A gang that waits does so no longer."""
+        """A waiting gang stops waiting."""
         self.waiting.remove(gang)
         self.turns.ends(gang, self.now)
         return self._go_on()
 
     def leaving(self) -> set[str]:
-        """Returns the gangs that should give way now: no other holds anything that those waiting for them lack."""
+        """Returns the gangs that should give way now: only preemptible gangs hold the devices that a waiting gang
+        lacks."""
         able = {device: gang for device, gang in self.holders.items() if gang in self.preemptible}
         return self.turns.moves(self.waiting, able) | {
             gang
@@ -131,7 +130,7 @@ class Coordinator:
         }
 
     def in_the_way(self, gang: str) -> set[str]:
-        """Returns the gangs that hold what a waiting one lacks, or what those lack that take over before it."""
+        """Returns the gangs that hold devices of a waiting gang, or of gangs that are served before it."""
         order = self.turns.order(self.waiting)
         earlier = order[: order.index(gang)] if gang in order else order
         lacking = self._devices(gang)
@@ -144,12 +143,12 @@ class Coordinator:
         return gang in self.holding and gang not in self.switching
 
     def done(self, action: Action) -> list[Action]:
-        """An action was carried out."""
+        """An action has been executed."""
         self._moved(action.verb, action.worker)
         return self._after(action.gang, (action.verb, action.worker))
 
     def revise(self, claims: Iterable[Claim]) -> None:
-        """Workers have come to need other amounts than they claimed; LeaseError where that cannot be."""
+        """Updates workers' claims; LeaseError if they cannot fit."""
         new = {claim.worker: claim for claim in claims}
         self.gangs = {name: tuple(new.get(c.worker, c) for c in mine) for name, mine in self.gangs.items()}
         self.claims |= new
@@ -165,8 +164,8 @@ class Coordinator:
         preemptible: Iterable[str] = (),
         resident: Iterable[str] = (),
     ) -> list[Action]:
-        """The gangs of a run, instead of those that it had. LeaseError where its workers do not fit beside those of
-        others. Names of gangs and workers are no other run's. Returns what can happen since it holds nothing now."""
+        """Sets or replaces the gangs of a run, whose names must differ from other runs' names. LeaseError if its
+        workers do not fit beside those of other runs. Returns the actions that are possible now."""
         actions = self.leave(run)
         self.gangs |= {name: tuple(claims) for name, claims in gangs.items()}
         self.claims |= {claim.worker: claim for name in gangs for claim in self.gangs[name]}
@@ -182,7 +181,7 @@ class Coordinator:
         return actions
 
     def leave(self, run: str) -> list[Action]:
-        """A run has nothing on any device any longer."""
+        """A run has left all devices."""
         gone = self.gangs_of.pop(run, set())
         workers = {claim.worker for name in gone for claim in self.gangs[name]}
         for name in gone:
@@ -199,7 +198,7 @@ class Coordinator:
         return [action for gang, move in moving for action in self._after(gang, move)] + self._go_on()
 
     def pass_time(self, now: float) -> list[Action]:
-        """It is so late now. Returns what can happen for that."""
+        """Advances the time. Returns the actions that are possible now."""
         self.now = now
         self.turns.passes(now)
         actions = self._go_on()
@@ -217,7 +216,7 @@ class Coordinator:
         return claim.worker in self.resident or self.turn > 0
 
     def _go_on(self) -> list[Action]:
-        """Chooses which of the waiting gangs can have their devices now."""
+        """Chooses the waiting gangs that can get their devices now."""
         actions: list[Action] = []
         for gang, devices, holders in self._next():
             if not holders:
@@ -231,7 +230,7 @@ class Coordinator:
     def _next(self) -> Iterator[tuple[str, set[str], set[str]]]:
         """Yields each waiting gang that needs no device for which an earlier gang waits: the gang, its devices, and the
         gangs that hold some of these."""
-        kept: set[str] = set()  # devices that are some earlier gang's
+        kept: set[str] = set()  # devices for which an earlier gang waits
         for gang in self.turns.order(self.waiting):
             devices = self._devices(gang)
             if not self.turns.may_begin(gang):
@@ -252,7 +251,7 @@ class Coordinator:
         return holder in self.preemptible and self.turns.gives_way(holder, waiting)
 
     def _switch(self, gang: str) -> list[Action]:
-        """Returns what has to move before this gang is at work: others out first, then its own in."""
+        """Returns the memory moves before this gang works: others offload first, then its workers onload."""
         self.turn += 1
         mine = {claim.worker for claim in self.gangs[gang]}
         out = [Action("offload", worker, gang) for worker in self._leaving(gang, mine)]
@@ -267,7 +266,7 @@ class Coordinator:
         return out or self._onloads(gang)
 
     def _leaving(self, gang: str, mine: set[str]) -> list[str]:
-        """Idle residents that have to go, longest idle first."""
+        """Idle residents that have to offload, longest idle first."""
         out: list[str] = []
         for device, limit in self.capacity.items():
             needed = sum(c.num_bytes for c in self.gangs[gang] if device in c.devices)

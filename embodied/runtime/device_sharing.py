@@ -6,9 +6,9 @@
         trainers.update().wait()
 
 The groups of a phase work at the same time and get their devices together. A worker holds the devices of its host. A
-phase waits for devices of another thread's phase, and for devices that come back when a call ends (`ends_with`). It
-does not wait for workers that give way: they join when another phase frees their devices, and leave when another phase
-wants them, as soon as the phase's own thread handles that.
+phase waits for devices of another thread's phase, and for devices that are released when a call ends (`ends_with`). It
+does not wait for preemptible workers: they join when another phase frees their devices, and leave when another phase
+needs these, as soon as the phase's own thread handles that.
 
 When several runs share the devices (`embodied.share`), their parent process decides instead (`shared_leases.py`), and
 workers on other runs' devices give way, too.
@@ -39,16 +39,16 @@ from embodied.runtime.timers import Timers
 class _Phase:
     """A phase in progress."""
 
-    thread: int  # that is in it
-    call: Handle | None = None  # that ends its turn, if there is one
+    thread: int  # the thread in this phase
+    call: Handle | None = None  # the call that ends its turn, if any
 
     def over(self) -> bool:
         return self.call is not None and self.call.done()
 
 
 class DeviceSharing:
-    """Gives devices to the groups of a phase and takes them back, as the coordinator of the leases decides. Any thread
-    may be in a phase."""
+    """Gives devices to the groups of a phase and takes them back, as the lease coordinator decides. Usable from any
+    thread."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class DeviceSharing:
         timeout_s: float = 600.0,
         wake: Callable[[], object] = lambda: None,
     ) -> None:
-        """`growing`: by phase, what its workers but for some need after it, which may be more than before. `parts`: by
-        phase, the gangs that give way in it. A phase waits `timeout_s` for its devices. `wake` is called when workers
-        can join or should leave."""
+        """`growing`: by phase, a function that returns its workers' claims after it, without given workers; claims may
+        have grown. `parts`: by phase, its preemptible gangs. A phase waits `timeout_s` for its devices. `wake` is
+        called when workers can join or should leave."""
         self.coordinator: Coordinator | SharedLeases = coordinator
         self.growing = growing or {}
         self.parts = parts or {}
@@ -73,40 +73,39 @@ class DeviceSharing:
         self.moves: list[Action] = []  # all executed actions
         self.changes = 0  # counts events that may let workers join or leave
         self.unbuilt: set[str] = set()  # restarted workers without their devices
-        self._phases: dict[str, _Phase] = {}  # that hold their devices
+        self._phases: dict[str, _Phase] = {}  # phases that hold their devices
         self._changed = threading.Condition(threading.RLock())
 
     def share_with_other_runs(self, shared: SharedLeases, tiers: Mapping[str, int]) -> None:
-        """Ask for devices where other runs ask as well. Their updates take as long as they take."""
+        """Use the coordinator of several runs. Waits for other runs' updates have no deadline."""
         assert isinstance(self.coordinator, Coordinator)
         self.timeout_s = float("inf")
         self.coordinator = shared.join(self.coordinator, tiers, self._follow)
 
     def report_progress(self, fraction: float) -> None:
-        """So much of the batch is collected."""
+        """Report the collected part of the batch."""
         if isinstance(self.coordinator, SharedLeases):
             self.coordinator.report_progress(fraction)
 
     def clear_progress(self) -> None:
-        """An iteration has ended."""
+        """Report the end of an iteration."""
         if isinstance(self.coordinator, SharedLeases):
             self.coordinator.clear_progress()
 
     def rest(self, workers: Collection[str]) -> None:
-        """These workers of a phase have nothing to do for now: other runs may have their devices."""
+        """Report that these workers of a phase have no work for now: other runs may use their devices."""
         if isinstance(self.coordinator, SharedLeases):
             idle = [part for part in self.part_of.values() if all(c.worker in workers for c in self._claims(part))]
             self.coordinator.rest(idle)
 
     def woke(self, seconds: float) -> None:
-        """A worker that joined a phase took so long to load its weights."""
+        """Report how long a worker that joined a phase took to load its weights."""
         if isinstance(self.coordinator, SharedLeases):
             self.coordinator.woke(seconds)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Its groups hold their devices inside; other workers' memory is offloaded only if there is no room for
-        both."""
+        """Inside, the phase's groups hold their devices. Other workers' memory is offloaded only if both do not fit."""
         with self._changed:
             self._carry_out(self.coordinator.acquire(name))
             self._wait_for(name, lambda: self.coordinator.granted(name))
@@ -121,23 +120,24 @@ class DeviceSharing:
             self._end(name)
 
     def has_memory(self, worker: str) -> bool:
-        """Returns whether a worker's memory lies on its device; where not, its successor gives it back at once."""
+        """True if a worker's memory is on its device; otherwise its successor offloads at once."""
         return worker in self.coordinator.resident
 
     # Inside a phase
 
     def ends_with(self, name: str, call: Handle | None) -> None:
-        """The phase gives its devices back before its end: when this call is done (`go_on`), or now without one."""
+        """Make the phase release its devices before its end: when this call is done (`go_on`), or now without a
+        call."""
         self._phases[name].call = call
         if call is None:
             self._end(name)
 
     def due(self) -> bool:
-        """True if a phase is over that has not given its devices back."""
+        """True if an ended phase has not released its devices."""
         return any(phase.over() for phase in list(self._phases.values()))
 
     def go_on(self) -> None:
-        """Have phases that are over give their devices back."""
+        """Release the devices of ended phases."""
         with self._changed:
             for name in [name for name, phase in self._phases.items() if phase.over()]:
                 self._grow(name)
@@ -148,13 +148,13 @@ class DeviceSharing:
         return worker in self.part_of
 
     def takes_part(self, worker: str) -> bool:
-        """True if a worker of a phase in progress holds its devices, and need not leave."""
+        """True if a worker of a current phase holds its devices and need not leave."""
         part = self.part_of.get(worker)
         with self._changed:
             return part is None or (self.coordinator.granted(part) and part not in self.coordinator.leaving())
 
     def leave(self, busy: Collection[str]) -> None:
-        """Free the devices of workers that should leave and are not `busy`. They join again after the other phase's
+        """Release the devices of workers that should leave and are not `busy`. They rejoin after the other phase's
         turn."""
         with self._changed:
             for part in self.coordinator.leaving():
@@ -172,7 +172,7 @@ class DeviceSharing:
         with self._changed:
             self._wait_for(self.part_of.get(workers[0], ""), found)
 
-    # Inside; the lock is held, but in _grow
+    # Internals; called with the lock held, except _grow
 
     def _claims(self, gang: str) -> Sequence[Claim]:
         return self.coordinator.gangs[gang]
@@ -184,7 +184,7 @@ class DeviceSharing:
                 self.coordinator.revise(needs)
 
     def _wait_for(self, gang: str, granted: Callable[[], bool]) -> None:
-        """Blocks until it is granted; a gang that cannot be waits no longer."""
+        """Block until the gang is granted; on an error it stops waiting."""
         until = time.monotonic() + self.timeout_s
         try:
             while not granted():
@@ -195,7 +195,7 @@ class DeviceSharing:
             raise
 
     def _wait_for_others(self, gang: str, until: float) -> None:
-        """Wait until something changes. Of this thread's own phases only those are waited for that end with a call."""
+        """Wait until something changes. Of this thread's own phases, only those that end with a call can change."""
         holders = self.coordinator.in_the_way(gang)
         phases = {n: p for n, p in self._phases.items() if holders.intersection((n, *self.parts.get(n, ())))}
         mine = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}
@@ -211,7 +211,7 @@ class DeviceSharing:
             raise DeadlineExceeded(f"{gang} has waited {self.timeout_s:g} s for devices that {held} still held")
 
     def _end(self, name: str) -> None:
-        """Free all devices of a phase; its workers stop waiting for devices."""
+        """Release all devices of a phase; its workers stop waiting for devices."""
         with self._changed:
             if self._phases.pop(name, None) is None:
                 return
@@ -224,13 +224,13 @@ class DeviceSharing:
             self._carry_out(actions)
 
     def _carry_out(self, actions: list[Action]) -> None:
-        """Execute all actions of a step at once, then the actions that they make possible."""
+        """Execute all actions of a step concurrently, then the actions that they make possible."""
         with self.timers.measure("switch") if actions else nullcontext():
             while actions:
                 built = [action for action in actions if action.worker not in self.unbuilt]
                 calls = [getattr(self.workers[action.worker], action.verb)() for action in built]
                 for call in calls:
-                    call.survivors()  # the memory of a process that died moved in its way
+                    call.survivors()  # the memory of a dead process is free anyway
                 self.moves += actions
                 actions = [further for action in actions for further in self.coordinator.done(action)]
         self.changes += 1
@@ -248,12 +248,13 @@ def share_devices(
     borrowing: Sequence[WorkerGroup] = (),
     training: Collection[str] = (),
 ) -> DeviceSharing:
-    """The sharing of a cluster's devices by the groups that work in each phase; phases in the order of an iteration.
+    """Returns the sharing of a cluster's devices among the groups of each phase; phases are in the order of an
+    iteration.
 
-    All groups are built, and so have their memory. `memory_gb` is the limit of every device, if there is one. Groups in
-    `sharing` use the same weights if they share a process. Workers of groups in `giving_way` join their phase while no
-    other phase wants their devices. When several runs share the devices, groups in `borrowing` do the same, and phases
-    in `training` come first.
+    All groups are built and have their memory. `memory_gb` limits the memory of every device. Groups in `sharing` use
+    the same weights if they share a process. Workers of groups in `giving_way` take part in their phase while no other
+    phase needs their devices. When several runs share the devices, groups in `borrowing` do the same, and phases in
+    `training` come first.
     """
     other_runs = parent()
     devices = {host.name: host.devices or (host.name,) for host in cluster.hosts}
@@ -265,7 +266,7 @@ def share_devices(
     moving = {worker for group in (*giving_way, *(borrowing if other_runs else ())) for worker in group.workers}
     parts = parts_of(leases, moving, other_runs.lent if other_runs else ())
     everyone = [claim.worker for members in leases.values() for claim in members]
-    # How much memory work takes is known when it was done; where nothing is limited nobody asks.
+    # Memory use is known after the work; without a limit it is not asked for.
     limited = min(limits.values()) < float("inf")
     growing = claims if limited else {}
     late = {part: claims for found in parts.values() for part, claims in found.items()}
@@ -283,9 +284,9 @@ def share_devices(
 def parts_of(
     leases: Mapping[str, Sequence[Claim]], giving_way: Collection[str], lent: Collection[str] = ()
 ) -> dict[str, dict[str, list[Claim]]]:
-    """By phase, the gangs of workers that can join and leave: they share devices with another phase, or use `lent`
-    devices of other runs, and share none with a worker of their phase that must stay. Workers that share devices with
-    each other are one gang."""
+    """By phase, the preemptible gangs: their workers share devices with another phase, or use `lent` devices of other
+    runs, and share none with a worker of their phase that must stay. Workers that share devices with each other form
+    one gang."""
     found: dict[str, dict[str, list[Claim]]] = {}
     for phase, claims in leases.items():
         elsewhere = {d for name, others in leases.items() if name != phase for c in others for d in c.devices} | {*lent}
@@ -305,7 +306,7 @@ def parts_of(
 
 
 def shared_weights(groups: Sequence[WorkerGroup]) -> set[str]:
-    """The workers of these groups that are in one process with a worker of another of them."""
+    """The workers of these groups that share a process with a worker of another of these groups."""
     places = {group.role: group.process().wait() for group in groups}
     return {
         worker
@@ -321,8 +322,8 @@ def claims_of(
     devices: Mapping[str, tuple[str, ...]],
     unbuilt: Collection[str] | None = None,
 ) -> list[Claim]:
-    """Returns the memory that the workers of these groups report, divided over the devices of each. With `unbuilt`,
-    these workers and dead workers are left out."""
+    """Returns the memory that the workers of these groups report, divided over each worker's devices. `unbuilt` and
+    dead workers are left out."""
     asked = [
         (worker, devices[host], group[i].needs(worker in shared))
         for group in groups

@@ -1,8 +1,8 @@
-"""Whose turn it is on devices that several runs share: rules without processes or clocks, for `Coordinator`.
+"""Decides which run uses which shared device: rules for `Coordinator`, without processes or clocks.
 
-A run owns devices and may borrow others to generate on. Waiting gangs come by tier (initialise, train, values,
+A run owns devices and may borrow others for generation. Waiting gangs are served by tier (initialise, train, values,
 generate), then first come, first served. A gang that waits for its run's own devices longer than the run's last
-iteration moves up one tier. The rule says who may generate where:
+iteration moves up one tier. The rule decides which run generates on a device:
 
     lend       a run has its own devices whenever it has work for them. An idle device is lent to the run with the most
                remaining work for each device that it has, where it will be idle several times as long as a change of
@@ -32,14 +32,14 @@ from typing import Any, Literal
 INITIALISE, TRAIN, VALUES, GENERATE = range(4)
 RECORD = "share.jsonl"
 FORMAT = "embodied-share/1"
-LEND_FACTOR = 4.0  # a device is lent if it will be idle so many times as long as a change of hands takes
-FIRST_SWITCH_S = 1.0  # assumed until one was measured
-MOVE_FACTOR = 1.5  # a device changes between borrowers for so many times the remaining work
-BUCKETS = 50  # of progress: 2% each
+LEND_FACTOR = 4.0  # a device is lent if it will be idle for this multiple of a handover's duration
+FIRST_SWITCH_S = 1.0  # assumed duration of a handover until one is measured
+MOVE_FACTOR = 1.5  # a borrower takes a device from another one if it has this multiple of its remaining work
+BUCKETS = 50  # steps of progress: 2% each
 
 
 class Turns:
-    """Waiting gangs of one run: by tier, then in the order of the workflow."""
+    """The rules for one run: waiting gangs by tier, then in the order of the workflow."""
 
     def __init__(self, tiers: Mapping[str, int], order: Iterable[str]) -> None:
         self.tiers = dict(tiers)
@@ -49,60 +49,60 @@ class Turns:
         return self.tiers.get(gang, 0)
 
     def order(self, waiting: Collection[str]) -> list[str]:
-        """The waiting gangs, the next one first."""
+        """The waiting gangs in the order in which they are served."""
         return sorted(waiting, key=lambda gang: (self.tier(gang), self.place[gang]))
 
     def gives_way(self, holder: str, waiting: str) -> bool:
-        """True if a gang that can give way does so for this one."""
+        """True if the preemptible gang `holder` gives way to `waiting`."""
         return self.tier(holder) > self.tier(waiting)
 
     def may_begin(self, gang: str) -> bool:
-        """True if the gang may have its devices when they are free."""
+        """True if the gang may get its devices when they are free."""
         return True
 
     def moves(self, waiting: Collection[str], held: Mapping[str, str]) -> set[str]:
-        """Gangs that should give way to others of their tier. `held`: gangs that can give way, by device."""
+        """Gangs that should give way to gangs of the same tier. `held`: preemptible gangs by device."""
         return set()
 
-    # What happens; `now` in seconds
+    # Events; `now` in seconds
 
     def waits(self, gang: str, now: float) -> None:
-        """A gang asks for its devices."""
+        """A gang requests its devices."""
 
     def begins(self, gang: str, now: float) -> None:
-        """A gang has its devices."""
+        """A gang gets its devices."""
 
     def asked_to_leave(self, gang: str, now: float) -> None:
-        """A gang should give its devices back; said again and again until it does."""
+        """A gang should release its devices; called repeatedly until it does."""
 
     def ends(self, gang: str, now: float) -> None:
-        """A gang has given its devices back, or waits no longer."""
+        """A gang has released its devices, or stopped waiting."""
 
     def passes(self, now: float) -> None:
-        """Time has come to this."""
+        """Advances the time."""
 
     def knows(self, run: str, devices: Mapping[str, Collection[str]], tiers: Mapping[str, int]) -> None:
-        """The gangs of a run, in the order of its workflow. Earlier gangs of this run are forgotten."""
+        """Sets the gangs of a run, in the order of its workflow; replaces its earlier gangs."""
         raise NotImplementedError("these are the turns of one run")
 
 
 @dataclass
 class RunShare:
-    """What is known of a run that shares devices."""
+    """The state of a run that shares devices."""
 
     weight: float
     own: frozenset[str]
-    progress: float = 0.0  # of its batch
-    generated_s: float = 0.0  # device-seconds of generation for its batch so far
-    batch_s: float = 0.0  # and for the batch before; 0: not known
-    ended_at: float | None = None  # its last iteration
-    iteration_s: float = float("inf")  # how long that took
-    idle_since: dict[str, tuple[float, str]] = field(default_factory=dict)  # own device -> when, after which gang
-    idle_s: dict[tuple[str, str], float] = field(default_factory=dict)  # how long it was idle after that gang last
+    progress: float = 0.0  # collected part of its batch
+    generated_s: float = 0.0  # device-seconds of generation for the current batch
+    batch_s: float = 0.0  # the same for the previous batch; 0: unknown
+    ended_at: float | None = None  # end of its last iteration
+    iteration_s: float = float("inf")  # duration of its last iteration
+    idle_since: dict[str, tuple[float, str]] = field(default_factory=dict)  # own device -> (time, last gang)
+    idle_s: dict[tuple[str, str], float] = field(default_factory=dict)  # (device, gang) -> its last idle time after it
 
     @property
     def remaining_s(self) -> float:
-        """Device-seconds of generation until its batch is whole; a second for one that is not known."""
+        """Device-seconds of generation until its batch is complete; 1 if unknown."""
         return (self.batch_s or 1.0) * max(0.0, 1.0 - self.progress)
 
 
@@ -113,28 +113,28 @@ class _Gang:
     devices: frozenset[str]
     place: int
     state: Literal["", "waits", "holds"] = ""
-    since: float = 0.0  # in this state
+    since: float = 0.0  # time of the last change of state
     leaves_since: float | None = None
-    rests: bool = False  # it has nothing to do
+    rests: bool = False  # it has no work
 
 
 class RunTurns(Turns):
-    """Waiting gangs of several runs."""
+    """The rules for several runs."""
 
     def __init__(
         self,
         rule: Literal["lend", "remaining"] = "lend",
         record: Callable[[dict[str, Any]], None] = lambda line: None,
     ) -> None:
-        """`record` gets the lines of share.jsonl."""
+        """`record` receives the lines of share.jsonl."""
         super().__init__({}, ())
         self.rule, self._record = rule, record
         self.runs: dict[str, RunShare] = {}
         self.gangs: dict[str, _Gang] = {}
         self.now = 0.0
-        # Known until something happens: they are asked for again and again.
+        # Caches, cleared by every event.
         self.target, self.generates_on, self.wants = cache(self._target), cache(self._generates_on), cache(self._wants)
-        self.drain_s, self.wake_s = FIRST_SWITCH_S, 0.0  # of the last changes of hands
+        self.drain_s, self.wake_s = FIRST_SWITCH_S, 0.0  # durations of the last handover
 
     # Runs
 
@@ -151,14 +151,14 @@ class RunTurns(Turns):
         }
 
     def forgets(self, run: str, how: str, now: float) -> None:
-        """A run has ended; its devices belong to nobody."""
+        """A run has ended; its devices have no owner any more."""
         self.now = now
         self.knows(run, {}, {})
         del self.runs[run]
         self.record(run=run, ends=how)
 
     def reports(self, run: str, progress: float | None, now: float) -> None:
-        """A run has collected this part of its batch; None: an iteration has ended."""
+        """A run has collected this part of its batch; None: its iteration has ended."""
         self.now, share = now, self.runs[run]
         if progress is None:
             share.batch_s, share.generated_s = share.generated_s or share.batch_s, 0.0
@@ -172,7 +172,7 @@ class RunTurns(Turns):
         return self.drain_s + self.wake_s
 
     def woke(self, seconds: float) -> None:
-        """A worker took so long to load its weights on a device that it came to."""
+        """A worker that joined on a device took `seconds` to load its weights."""
         self.wake_s = mean(self.wake_s or seconds, seconds)
 
     # Rules
@@ -185,7 +185,7 @@ class RunTurns(Turns):
         return max(0, one.tier - (late and not self.borrows(gang)))
 
     def borrows(self, gang: str) -> bool:
-        """True if the gang generates on devices that are not its run's."""
+        """True if the gang generates on devices of other runs."""
         one = self.gangs[gang]
         return self.rule == "lend" and one.tier == GENERATE and not one.devices <= self.runs[one.run].own
 
@@ -209,8 +209,8 @@ class RunTurns(Turns):
         return all(self.idle_from_now_s(device) >= LEND_FACTOR * self.switch_s for device in lent)
 
     def idle_from_now_s(self, device: str) -> float:
-        """How long its owners will have no work for it. A device that is idle longer than last time, or for the first
-        time, is expected to be so as long again."""
+        """Expected seconds until its owners have work for it. A device that is idle for the first time, or longer than
+        last time, is expected to stay idle for as long as it has been."""
         found = float("inf")
         for run in self.runs.values():
             if device in run.own:
@@ -231,7 +231,7 @@ class RunTurns(Turns):
         return set()
 
     def better(self, gang: str, donor: str) -> bool:
-        """True if it is worth while to take a generating gang's devices for another one."""
+        """True if moving the devices of generating gang `donor` to `gang` pays."""
         mine, theirs = self.gangs[gang].run, self.gangs[donor].run
         if mine == theirs:
             return False
@@ -245,28 +245,28 @@ class RunTurns(Turns):
         return gain > 0.1 * max(1.0, self.target(mine))
 
     def demand(self, run: str, more: int = 1) -> float:
-        """Remaining work for each device, if it had so many more; of RLix's rule the relative gap to its share."""
+        """Remaining work per device with `more` additional devices; with RLix's rule, the relative gap to its share."""
         if self.rule == "remaining":
             return self.gap(run) / max(self.target(run), 1e-9)
         return self.runs[run].remaining_s / max(1, self.generates_on(run) + more)
 
     def _generates_on(self, run: str) -> int:
-        """The number of devices that it generates on."""
+        """The number of devices on which it generates."""
         mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
         return len({device for one in mine for device in one.devices})
 
     def _busy_on(self, run: str) -> int:
-        """The number of devices that it generates on and will keep: those on which it has nothing to do give way."""
+        """The number of devices on which it generates and that it will keep: devices without work are released."""
         mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and one.state == "holds"]
         return len({d for one in mine if not one.rests and one.leaves_since is None for d in one.devices})
 
     def _wants(self, run: str) -> bool:
-        """True if it generates, or waits to."""
+        """True if it generates or waits to generate."""
         mine = [one for one in self.gangs.values() if one.run == run and one.tier == GENERATE and not one.rests]
         return any(one.state for one in mine)
 
     def _target(self, run: str) -> float:
-        """The number of devices that it should generate on, by its part of all remaining work."""
+        """Its target number of devices for generation, in proportion to its remaining work."""
         taken = {d for one in self.gangs.values() if one.state == "holds" and one.tier < GENERATE for d in one.devices}
         devices = {d for share in self.runs.values() for d in share.own} - taken
         total = sum(share.remaining_s * share.weight for name, share in self.runs.items() if self.wants(name))
@@ -313,8 +313,8 @@ class RunTurns(Turns):
         self._has_no_work(gang)
 
     def rest(self, run: str, gangs: Collection[str], now: float) -> None:
-        """From now on these gangs of a run have nothing to do in their phase: they give way to all others and come
-        last. Its other gangs have work."""
+        """Marks these gangs of a run as without work in their phase: they give way to all others and are served last.
+        The run's other gangs have work."""
         self.now = now
         self._forget_counts()
         for name, one in self.gangs.items():
@@ -326,14 +326,14 @@ class RunTurns(Turns):
                     self._has_work(one)
 
     def _has_work(self, one: _Gang) -> None:
-        """Its run has work for the devices of a gang."""
+        """Marks the devices of a gang as in use by their run."""
         share = self.runs[one.run]
         for device in () if one.rests else one.devices & share.own:
             if found := share.idle_since.pop(device, None):
                 share.idle_s[device, found[1]] = self.now - found[0]
 
     def _has_no_work(self, gang: str) -> None:
-        """The gang has none; devices of the run for which its other gangs have none either are idle from now on."""
+        """Marks a gang as without work. Devices of its run that no other of its gangs needs are idle from now on."""
         one = self.gangs[gang]
         share = self.runs[one.run]
         others = [other for other in self.gangs.values() if other.run == one.run and other.state and not other.rests]
@@ -353,7 +353,7 @@ class RunTurns(Turns):
 
 
 def phase_of(gang: str) -> str:
-    """The name of a gang within its run: a/update is the update of a."""
+    """The name of a gang within its run: update for a/update."""
     return gang.partition("/")[2]
 
 
