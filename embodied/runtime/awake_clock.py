@@ -1,8 +1,8 @@
-"""Time that counts for deadlines: it stands still while this process, or the driver it works for, is stopped.
+"""A clock for deadlines that stands still while this process or its driver is stopped.
 
-A process that is stopped (Ctrl-Z, a paused container) notices nothing; when it goes on, all others seem to have been
-silent for as long. A wait reads the time at least every second, so a much longer gap between two readings is such a
-stop, or work in which it waited for nobody: neither is anybody else's delay.
+A process that was stopped (Ctrl-Z, a paused container) believes that all others were silent meanwhile. Waits read the
+clock at least every second. So a much longer gap between two readings is a stop, or work without waiting, and not a
+delay of others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GAP_S = 5.0
 
 
 class AwakeClock:
-    """Seconds, of which only differences mean something, without the gaps."""
+    """Seconds without the gaps; only differences are meaningful."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class AwakeClock:
         return now - self._asleep
 
     def awake_s(self) -> float:
-        """Seconds since the last gap: for longer nobody can have been silent to us."""
+        """Seconds since the last gap: an upper bound on the silence of others."""
         self()
         return self._clock() - self._woke
 
@@ -43,8 +43,8 @@ def wait_awake(
     driver: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Calls `attempt` with a second at most until it gives True; False when `seconds` have passed without gaps, and
-    without those in which the driver's process was stopped, since then nothing comes."""
+    """Calls `attempt` with at most a second until it returns True. Returns False after `seconds`, not counting gaps and
+    times in which the driver was stopped."""
     left, seen = seconds, clock()
     while not attempt(max(0.0, min(LOOK_S, left))):
         now = clock()

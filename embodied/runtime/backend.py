@@ -1,5 +1,5 @@
-"""The duties of a backend: start a host, call it, move a payload, report its death, end it; all else is shared. The
-simplest backend, inline, is here.
+"""The interface of a backend: start a host, call it, move a payload, report its death, end it. All other code is
+shared. The simplest backend, inline, is defined here.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Events:
     """A backend's reports to the cluster, from any thread."""
 
     on_report: Callable[[str, tuple, Any], None]  # (host name, message, packed result): a host answers
-    on_start: Callable[[str, int], None]  # (host name, process id): a life of it has begun
-    on_death: Callable[[str, str], None]  # (host name, cause): its process ended, and all it sent was delivered
+    on_start: Callable[[str, int], None]  # (host name, process id): the host has started
+    on_death: Callable[[str, str], None]  # (host name, cause): its process ended, after all its messages were delivered
 
 
-PROMISES = {  # each backend for users
+PROMISES = {  # descriptions of the backends for users
     "inline": "one process for debugging: nothing is pinned, no crash is isolated, nothing overlaps",
     "local": "one process per host on this machine",
     "ray": "one Ray actor per host, on this machine or on several",
@@ -39,17 +39,17 @@ PROMISES = {  # each backend for users
 class Backend(Protocol):
     name: str
     isolates: bool  # a host can die alone, and be restarted
-    notice_s: float  # how long a consequence waits for its cause: the end of a process is noticed within it
-    host: Host  # the driver's own
+    notice_s: float  # seconds within which the end of a process is noticed; a consequence waits so long for its cause
+    host: Host  # the driver's host
 
     def spawn(self, plan: HostPlan) -> None:
-        """Starts a host with the environment of its plan, or one that died again. Returns before it is up.
+        """Starts or restarts a host with the environment of its plan. Returns before it is ready.
 
-        What is sent to that name from now on reaches the new life, after everything the old one has sent was read.
+        Later messages to that name reach the new process. All messages of the old process are read first.
         """
 
     def call(self, host: str, message: tuple, packed: Any = None) -> None:
-        """Delivers a control message without waiting, in order also with what the driver puts into channels there."""
+        """Delivers a control message without waiting, in order with the driver's puts into channels there."""
 
     def pack(self, item: Any) -> Any:
         """Makes an object ready to be sent, once for any number of receivers."""
@@ -66,7 +66,8 @@ class Backend(Protocol):
         """The last heartbeat of a host's process; still readable when it has died."""
 
     def write_stacks(self, host: str) -> bool:
-        """Has a host write into its log what its threads are at, even inside a native call; whether it can be asked."""
+        """Makes a host write its threads' stacks into its log, even inside a native call; False if that is
+        impossible."""
 
     def kill(self, host: str) -> None:
         """Ends a host's process at once, even a stopped one; its death is then reported as any other."""
@@ -76,7 +77,7 @@ class Backend(Protocol):
 
 
 def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
-    """Returns the backend that `auto` means here, or the one named; refuses what cannot be."""
+    """Returns the named backend, or the one that `auto` stands for; refuses impossible combinations."""
     if name == "auto":
         name = "ray" if address is not None or several_nodes else "local"
     if name != "ray" and address is not None:

@@ -1,13 +1,13 @@
 """A named queue between workers, with optional keys and weights; channels may form cycles.
 
-The queue itself lives in one host, its home: put it where the items are consumed. Within a host an item is handed over
-as it is, the object itself: the producer must not change it afterwards. From another host it arrives as a copy
-whose large arrays are read-only.
+The queue itself lives in one host, its home: put it where the items are consumed. Within a host the object itself is
+handed over, so the producer must not change it afterwards. From another host a copy arrives, whose large arrays are
+read-only.
 
-`capacity` bounds what one producer may have waiting: its next put blocks until the consumer takes something.
+`capacity` limits the waiting items of one producer: its next put blocks until the consumer takes an item.
 
-Beside the channels that a program names there is one for each pair of workers, made when it is used first: it carries
-what `Worker.send` and `Worker.broadcast` give and `Worker.recv` takes, and ends with either of the two.
+Besides the named channels there is one channel for each pair of workers, made at its first use by `Worker.send`,
+`Worker.broadcast` or `Worker.recv`. It ends when one of the two workers ends.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ class Channel:
         return self.end.qsize()
 
     def close(self, error: str | Exception | None = None) -> None:
-        """Ends the channel: without an error consumers still get what waits, with one everybody gets it at once."""
+        """Ends the channel. Without an error consumers still get the waiting items; with an error everybody gets the
+        error at once."""
         self.end.close(self.end.host.caller(), "no more items" if error is None else str(error), drain=error is None)
 
 
 def put_all(channels: Sequence[Channel], item: Any, key: Any = None, timeout_s: float | None = None) -> None:
-    """Puts one item into several channels; what leaves this process is packed once for all of them."""
+    """Puts one item into several channels; for other processes it is packed once."""
     packed = None
     for channel in channels:
         host = channel.end.host

@@ -27,12 +27,12 @@ class Entry(NamedTuple):
     key: Any
     weight: float
     producer: str
-    peer: str | None  # the host it came from; None is the home itself
-    put_back: bool = False  # its producer has had its room back already
+    peer: str | None  # the host that sent it; None: the home itself
+    put_back: bool = False  # its producer's capacity is already freed
 
 
 class Getter:
-    """One get in progress. Takes what matches as it arrives, so that producers of a large batch get room again."""
+    """A get in progress. It takes matching items as they arrive, so that producers of a large batch regain capacity."""
 
     __slots__ = ("_ready", "closed", "consumer", "entries", "key", "need", "peer", "request", "total")
 
@@ -72,12 +72,12 @@ class Queue:
         self._entries: deque[Entry] = deque()
         self._getters: deque[Getter] = deque()
         self._unread: dict[str, int] = defaultdict(int)  # items waiting per producer of this host
-        self._taken: dict[tuple[str, str], int] = defaultdict(int)  # room not yet reported to producers elsewhere
+        self._taken: dict[tuple[str, str], int] = defaultdict(int)  # freed capacity not yet reported to other hosts
         self._closed: tuple[str, str] | None = None
         self._source_dead: tuple[str, str] | None = None  # the worker and the cause, while the only producer is dead
-        self.heard: Callable[[], None] = lambda: None  # called when something was put
+        self.heard: Callable[[], None] = lambda: None  # called after every put
 
-    # For this host's own threads
+    # Called by this host's own threads
 
     def put(self, item: Any, key: Any, weight: float, timeout_s: float | None) -> None:
         producer = self.host.tick()
@@ -122,7 +122,7 @@ class Queue:
         for user in users:
             self.host.post(user, ("closed", self.name, peer, cause))
 
-    # For the messages of other hosts
+    # Called for messages of other hosts
 
     def opened_by(self, peer: str) -> None:
         with self._lock:
@@ -146,10 +146,10 @@ class Queue:
             if (getter.peer, getter.request) == (peer, request) and self._give_up(getter):
                 self.host.post(peer, ("given_up", self.name, request))
 
-    # For the driver's news of other hosts and of workers
+    # Called for the driver's news of other hosts and workers
 
     def host_died(self, host: str, worker: str, cause: str, restarts: bool) -> None:
-        """Forget the dead host. What it put stays; gets that wait for it as the only producer fail."""
+        """Forget the dead host. Its items stay; gets that wait for it as the only producer fail."""
         self._forget(host)
         if self.pair is None or self.pair.source_host != host:
             return
@@ -166,7 +166,7 @@ class Queue:
             self._source_dead = None
 
     def worker_failed(self, worker: str, cause: str) -> None:
-        """Ends what goes straight from it or to it; what it has sent can still be taken."""
+        """Ends the worker's direct channels; items that it has sent can still be taken."""
         if self.pair and worker in (self.pair.source, self.pair.receiver):
             self.close(worker, cause, drain=worker == self.pair.source)
 
@@ -175,7 +175,7 @@ class Queue:
             self.close(*CLOSING)
 
     def _forget(self, peer: str) -> None:
-        """Drop what a dead host waited for and its unread items' claim on capacity: its next life starts afresh."""
+        """Drop a dead host's gets and free the capacity of its unread items: the replacement starts afresh."""
         for getter in list(self._getters):
             if getter.peer == peer:
                 self._give_up(getter)
@@ -185,7 +185,7 @@ class Queue:
             for origin in [origin for origin in self._taken if origin[0] == peer]:
                 del self._taken[origin]
 
-    # Inside; the lock is held, except in _start, _give_up and _deliver
+    # Internals; called with the lock held, except _start, _give_up and _deliver
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -198,7 +198,7 @@ class Queue:
         return self._match() if self._getters else []
 
     def _match(self) -> list[Getter]:
-        """Fills the gets in the order they came; -> those that are complete, now off the list."""
+        """Fills the gets in order of arrival; removes and returns the complete ones."""
         ready = []
         for getter in list(self._getters):
             if not self._entries:
@@ -254,7 +254,7 @@ class Queue:
         return self._gone(entry)
 
     def _gone(self, entry: Entry) -> Entry:
-        """Gives the producer its room back; producers elsewhere in portions of half the capacity."""
+        """Frees the producer's capacity; producers on other hosts are told in portions of half the capacity."""
         if self.capacity is None or entry.put_back:
             return entry
         if entry.peer is None:
@@ -268,7 +268,7 @@ class Queue:
         return entry
 
     def _give_up(self, getter: Getter) -> bool:
-        """Puts back what a get has taken so far. False if it was served meanwhile."""
+        """Puts back the items that a get has taken so far. False if it was served meanwhile."""
         with self._lock:
             if getter not in self._getters:
                 return False

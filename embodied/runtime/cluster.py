@@ -1,8 +1,8 @@
 """Starts the hosts of a plan, launches worker groups on them, makes channels, and leaves nothing behind.
 
-One rule for errors: whatever fails first is what every wait reports. A failed worker closes the channels it was given,
-so workers that wait for it there notice at once; the ChannelClosed they raise follows from it and never hides it.
-The exception are hosts that are supervised: what happens there is a loss that `settle` reports and `replace` mends.
+Every wait reports the first failure. A failed worker closes its channels, so workers that wait on these notice at once;
+their ChannelClosed is a consequence and never hides the cause. Supervised hosts are an exception: `settle` reports
+their failures and `replace` restarts them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Cluster:
         start_s: float = START_S,
         on_start: Callable[[str, int], None] = lambda host, pid: None,
     ) -> None:
-        """`address` is that of a running Ray cluster; `modules` are those of the user's that its nodes may lack. A
-        cluster of the run's own has `start_s` to start. `on_start` gets the process id of every life of a host."""
+        """`address` of a running Ray cluster; `modules` are user modules that its nodes may lack. A Ray cluster of the
+        run's own has `start_s` seconds to start. `on_start` gets the process id whenever a host starts."""
         names = [plan.name for plan in hosts]
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")
         self.timeout_s = timeout_s
-        for name in GIVEN:  # the driver holds no device, whatever its user's shell says
+        for name in GIVEN:  # the driver has no device, whatever the shell's environment says
             os.environ.pop(name, None)
         self.hosts = list(hosts)
         self._run = secrets.token_hex(8)
@@ -72,9 +72,9 @@ class Cluster:
         self._channels_of: dict[str, set[str]] = defaultdict(set)  # worker -> names of the channels it was given
         self._started: list[str] = []  # hosts
         self._dead_hosts: dict[str, Failure] = {}
-        self._losses: dict[str, Failure] = {}  # dead hosts to be replaced that `settle` has not reported yet
+        self._losses: dict[str, Failure] = {}  # dead replaceable hosts that `settle` has not reported yet
         self._watchdog: Watchdog | None = None
-        self._built_s: dict[str, float] = {}  # host -> its longest call before it was supervised
+        self._built_s: dict[str, float] = {}  # host -> its longest call before supervision began
         self._clock = AwakeClock()
         self._closed = False
         events = Events(self._on_report, on_start, self._on_death)
@@ -123,8 +123,8 @@ class Cluster:
         home: WorkerGroup | None = None,
         capacity: int | None = DEFAULT_CAPACITY,
     ) -> Channel:
-        """`home` is the one worker that consumes (default: the driver's host, which is also right for a few consumers).
-        `capacity` is per producer; None is unbounded."""
+        """`home` is the consuming worker (default: the driver's host, also suitable for a few consumers). `capacity` is
+        per producer; None is unbounded."""
         if name in self._channels:
             raise ValueError(f"there is already a channel {name!r}")
         if home is not None and len(home) != 1:
@@ -167,9 +167,9 @@ class Cluster:
     # Supervision
 
     def supervise(self, groups: Sequence[WorkerGroup], stale: Sequence[WorkerGroup], budget: Budget) -> None:
-        """Replaces from now on hosts that run only these groups when they die or hang; one that hangs with another
-        role ends the run. `stale` groups need weights before they are themselves again. A backend that isolates nothing
-        cannot replace or end anything."""
+        """From now on replaces hosts that run only these groups if they die or hang; a hanging host with another role
+        ends the run. Restarted workers of `stale` groups need weights first. A backend without isolation can replace
+        nothing."""
         roles, stale_roles = {g.role for g in groups}, {g.role for g in stale}
         plans = self.hosts if self._backend.isolates else []
         unique = [plan.name for plan in plans if not roles.issuperset(plan.roles)]
@@ -179,9 +179,9 @@ class Cluster:
         self._watchdog = Watchdog(self._backend, supervisor, self._clock, self._built_s)
 
     def settle(self, *handles: Handle, until: Callable[[], bool] = lambda: False) -> dict[str, Failure]:
-        """Blocks until the handles are done or `until` holds (then {}), or hosts have died that can be replaced: host
-        -> what happened, each reported once. Raises what cannot be mended. `until` is asked again whenever a call ends
-        or something comes into a watched channel."""
+        """Blocks until the handles are done or `until` is true (returns {}), or until replaceable hosts have died
+        (returns host -> failure, each once). Raises other failures. `until` is called whenever a call ends or an item
+        arrives in a watched channel."""
         started = self._clock()
         with self._changed:
             while True:
@@ -196,16 +196,16 @@ class Cluster:
                 self._wait(handles, started, None)
 
     def watch(self, channel: Channel) -> None:
-        """Lets `settle` notice what is put into a channel at home in the driver."""
-        channel.end.heard = self.wake  # type: ignore[union-attr]  # a queue, as it is at home here
+        """Makes `settle` react to items in a channel whose home is the driver."""
+        channel.end.heard = self.wake  # type: ignore[union-attr]  # a Queue, since its home is here
 
     def wake(self) -> None:
-        """Has waits ask again whether they are over; any thread may call it."""
+        """Makes waits check their condition again. Thread-safe."""
         with self._changed:
             self._changed.notify_all()
 
     def end(self, host: str, cause: str) -> None:
-        """Ends the process of a host, which `settle` reports then; DeadlineExceeded where it cannot be replaced."""
+        """Kills the process of a host, which `settle` then reports; DeadlineExceeded if it cannot be replaced."""
         worker = self._workers_of(host)[0]
         with self._changed:
             if not (self._watchdog and self._watchdog.supervisor.replaces(host)):
@@ -214,7 +214,7 @@ class Cluster:
 
     def replace(self, host: str) -> list[Handle]:
         """Starts a dead host again with the same plan, and its workers with the same arguments."""
-        with self._changed:  # until all know of this life, none hears of its end
+        with self._changed:  # the new process must be known before its end is reported
             del self._dead_hosts[host]
             self._backend.spawn(next(plan for plan in self.hosts if plan.name == host))
             for plan in self.hosts:
@@ -231,7 +231,7 @@ class Cluster:
         return handles
 
     def rebuilt_by(self, host: str, construction: Sequence[Handle], weights: Sequence[Handle]) -> None:
-        """A replaced host is at work when `construction` is done, and no longer stale when `weights` is."""
+        """A replaced host works when `construction` is done, and is no longer stale when `weights` is done."""
         assert self._watchdog is not None
         with self._changed:
             self._watchdog.rebuilt_by(host, construction, weights)
@@ -242,7 +242,8 @@ class Cluster:
         return self._watchdog.supervisor.restarts(host)
 
     def accept_failures(self) -> None:
-        """Let other workers be called once some have failed for good: waits for others do not report it any more."""
+        """Allows calls of other workers after some have failed for good: their waits no longer report those
+        failures."""
         with self._changed:
             for failure in (*self._failures, *self._dead_hosts.values()):
                 failure.accept()
@@ -285,7 +286,7 @@ class Cluster:
         self._backend.call(host, (*message, call_id), packed)
 
     def _wait(self, handles: Sequence[Handle], started: float, timeout_s: float | None) -> None:
-        """Called with the lock: until something happens, or it is time to look for hung hosts."""
+        """Called with the lock: waits for an event, or until the next check for hung hosts."""
         allowed = self.timeout_s if timeout_s is None else timeout_s
         left = started + allowed - self._clock()
         if left <= 0 and timeout_s is None:
@@ -299,14 +300,14 @@ class Cluster:
             self._watchdog.check(self._calls.values())
 
     def _silence(self, handles: Sequence[Handle]) -> float:
-        """Seconds since the last sign of life of those waited for."""
+        """Seconds since the last sign of life of the awaited workers."""
         waited = [worker for handle in handles for worker in handle.running()]
         signs = [self._backend.progress(self._host_of(worker), self._slot(worker)) for worker in waited]
         return min(self._clock.awake_s(), *(sign.ago_s for sign in signs))
 
     def _end_silent(self, handles: Sequence[Handle], seconds: float) -> bool:
-        """Ends the hosts of silent workers that are waited for and can be replaced; False if there are none. A worker
-        that only waits on a channel is not to blame."""
+        """Kills the replaceable hosts of silent awaited workers; False if there are none. Workers that wait on a
+        channel are not counted as silent."""
         watchdog, ended = self._watchdog, False
         for worker in [worker for handle in handles for worker in handle.running()]:
             host = self._host_of(worker)
@@ -318,13 +319,13 @@ class Cluster:
         return ended
 
     def _failure_for(self, handle: Handle) -> Failure | None:
-        """Returns what this wait must report. Called with the lock."""
+        """Returns the failure that this wait must report. Called with the lock."""
         if (cause := self._news()) is not None or not handle.failed:
             return cause
         failure = next(iter(handle.failed.values()))
         while failure.follows is not None:
             cause = next((f for f in self._failures if (f.worker, f.cause) == failure.follows), None)
-            if cause is None:  # a worker closed the channel itself, and may be about to say why
+            if cause is None:  # a worker closed the channel and may be about to report why
                 peer = failure.follows[0]
                 if self._watchdog and (ended := self._watchdog.ended(peer)):
                     return ended
@@ -339,7 +340,7 @@ class Cluster:
         return self._news() is not None or peer not in working
 
     def _news(self) -> Failure | None:
-        """The first cause that no wait has raised yet, or that nobody can recover from."""
+        """The first failure that no wait has raised yet, or that is final."""
         return next((f for f in self._failures if f.follows is None and (f.fatal or not f.raised)), None)
 
     def _on_report(self, host: str, message: tuple, packed: Any) -> None:
@@ -365,7 +366,7 @@ class Cluster:
                 self._calls[call_id] = call  # fails with its host
                 self._watchdog.condemn(call.host, failure)
                 return
-            self._failures.append(failure)  # before anybody sees that the call is over
+            self._failures.append(failure)  # before anybody sees the end of the call
         self._fail([call], failure, [worker])
 
     def _on_death(self, host: str, cause: str) -> None:
@@ -399,13 +400,13 @@ class Cluster:
             self._mark(calls.values(), failure)
 
     def _fail(self, calls: Iterable[Call], failure: Failure, workers: list[str]) -> None:
-        """Closes the channels of failed workers; the failure is in `_failures` since their calls ended."""
+        """Closes the channels of failed workers, whose failure is already in `_failures`."""
         with self._changed:
             names = {name for worker in workers for name in self._channels_of[worker]}
             others = [host for host in self._started if host not in self._dead_hosts and not self._closed]
         for name in names:
             self._channels[name].end.close(failure.worker, failure.cause)
-        for host in others:  # what its peers expect of it straight
+        for host in others:  # closes its direct channels to workers there
             self._backend.call(host, ("failed", failure.worker, failure.cause))
         with self._changed:
             self._mark(calls, failure)
@@ -442,7 +443,7 @@ def _channels_in(item: Any) -> Iterable[Channel]:
         yield item
     elif isinstance(item, (list, tuple)):
         for part in item:
-            if not isinstance(part, (str, int, float)):  # a thousand episodes are many of these
+            if not isinstance(part, (str, int, float)):  # skip these quickly: items may have thousands
                 yield from _channels_in(part)
     elif isinstance(item, dict):
         yield from _channels_in(list(item.values()))

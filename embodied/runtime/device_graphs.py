@@ -1,9 +1,9 @@
-"""Graphs: operations of a device that are recorded once and then repeated on the same memory, without Python.
+"""Graphs: device operations that are recorded once and then replayed on the same memory, without Python.
 
-A pass of a small network is some hundred operations, and each takes a GPU less time than Python needs to ask for it.
-`record` makes a CUDA graph. On a CPU it makes a `HostGraph`, which keeps to the same rules: inputs are copied into
-buffers that stay where they are, sizes never change, and nothing that is computed may be read meanwhile. No pass is
-faster by that; it lets tests compare what was recorded with what was not where there is no GPU.
+A pass of a small network has some hundred operations, and each takes a GPU less time than Python needs to launch it.
+`record` makes a CUDA graph. On a CPU it makes a `HostGraph` with the same rules: inputs are copied into fixed buffers,
+sizes never change, and results must not be read while recording. That is not faster, but lets tests compare recorded
+with ordinary passes without a GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from embodied.core.arrays import Observation, flat_dict, is_tensor, leaves, map_obs
 
-WARM_UP = 3  # runs before CUDA records: libraries take their memory in the first
+WARM_UP = 3  # runs before CUDA records: libraries allocate their memory in the first run
 READS = ("_local_scalar_dense", "item", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select")
-MOST = 4  # graphs of a function, which keep their memory
+MOST = 4  # graphs of a function; each keeps its memory
 
 
 class HostGraph(TorchDispatchMode):
-    """Records the operations that run inside of it, and repeats them into the same tensors."""
+    """Records the operations that run inside, and replays them into the same tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class HostGraph(TorchDispatchMode):
 
 
 def record(work: Callable[[], None], device: str, pool: Any = None) -> Any:
-    """A graph of the operations of `work`, with a method `replay`. They may run several times on the way."""
+    """Returns a graph of the operations of `work`, with a method `replay`. Recording may run `work` several times."""
     if device != "cuda":
         with HostGraph() as graph:
             work()
@@ -58,14 +58,14 @@ def record(work: Callable[[], None], device: str, pool: Any = None) -> Any:
         for _ in range(WARM_UP):
             work()
     torch.cuda.current_stream().wait_stream(stream)
-    # Other threads of this process, which may act or simulate, go on meanwhile.
+    # Other threads of this process, which may act or simulate, continue meanwhile.
     with torch.cuda.graph(cuda_graph, pool=pool, capture_error_mode="thread_local"):
         work()
     return cuda_graph
 
 
 class Recordings:
-    """Graphs of a function of tensors, by their shapes and by where its weights are."""
+    """Graphs of a function of tensors, by the tensors' shapes and the weights' addresses."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -74,7 +74,7 @@ class Recordings:
     def run(
         self, name: Hashable, work: Callable[..., Observation], inputs: Observation, weights: Iterable[Tensor]
     ) -> Observation:
-        """The results of `work(**inputs)`; from the second time on that such inputs come, those of its graph."""
+        """Returns the results of `work(**inputs)`; from the second call with such inputs on, by replaying a graph."""
         shapes = [(path, each.dtype, each.shape) for path, each in flat_dict(inputs).items()]
         key = (name, *shapes, *(weight.data_ptr() for weight in weights))
         with torch.inference_mode():

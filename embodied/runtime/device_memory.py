@@ -1,12 +1,12 @@
-"""A worker's memory on its device: what it takes there, and moving it to the host's memory and back.
+"""Measures a worker's memory on its device, and moves it to the host's memory and back.
 
-Moving is in place: a tensor's storage is emptied and filled again, so whatever shares it (a network, an optimizer, a
-view) need not know. Until it is back, it must not be used. Storage that belongs to another (mapped memory) stays.
+Moves are in place: a tensor's storage is emptied and refilled, so networks, optimizers and views that share it are
+unaffected. Offloaded tensors must not be used. Mapped memory stays.
 
-A worker's memory besides its tensors is measured. A simulator allocates by itself, so what it takes is what the GPU has
-less of afterwards, provided that only simulators are built meanwhile. On cores nothing is limited or counted.
+Other memory of a worker is measured. A simulator allocates by itself, so its memory is the decrease of the GPU's free
+memory while it is built; nothing but simulators may be built meanwhile. On cores nothing is limited or counted.
 
-Whose memory has to move is decided in `device_leases.py`, and asked of the worker by `device_sharing.py`.
+`device_leases.py` decides whose memory moves; `device_sharing.py` calls the worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from embodied.runtime.timers import Timers
 
 
 class DeviceTensors:
-    """A worker's tensors on its device, part by part; each move is measured under the part's name and its bytes."""
+    """A worker's tensors on its device, by part. Each move is measured under the part's name and bytes."""
 
     def __init__(self, timers: Timers) -> None:
         self.timers = timers
@@ -37,7 +37,7 @@ class DeviceTensors:
         return any(part.away for part in self.parts.values())
 
     def offload(self, parts: Mapping[str, Iterable[Any]], emptied: Collection[str] = ()) -> None:
-        """Moves these parts away; those `emptied` come back as zeros."""
+        """Moves these parts to the host; `emptied` parts come back as zeros."""
         for name, tensors in parts.items():
             offloader = self.parts.setdefault(name, Offloader(keeps=name not in emptied))
             self.measured("offload", name, offloader.offload, tensors)
@@ -47,7 +47,7 @@ class DeviceTensors:
             self.measured("onload", name, offloader.onload)
 
     def measured(self, verb: str, name: str, move: Callable[..., int], *tensors: Any) -> None:
-        """Moves a part by a function that returns the bytes."""
+        """Moves a part by `move`, which returns the number of bytes."""
         started = perf_counter()
         if moved := move(*tensors):
             self.timers.add(f"{verb} {name}, {moved / 1e6:.3g} MB", started)
@@ -55,10 +55,10 @@ class DeviceTensors:
 
 class Offloader:
     def __init__(self, keeps: bool = True) -> None:
-        """`keeps`: the tensors' values are kept. Otherwise they come back as zeros, since fresh memory can hold NaN,
-        which spoils masked sums, too. Copies are allocated once: pinned memory is expensive."""
+        """`keeps`: the values are kept. Otherwise tensors come back as zeros: fresh memory can hold NaN, which spoils
+        even masked sums. Copies are allocated once, since pinned memory is expensive."""
         self.keeps = keeps
-        self._copies: dict[int, tuple[Any, Any]] = {}  # by storage, which has a new view each time where it is a shard
+        self._copies: dict[int, tuple[Any, Any]] = {}  # by storage: a shard has a new view each time
         self._away: list[tuple[Any, int, Any]] = []  # tensor, bytes, its copy
 
     @property
@@ -66,13 +66,13 @@ class Offloader:
         return bool(self._away)
 
     def offload(self, tensors: Iterable[Any]) -> int:
-        """-> bytes that were freed."""
+        """Returns the number of freed bytes."""
         import torch
 
         seen = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            shared = storage.device.type == "cpu" and storage.is_shared()  # then it is not this process's to free
+            shared = storage.device.type == "cpu" and storage.is_shared()  # then other processes use it, too
             if not storage.nbytes() or storage.data_ptr() in seen or shared or not storage.resizable():
                 continue
             seen.add(storage.data_ptr())
@@ -90,7 +90,7 @@ class Offloader:
         return sum(size for _, size, _ in self._away)
 
     def onload(self) -> int:
-        """-> bytes that were taken again."""
+        """Returns the number of allocated bytes."""
         import torch
 
         for tensor, size, copy in self._away:
@@ -143,7 +143,7 @@ class AllocatedMemory:
 
 
 class Computing:
-    """The most that some work took for as long as it lasted, so far; torch keeps it for the next time."""
+    """The largest temporary memory of some work so far; torch keeps it for the next time."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -159,7 +159,7 @@ class Computing:
 
 
 def free_bytes() -> int:
-    """Returns the free memory of the GPU that this process holds; 0 where it holds none."""
+    """Returns the free memory of this process's GPU; 0 without a GPU."""
     if not own_gpu():
         return 0
     import torch
@@ -168,7 +168,7 @@ def free_bytes() -> int:
 
 
 def begin_peak() -> int:
-    """-> bytes of tensors there now."""
+    """Starts a peak measurement; returns the current bytes of tensors."""
     if not on_gpu():
         return 0
     cuda = sys.modules["torch"].cuda
@@ -177,7 +177,7 @@ def begin_peak() -> int:
 
 
 def allocated_bytes() -> tuple[int, int]:
-    """Returns bytes of tensors now, and the most since `begin_peak`."""
+    """Returns the current bytes of tensors, and the peak since `begin_peak`."""
     if not on_gpu():
         return 0, 0
     cuda = sys.modules["torch"].cuda
@@ -185,7 +185,7 @@ def allocated_bytes() -> tuple[int, int]:
 
 
 def gpu_id() -> str:
-    """The id of the GPU that this process computes on, alike in all processes; "" where it computes on none."""
+    """The id of this process's GPU, equal in all processes; "" without a GPU."""
     return str(sys.modules["torch"].cuda.get_device_properties(0).uuid) if on_gpu() else ""
 
 
@@ -196,7 +196,7 @@ def synchronize() -> None:
 
 
 def host_memory(size: int) -> Any:
-    """Zeros in the host's memory as numpy has them, pinned where a GPU is to copy them."""
+    """Returns a numpy array of zeros in the host's memory, pinned if there is a GPU."""
     if not on_gpu():
         return np.zeros(size, np.uint8)
     torch = sys.modules["torch"]
@@ -204,7 +204,7 @@ def host_memory(size: int) -> Any:
 
 
 def give_back_unused() -> None:
-    """Gives back what torch keeps for the next time."""
+    """Releases the memory that torch caches."""
     if on_gpu():
         sys.modules["torch"].cuda.empty_cache()
 

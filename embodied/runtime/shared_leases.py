@@ -1,12 +1,12 @@
 """The coordinator of a run that shares its devices with other runs: asks the process that started all of them.
 
 `EMBODIED_SHARE` names that process's socket; unset, nothing here is used. A message is a JSON object in a line. The run
-asks (`acquire`, `release`, ...) and waits for the answer; the parent tells at any time what the run holds, what it
-should give back, and which memory to move.
+sends requests (`acquire`, `release`, ...) and waits for answers. The parent says at any time which devices the run
+holds, which it should release, and which memory to move.
 
-If the parent dies, the run asks itself to stop, and so ends its step, saves, and says how to go on. Until then it
-borrows nothing and uses no device that another run still has: a run locks the devices that it holds, and the kernel
-unlocks them when its processes have ended.
+If the parent dies, the run stops itself: it ends its step, saves, and says how to resume. Until then it borrows no
+device and uses no device that another run still holds: runs lock their devices, and the kernel unlocks them when their
+processes have ended.
 
     shared = parent()                    # None without EMBODIED_SHARE
     shared.begin()                       # waits for the run's own devices
@@ -39,29 +39,29 @@ if TYPE_CHECKING:
     from embodied.runtime.cluster import Cluster
 
 SOCKET = "EMBODIED_SHARE"  # names the parent's socket
-ANSWER_S = 300.0  # the parent answers at once, but for planning a run that joins; later it counts as gone
+ANSWER_S = 300.0  # the parent counts as dead after this; it answers at once, except while it plans a joining run
 LOOK_S = 1.0
-ORPHANED_S = 900.0  # for other runs to end their step, save and stop
-LOCKS = ".locks"  # the file of locks is called so, after the socket
+ORPHANED_S = 900.0  # time for other runs to end their step, save and stop
+LOCKS = ".locks"  # suffix of the file of locks, after the socket's name
 BEGINNING = "initialise"  # the gang of a run that builds its workers
 
 
 @cache
 def parent() -> SharedLeases | None:
-    """The connection of this process to the command that started it beside other runs."""
+    """The connection to the parent command; None if the run shares no devices."""
     path = os.environ.get(SOCKET)
     return SharedLeases(path) if path else None
 
 
 def begin_beside_other_runs(cluster: Cluster, memory_gb: float | None) -> None:
-    """Wait until workers can be built on the run's devices, where other runs share them."""
+    """If the run shares devices: wait until its workers can be built on them."""
     if shared := parent():
         limits = device_limits(cluster, memory_gb)
         shared.begin({device: limit for device, limit in limits.items() if limit < float("inf")})
 
 
 def device_limits(cluster: Cluster, memory_gb: float | None) -> dict[str, float]:
-    """Bytes that each device of a cluster may hold."""
+    """The memory limit of each device of a cluster, in bytes."""
     return {
         device: host.device_bytes if memory_gb is None else memory_gb * GB
         for host in cluster.hosts
@@ -70,13 +70,13 @@ def device_limits(cluster: Cluster, memory_gb: float | None) -> dict[str, float]
 
 
 def stop_this_run() -> None:
-    """As a user would stop it: it ends its step, saves and says how to go on."""
+    """Stop the run as Ctrl-C does: it ends its step, saves and says how to resume."""
     os.write(2, b"\nthe command that started this run beside others is gone\n")
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class SharedLeases:
-    """Has the methods of `Coordinator` that a run uses. `self.told` is what the parent has said last."""
+    """Has the methods of `Coordinator` that a run uses. `self.told` is the parent's last message."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -88,13 +88,13 @@ class SharedLeases:
             raise EmbodiedError(
                 f"{SOCKET}={path}: {err.strerror or err}; unset it, or start the runs with python -m embodied.share"
             ) from None
-        self.alone = False  # the parent is gone
-        self._until = float("inf")  # other runs should have ended then
-        self.local: Coordinator | None = None  # decides then
+        self.alone = False  # the parent is dead
+        self._until = float("inf")  # deadline for other runs to end
+        self.local: Coordinator | None = None  # decides once the parent is dead
         self.own: frozenset[str] = frozenset()  # devices of this run
-        self.lent: frozenset[str] = frozenset()  # and of other runs
+        self.lent: frozenset[str] = frozenset()  # devices of other runs
         self.told: dict[str, Any] = {"granted": [], "waiting": [], "leaving": [], "in_the_way": {}, "resident": []}
-        self.told["holding"] = []  # also gangs whose memory is still on its way
+        self.told["holding"] = []  # includes gangs whose memory is still moving
         self._asked = self._answered = 0
         self._problem = ""
         self._bucket: int | None = None
@@ -109,7 +109,7 @@ class SharedLeases:
     # Hooks of a run
 
     def begin(self, capacity: Mapping[str, float] | None = None) -> None:
-        """Wait for the run's own devices, and for those of this limited memory, to build workers there."""
+        """Wait for the run's own devices, with this memory limit, to build workers on them."""
         self._ask("begin", capacity=dict(capacity or {}))
         while not (self._has(self.own) if self.alone else BEGINNING in self.told["granted"]):
             with self._heard:
@@ -118,8 +118,7 @@ class SharedLeases:
     def join(
         self, local: Coordinator, tiers: Mapping[str, int], follow: Callable[[list[Action]], object]
     ) -> SharedLeases:
-        """The gangs of `local` are the run's. `follow` carries out what is asked for, and is called after every
-        change."""
+        """Registers the gangs of `local`. `follow` executes requested actions and is called after every change."""
         self.local, self._follow = local, follow
         self._ask(
             "join",
@@ -132,24 +131,24 @@ class SharedLeases:
         return self
 
     def report_progress(self, fraction: float) -> None:
-        """So much of the batch is collected; said in steps of 2%."""
+        """Report the collected part of the batch, in steps of 2%."""
         if (bucket := int(fraction * BUCKETS)) != self._bucket:
             self._bucket = bucket
             self._ask("progress", fraction=bucket / BUCKETS)
 
     def clear_progress(self) -> None:
-        """An iteration has ended."""
+        """Report the end of an iteration."""
         self._bucket = None
         self._ask("progress", fraction=None)
 
     def rest(self, gangs: Collection[str]) -> None:
-        """These gangs have nothing to do in their phase for now; all other gangs have."""
+        """Report the gangs that have no work in their phase for now; all other gangs have work."""
         if self._resting != {*gangs}:
             self._resting = {*gangs}
             self._ask("rest", gangs=sorted(gangs))
 
     def woke(self, seconds: float) -> None:
-        """A worker took so long to load its weights on a device that it came to."""
+        """Report how long a worker took to load its weights on a device that it joined."""
         self._ask("woke", seconds=seconds)
 
     # As `Coordinator`
@@ -185,7 +184,7 @@ class SharedLeases:
 
     def revise(self, claims: Iterable[Claim]) -> None:
         claims = list(claims)
-        self._now().revise(claims)  # refuses what the run alone could not hold
+        self._now().revise(claims)  # refuses claims that would not fit even if the run were alone
         self._ask("revise", claims=[asdict(claim) for claim in claims])
 
     def granted(self, gang: str) -> bool:
@@ -215,13 +214,13 @@ class SharedLeases:
         return {*self._now().holding} if self.alone else {*self.told["holding"]}
 
     def _devices(self, gang: str) -> set[str]:
-        """The devices of a gang that several runs share."""
+        """The shared devices of a gang."""
         claims = self.local.gangs.get(gang, ()) if self.local else ()
         mine = {device for claim in claims for device in claim.devices} if gang != BEGINNING else self.own
         return {*mine} & (self.own | self.lent)
 
     def _has(self, devices: Collection[str]) -> bool:
-        """True if no other run has these devices, which are this run's then. Asked when the parent is gone."""
+        """Locks these devices once the parent is dead; False if another run still holds one."""
         if not (locked := self._locks.lock(devices)) and time.monotonic() > self._until:
             raise EmbodiedError(
                 f"the command that started this run is gone, and {ORPHANED_S:g} s later another run still has "
@@ -233,7 +232,7 @@ class SharedLeases:
         return [] if self._ask(verb, gang=gang) else getattr(self._now(), verb)(gang)
 
     def _ask(self, verb: str, /, **about: Any) -> bool:
-        """Say something to the parent and wait until it has heard; False if it is gone."""
+        """Send a message to the parent and wait for the confirmation; False if the parent is dead."""
         with self._heard:
             if self.alone:
                 return False
@@ -244,7 +243,7 @@ class SharedLeases:
             except OSError:
                 self._socket.close()
             if not self._heard.wait_for(lambda: self._answered >= number or self.alone, ANSWER_S):
-                self._socket.shutdown(socket.SHUT_RDWR)  # it hangs: as if it had died
+                self._socket.shutdown(socket.SHUT_RDWR)  # a hanging parent counts as dead
                 self._heard.wait_for(lambda: self.alone, LOOK_S)
             problem, self._problem = self._problem, ""
         if problem:
@@ -252,7 +251,7 @@ class SharedLeases:
         return not self.alone
 
     def _listen(self) -> None:
-        """Hears what the parent says, until it is gone."""
+        """Reads the parent's messages until it is dead."""
         try:
             with self._socket.makefile("rb") as lines:
                 for line in lines:
@@ -266,7 +265,7 @@ class SharedLeases:
             self._answered = message["n"]
             self._problem = message.get("error") or self._problem
             self.own, self.lent = frozenset(message["own"]), frozenset(message["lent"])
-            if self._answered >= self._asked:  # else it is older than what was asked since
+            if self._answered >= self._asked:  # otherwise it is older than a request that followed
                 self.told = message["told"]
                 held = {device for gang in self._holding() for device in self._devices(gang)}
                 self._locks.keep(held)
@@ -285,32 +284,32 @@ class SharedLeases:
             self.alone, self._until = True, time.monotonic() + ORPHANED_S
             self._heard.notify_all()
         self._news.set()
-        with suppress(OSError):  # where it was killed it has left its socket
+        with suppress(OSError):  # a killed parent leaves its socket
             os.unlink(self._path)
             os.unlink(f"{self._path}{LOCKS}")
             os.rmdir(os.path.dirname(self._path))
         stop_this_run()
 
     def _hand_on(self) -> None:
-        """Has the run carry out the actions that the parent asked for."""
+        """Makes the run execute the actions that the parent requested."""
         while True:
             self._news.wait()
             self._news.clear()
             with self._heard:
                 actions, self._actions = self._actions, []
-            with suppress(WorkerFailed):  # every caller that waits for that worker hears it too
+            with suppress(WorkerFailed):  # every caller that waits for this worker gets the error
                 self._follow(actions)
 
 
 class DeviceLocks:
-    """Which run of a machine has which device, as the kernel knows it: a locked byte of a file for each device."""
+    """Locks of a machine's devices among runs: one locked byte of a file for each device."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.held: set[str] = set()
 
     def lock(self, devices: Collection[str]) -> bool:
-        """Lock all of these; False, and none of those that were not locked yet, where another run has one."""
+        """Lock all of these devices, or none (False) if another run holds one."""
         new = [device for device in devices if device not in self.held]
         for place, device in enumerate(new):
             try:
@@ -323,7 +322,7 @@ class DeviceLocks:
         return True
 
     def keep(self, devices: Collection[str]) -> None:
-        """Unlock all others."""
+        """Unlock all other devices."""
         for device in self.held - {*devices}:
             self._set(device, fcntl.F_UNLCK)
         self.held &= {*devices}
