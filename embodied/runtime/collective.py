@@ -1,5 +1,5 @@
-"""Agreement among the workers of a role that compute together, its ranks: sums and gathers in rank order, so that every
-rank holds the same bits. Ranks find each other by `rendezvous.py`."""
+"""Sums and gathers among the ranks of a role, in rank order, so that every rank gets the same bits. Ranks find each
+other by `rendezvous.py`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from embodied.runtime.rendezvous import (
 from embodied.runtime.shared_memory import map_shared
 from embodied.runtime.worker import Worker
 
-SPINS = 20_000  # times that a waiting rank reads the counters before it begins to sleep in between
-HEAD = 64  # bytes before the rows that a rank shows, for their number
+SPINS = 20_000  # reads of the counters by a waiting rank before it sleeps between reads
+HEAD = 64  # bytes before a rank's rows, for their number
 ROOM = 1 << 16  # bytes of a slot, unless a sum needs more
 
 
@@ -65,8 +65,8 @@ class Threads:
 
 
 class Gloo:
-    """Ranks in processes of their own, on one machine or several. `gpus`, the ranks' NCCL, sums tensors on GPUs. Every
-    rank keeps listening on a port, so anybody who reaches it can hold connections open."""
+    """Ranks in separate processes, on one machine or several. `gpus`, the ranks' NCCL, sums tensors on GPUs. Every rank
+    listens on a port; anybody who reaches the port can hold connections open."""
 
     def __init__(
         self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, gpus: Any = None
@@ -99,9 +99,9 @@ class SharedMemory:
     without a port. The memory has no name and no file: a full disk would end the ranks by SIGBUS.
 
     Every rank has two slots and a counter. It writes its part into the slot of this round's parity, raises its counter,
-    waits until all counters have come as far, and reads the parts in rank order. A slot is written again two rounds
-    later, when every rank has shown by its next counter that it is done reading. Rests on x86's ordering of stores, so
-    other machines use Gloo.
+    waits until all counters have reached the same value, and reads the parts in rank order. A slot is overwritten two
+    rounds later, after the next counter of every rank has shown that its reads are done. This relies on x86's ordering
+    of stores, so other machines use Gloo.
     """
 
     def __init__(self, file: RendezvousFile, rank: int, world_size: int, *, role: str) -> None:
@@ -161,8 +161,8 @@ class SharedMemory:
                     raise DeadlineExceeded(f"{self.role} ranks {late} did not join a sum within {self.timeout_s:g} s")
 
     def _map(self, size: int) -> None:
-        """Rank 0 makes the memory, and all map it through that process. Its number is told through the file first, then
-        through the memory so far."""
+        """Rank 0 allocates the memory, and all ranks map it through rank 0's process. The descriptor's number is passed
+        through the file at first, later through the previous memory."""
         size = -(-size // 64) * 64
         total = self.world_size * (64 + 2 * size)
         mine = os.memfd_create("embodied-sums", os.MFD_CLOEXEC) if self.rank == 0 else -1
@@ -183,14 +183,14 @@ class SharedMemory:
         self.counters = memory[:head].view(np.uint64).reshape(self.world_size, 8)
         self.slots = memory[head:].reshape(self.world_size, 2, size)
         self.counters[self.rank, 0] = self.round
-        self._wait_for(1, 1)  # all have opened it
+        self._wait_for(1, 1)  # all ranks have opened it
         if self.rank == 0:
             os.close(mine)
 
 
 class Measured:
-    """Another collective; the time in it, waiting for the slowest rank included, is measured as "sync". A rank that
-    waits there may be silent, so the one it waits for is found hung."""
+    """Wraps a collective and measures its time, including the wait for the slowest rank, as "sync". A waiting rank may
+    be silent, so the hung rank is found, not the waiting one."""
 
     def __init__(self, ranks: Threads | Gloo | SharedMemory, worker: Worker) -> None:
         self.ranks, self.worker = ranks, worker
@@ -208,8 +208,8 @@ Collective = Alone | Threads | Gloo | SharedMemory | Measured
 
 
 def connect_gpus(rendezvous: Rendezvous | None, worker: Worker, device: str, sharded: bool) -> Any:
-    """Waits for the other ranks and returns the one set of NCCL communicators of this process: sums, groups of ranks
-    and shards use it. None where gradients are not on GPUs, and for ranks in one process."""
+    """Waits for the other ranks and returns this process's NCCL communicators, which sums, groups of ranks and shards
+    use. None if gradients are not on GPUs, and for ranks in one process."""
     import torch.distributed as dist
 
     if device != "cuda" or rendezvous is None or isinstance(rendezvous, InProcessRendezvous):
@@ -225,7 +225,7 @@ def connect_gpus(rendezvous: Rendezvous | None, worker: Worker, device: str, sha
 
 
 def join(rendezvous: Rendezvous | None, worker: Worker, gpus: Any = None) -> Collective:
-    """Waits for the other ranks and returns what sums and gathers over them; `gpus` sums gradients on GPUs."""
+    """Waits for the other ranks and returns their collective; `gpus` sums gradients on GPUs."""
     rank, world_size = worker.rank, worker.world_size
     if world_size == 1:
         return Alone()

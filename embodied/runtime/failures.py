@@ -1,5 +1,5 @@
-"""Failures of workers and their processes, and the watchdog, which finds hung hosts, ends them, and decides by
-`supervision.py` which dead ones are started again. The cluster calls it from its waits and callbacks, under its lock.
+"""Failures of workers and their processes. The watchdog finds hung hosts, kills them, and decides by `supervision.py`
+which dead hosts are restarted. The cluster calls it from its waits and callbacks, under its lock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from embodied.runtime.awake_clock import AwakeClock
 from embodied.runtime.backend import Backend
 from embodied.runtime.supervision import Supervisor
 
-REBUILD_S = 60.0  # in which a worker's second life may be silent at least: its first was forked with imports done
-REBUILD_FACTOR = 3  # the same, in times that building its first life took
+REBUILD_S = 60.0  # a restarted worker may be silent for at least this long: it is not forked with imports done
+REBUILD_FACTOR = 3  # the same, as a multiple of its first construction time
 FRAME = re.compile(r'^ *File "(.+", line \d+)', re.MULTILINE)
 
 
@@ -31,23 +31,23 @@ class Failure:
     worker: str
     cause: str
     traceback: str = ""
-    follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that this is a consequence of
+    follows: tuple[str, str] | None = None  # (worker, cause) of the ChannelClosed that led to this failure
     fatal: bool = False  # the worker is gone for good: its process died or its constructor failed
-    mendable: bool = False  # its host is to be started again
-    exit_code: int = WorkerFailed.exit_code  # a mistake of the user's side keeps its own
-    raised: bool = False  # as an error, at a caller
-    accepted: bool = False  # the run ends with it, after others have saved what they hold
+    mendable: bool = False  # its host will be restarted
+    exit_code: int = WorkerFailed.exit_code  # a user's mistake has its own code
+    raised: bool = False  # raised at a caller
+    accepted: bool = False  # the run ends with it, after other workers have saved their state
     lost_state: bool = False  # as of WorkerFailed
 
     @property
     def raised_at(self) -> str | None:
-        """The line that raised it; None of a process that died without a word."""
+        """The line that raised it; None for a process that died without a traceback."""
         frames = FRAME.findall(self.traceback)
         return frames[-1] if frames else None
 
     @property
     def exception(self) -> str:
-        """Its kind and words, which say nothing of the process."""
+        """The error's type and message, without the process."""
         return self.traceback.rstrip().rpartition("\n")[2]
 
     def error(self) -> WorkerFailed:
@@ -59,11 +59,11 @@ class Failure:
         return error
 
     def accept(self) -> None:
-        """Let waits for other workers go on."""
+        """Let waits for other workers continue."""
         self.fatal, self.raised, self.accepted = False, True, True
 
     def final(self, reason: str) -> Failure:
-        """The same, and why the worker is not replaced."""
+        """The same failure as final, with the reason why the worker is not replaced."""
         return replace(self, cause=f"{self.cause}; {reason}" if reason else self.cause, fatal=True)
 
 
@@ -82,7 +82,7 @@ class Watchdog:
     def __init__(
         self, backend: Backend, supervisor: Supervisor, clock: AwakeClock, built_s: Mapping[str, float]
     ) -> None:
-        """`built_s`: host -> the longest of its first life's calls while it was built."""
+        """`built_s`: host -> the longest call of its first construction."""
         self.supervisor = supervisor
         hang_s = supervisor.budget.hang_s
         self._rebuild_s = {host: max(hang_s, REBUILD_S, REBUILD_FACTOR * built_s.get(host, 0)) for host in supervisor}
@@ -94,26 +94,26 @@ class Watchdog:
         self._rebuilt_by: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {}  # host -> (construction, weights)
 
     def replaceable(self, host: str) -> bool:
-        """Returns whether a new life of the host mends what it raises now."""
+        """True if restarting the host can recover from its errors."""
         self._advance()
         return self.supervisor.replaces(host) and self.supervisor.at_work(host)
 
     def condemn(self, host: str, failure: Failure) -> None:
-        """Ends the process of a worker that failed; the first reason is the one reported."""
+        """Kills the process of a failed worker; the first reason is reported."""
         if host not in self._condemned:
             self._condemned[host] = failure
             self._backend.kill(host)
 
     def ended(self, peer: str) -> Failure | None:
-        """Returns why a worker, or one of a role, is being killed for good; what follows from its death may be reported
-        before it."""
+        """Returns why a worker, or a worker of a role, is being killed for good. Consequences of its death may be
+        reported first."""
         for host, failure in self._condemned.items():
             if not self.supervisor.replaces(host) and peer in (failure.worker, failure.worker.rpartition("-")[0]):
                 return failure.final("")
         return None
 
     def check(self, calls: Iterable[Call]) -> None:
-        """Kills the hosts that have been silent for too long; looks every `check_s`."""
+        """Kills hosts that have been silent for too long; checks every `check_s`."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -136,7 +136,7 @@ class Watchdog:
                 self.condemn(host, Failure(call.worker if call else host, cause))
 
     def died(self, host: str, failure: Failure) -> tuple[Failure, bool]:
-        """Returns the failure to report, and whether the host is to be started again."""
+        """Returns the failure to report, and True if the host will be restarted."""
         self._advance()
         failure = self._condemned.pop(host, failure)
         self._rebuilt_by.pop(host, None)
@@ -144,7 +144,7 @@ class Watchdog:
         return (replace(failure, mendable=True), True) if reason is None else (failure.final(reason), False)
 
     def rebuilt_by(self, host: str, construction: Sequence[Any], weights: Sequence[Any]) -> None:
-        """The host is at work again when these calls are done: first the workers, then their weights."""
+        """The host works again when these calls are done: first the construction of workers, then their weights."""
         self._rebuilt_by[host] = (construction, weights)
 
     def _advance(self) -> None:
@@ -156,8 +156,8 @@ class Watchdog:
                     del self._rebuilt_by[host]
 
     def _silence(self, host: str, calls: list[Call], now: float) -> tuple[float, Call | None]:
-        """The longest silence of the process or of one of its workers that is at work, and whose it is. A worker that
-        is built again has more time; a process beats all the same."""
+        """Returns the longest silence of the process or of a busy worker, and that worker's call. A rebuilt worker has
+        more time; its process must send heartbeats all the same."""
         heard_s, pulse = self._clock.awake_s(), self._backend.pulse(host).ago_s
         allowed_s = 0.0 if self.supervisor.at_work(host) else self._rebuild_s[host]
         longest, whose = min(pulse, heard_s) if pulse < float("inf") else 0.0, next(iter(calls), None)

@@ -1,9 +1,9 @@
-"""A process that has imported what hosts take seconds to import, and becomes a host by forking.
+"""A process that has done the slow imports of hosts, and forks to become a host.
 
 The driver never imports torch, and four hosts that each import it take four times as long on busy cores. So one process
-does it for all hosts of a cluster, and ends when they are there. A fork is a child of the driver like a host that is
-started fresh: the server's own child ends at once, and while it does the driver adopts what is left behind. What native
-libraries read when they are loaded is the server's, so there is one for each such environment.
+imports it for all hosts of a cluster, and ends when they run. A forked host is a child of the driver like any other
+host: the server forks twice, its own child ends at once, and the driver adopts the orphan. Native libraries read the
+environment when they are loaded, so there is one server for each environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from embodied.runtime.awake_clock import is_stopped
 
-# Variables that native libraries, torch and the interpreter read when they are loaded begin with one of these.
+# Prefixes of variables that native libraries, torch and the interpreter read when they are loaded.
 READ_ONCE = (
     "OMP_",
     "GOMP_",
@@ -39,10 +39,10 @@ READ_ONCE = (
     "LD_",
     "PYTHON",
 )
-FORK_S = 60.0  # within which a server has imported and forked
-STOPPED_S = 2.0  # for which a server may be seen stopped: it would never answer
-ADOPTED_S = 5.0  # within which the kernel makes a fork the driver's child
-MARK = "EMBODIED_HOST"  # a variable of hosts, which the programs that they start inherit; a server has none
+FORK_S = 60.0  # deadline for a server's imports and fork
+STOPPED_S = 2.0  # a server that is stopped for longer is given up
+ADOPTED_S = 5.0  # deadline for the kernel to make a fork the driver's child
+MARK = "EMBODIED_HOST"  # a variable of hosts, inherited by programs that they start; servers do not have it
 TITLE = "embodied fork server"
 _PR_SET_CHILD_SUBREAPER = 36
 _SERVE = """
@@ -59,7 +59,7 @@ serve(order)
 
 
 class Forked:
-    """A host that came out of a fork; read like a subprocess.Popen."""
+    """A forked host, with the interface of subprocess.Popen."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -73,11 +73,12 @@ class Forked:
 
 
 class ForkServer:
-    """The driver's end."""
+    """The driver's side of a fork server."""
 
     def __init__(self, env: dict[str, str], modules: Sequence[str], path: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A process is signalled at the end of the *thread* that started it, so only the main thread's counts.
+        # The parent-death signal comes at the end of the *thread* that started a process, so only the main thread
+        # starts some.
         follow = threading.current_thread() is threading.main_thread()
         order = {"fd": theirs.fileno(), "modules": [*modules], "path": [*path], "driver": os.getpid()}
         order["follow"] = follow
@@ -93,8 +94,8 @@ class ForkServer:
             )
 
     def fork(self, boot: dict[str, Any], env: dict[str, str], fds: dict[str, int]) -> Forked | None:
-        """A new host, whose boot order has copies of `fds` under their names; None if none came in time. A process that
-        comes later than that ends without having touched them."""
+        """Returns a new host, whose boot order has copies of `fds` under their names; None if it was too slow. A
+        process that comes later ends without touching them."""
         order = {"boot": boot, "env": env, "cwd": os.getcwd(), "fds": [*fds], "usable": [*os.sched_getaffinity(0)]}
         ours, theirs = os.pipe()
         try:
@@ -132,7 +133,7 @@ class ForkServer:
 
 
 class _Adopting:
-    """Makes orphaned descendants children of this process while it is entered."""
+    """Inside, orphaned descendants become children of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -154,13 +155,13 @@ class ForkServers:
 
     def __init__(self) -> None:
         self._servers: dict[tuple, ForkServer] | None = {}
-        self._failed: set[tuple] = set()  # those that are not tried again: a host waits for each
+        self._failed: set[tuple] = set()  # servers that are not tried again, since a host waits for each attempt
 
     def fork(
         self, boot: dict[str, Any], env: dict[str, str], modules: Sequence[str], fds: dict[str, int]
     ) -> Forked | None:
-        """A host from the server that has these modules and this environment; None where that fails, or when they have
-        ended: then a fresh process does what this one would have."""
+        """Returns a host from the server with these modules and this environment; None if that fails or the servers
+        have ended. Then the caller starts a fresh process."""
         if self._servers is None:
             return None
         once = {name: value for name, value in env.items() if name.startswith(READ_ONCE)}
@@ -177,17 +178,17 @@ class ForkServers:
         return forked
 
     def close(self) -> None:
-        """End all of them."""
+        """End all servers."""
         servers, self._servers = self._servers or {}, None
         for server in servers.values():
             server.close()
 
 
-# The server's own end
+# The server's side
 
 
 def serve(order: dict[str, Any]) -> None:
-    """Import, then fork whenever it is asked, until the driver has closed its end."""
+    """Import, then fork on request until the driver closes its end."""
     import gc
     import importlib
 
@@ -198,7 +199,7 @@ def serve(order: dict[str, Any]) -> None:
     for name in order["modules"]:
         with suppress(Exception):  # the import fails again, with its message, in the host that needs it
             importlib.import_module(name)
-    gc.freeze()  # present objects are never collected, so their pages stay shared
+    gc.freeze()  # present objects are never collected, so their memory pages stay shared
     driver = socket.socket(fileno=order["fd"])
     while True:
         word, fds, _, _ = socket.recv_fds(driver, 16, 8)
@@ -215,7 +216,7 @@ def serve(order: dict[str, Any]) -> None:
 
 
 def _become_host(driver: int, order_fd: int, reply_fd: int, *fds: int) -> None:
-    """Tell the driver, once it is our parent, and run a host as a fresh process would."""
+    """Run a host as a fresh process would, after reporting to the driver once it is our parent."""
     from embodied.runtime import local_host
 
     try:
@@ -244,7 +245,7 @@ def _become_host(driver: int, order_fd: int, reply_fd: int, *fds: int) -> None:
 
 
 def _adopt(order: dict[str, Any]) -> None:
-    """The environment, folder, cores and path of a host."""
+    """Take on the environment, folder, cores and path of a host."""
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])

@@ -25,18 +25,18 @@ class Handle:
         self.failed: dict[str, Failure] = {}  # worker -> why
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
-        """Blocks until every rank is done. Raises the first cause as soon as anything in the cluster fails, and
-        DeadlineExceeded after `timeout_s` (default: when no rank has shown a sign of life for the cluster's)."""
+        """Blocks until every rank is done. Raises the first failure of the cluster, and DeadlineExceeded after
+        `timeout_s` (default: when no rank has shown a sign of life for the cluster's timeout)."""
         self._cluster.wait_for(self, timeout_s)
         return [self._cluster.unpack(self._results[worker]) for worker in self.workers]
 
     def survivors(self) -> dict[str, Any]:
-        """The results by worker, waited for as in `wait`, without ranks whose host died and is to be replaced."""
+        """Like `wait`, but returns results by worker, without ranks whose host died and will be replaced."""
         self._cluster.wait_for(self, None, without_losses=True)
         return {worker: self._cluster.unpack(result) for worker, result in self._results.items()}
 
     def done(self) -> bool:
-        """Nothing is running any more; `wait` returns or raises at once."""
+        """True if no rank is running; `wait` then returns or raises at once."""
         return not self.running()
 
     def succeeded(self) -> bool:
@@ -88,7 +88,7 @@ class WorkerGroup:
         return Method(self, method)
 
     def call(self, method: str, per_rank: Sequence[tuple[tuple, dict]]) -> Handle:
-        """Calls with its own (args, kwargs) for each rank."""
+        """Calls the method with separate (args, kwargs) for each rank."""
         if len(per_rank) != len(self):
             raise ValueError(f"{self.role}.{method}: arguments for {len(per_rank)} ranks, but there are {len(self)}")
         getattr(self, method)

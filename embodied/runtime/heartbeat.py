@@ -1,8 +1,8 @@
-"""Signs of life in memory that the driver reads even while a host is stuck: per worker, and one of the whole process.
+"""Signs of life in shared memory, per worker and for the whole process. The driver can read them while a host is stuck.
 
-A worker that computes must tick now and then; one that waits on a channel need not, so a worker that waits for a hung
-one is not taken for hung itself. The process beats from a thread of its own: a host that was stopped, or whose native
-code never lets other threads run, falls silent whatever its workers do.
+A worker that computes must tick now and then. A worker that waits on a channel need not, so a worker that waits for a
+hung worker does not count as hung. The process sends heartbeats from a separate thread: it falls silent if it is
+stopped, or if native code never releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 MAX_WORKERS = 1024  # in a cluster; each has a slot in the progress memory of every host
-_WORDS = 3  # of 8 bytes: ticks, time of the last, whether it waits (of the process: its resident bytes)
+_WORDS = 3  # of 8 bytes: ticks, time of the last tick, whether it waits (for the process: its resident bytes)
 _PROCESS = MAX_WORKERS  # the slot of the process itself
 PROGRESS_BYTES = (MAX_WORKERS + 1) * _WORDS * 8
 BEAT_S = 0.5
@@ -52,7 +52,7 @@ class Progress:
         try:
             yield
         finally:
-            self.tick(slot)  # before the mark goes, or it would look silent for as long as it waited
+            self.tick(slot)  # before the mark is cleared, or the wait would count as silence
             self._words[_WORDS * slot + 2] = 0
 
     def beat(self) -> None:
@@ -68,14 +68,15 @@ class Progress:
         return Pulse(_ago_s(beats, when), resident)
 
     def news(self, seen: dict[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-        """Returns what differs from `seen`: slot -> words to `note`, for a driver that cannot read this memory."""
+        """Returns the slots that differ from `seen`: slot -> words for `note`, for a driver that cannot read this
+        memory."""
         words = (
             (slot, (self._words[at], self._words[at + 2])) for slot, at in enumerate(range(0, len(self._words), _WORDS))
         )
         return {slot: pair for slot, pair in words if pair != seen.get(slot, (0, 0))}
 
     def note(self, news: dict[int, tuple[int, int]]) -> None:
-        """Takes over what another process sent; the clock is ours."""
+        """Writes the words that another process sent, with this process's clock."""
         for slot, (ticks, extra) in news.items():
             at = _WORDS * slot
             self._words[at], self._words[at + 1], self._words[at + 2] = ticks, time.monotonic_ns(), extra
@@ -84,7 +85,7 @@ class Progress:
         self._words.release()
 
     def start_beating(self) -> None:
-        """Beats in a thread of its own for as long as the process lives."""
+        """Sends heartbeats from a separate thread while the process lives."""
 
         def beat() -> None:
             while True:
@@ -99,7 +100,7 @@ def _ago_s(ticks: int, when: int) -> float:
 
 
 def resident_bytes() -> int:
-    """Returns the memory that this process holds."""
+    """Returns the resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

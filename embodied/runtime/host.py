@@ -1,8 +1,7 @@
 """A host: one process that runs workers, and the home of the channels consumed there.
 
-Each worker has a thread for its work. The messages of the driver (`control`) and of other hosts (`serve_channel`) are
-handled in threads of their own, so a call or a put is taken in while a worker is busy. How messages travel is the
-backend's business.
+Each worker has a thread for its work. Messages of the driver (`control`) and of other hosts (`serve_channel`) are
+handled in separate threads, so calls and puts arrive while a worker is busy. The backend transports messages.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from embodied.runtime.timers import Timers
 from embodied.runtime.worker import Peers, Worker
 
 DRIVER = "driver"
-GIVEN = ("EMBODIED_DEVICE", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")  # by the plan alone, to the hosts that have such
+GIVEN = ("EMBODIED_DEVICE", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")  # set by the plan alone
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")
 _MAX_CAUSE_CHARS = 2000
 _import_lock = threading.RLock()
@@ -43,16 +42,16 @@ class HostPlan:
     name: str
     roles: tuple[str, ...]
     cores: tuple[int, ...] = ()
-    threads: int = 1  # of OpenMP, BLAS and the software renderer
+    threads: int = 1  # threads of OpenMP, BLAS and the software renderer
     env: dict[str, str] = field(default_factory=dict)
-    node: str = ""  # of a Ray cluster; "" is the machine the driver is on
-    devices: tuple[str, ...] = ()  # that its workers hold, each by itself, while they are at work
-    device_bytes: float = float("inf")  # of memory on each, where that is limited
-    imports: tuple[str, ...] = ()  # modules its workers need that take seconds to import
+    node: str = ""  # node of a Ray cluster; "" is the driver's machine
+    devices: tuple[str, ...] = ()  # devices that its workers hold while they work
+    device_bytes: float = float("inf")  # memory limit of each device
+    imports: tuple[str, ...] = ()  # slow imports of its workers
 
     @property
     def gpu(self) -> str:
-        """The GPU it holds, by the plan's name, or ""."""
+        """The name of its GPU in the plan, or ""."""
         return next((name for name in self.devices if name.startswith("gpu:")), "")
 
     def environment(self) -> dict[str, str]:
@@ -78,8 +77,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Links:
-    """The ways out of a host, made by its backend: `pack` and `unpack` move an object across, `post` reaches another
-    host's `serve_channel`, `report` the driver."""
+    """A host's connections, made by its backend: `pack` and `unpack` serialise an object, `post` sends a message to
+    another host's `serve_channel`, `report` to the driver."""
 
     pack: Callable[..., Any]  # (item, reader's GPU="")
     unpack: Callable[[Any], Any]
@@ -97,22 +96,22 @@ class Host:
         timeout_s: float,
         driver: int | None = None,
     ) -> None:
-        """`driver` is the driver's process, where it is another one of this machine."""
+        """`driver` is the driver's process id, if it is another process of this machine."""
         self.run = run
         self.driver = driver
         self.name = names[0]
-        self.names = set(names)  # the inline backend runs all hosts in one
+        self.names = set(names)  # one name, but all names with the inline backend
         self.pack, self.unpack = links.pack, links.unpack
         self.post, self.report = links.post, links.report
         self.timeout_s = timeout_s
         self._progress = progress
         self._workers: dict[str, _WorkerThread] = {}
         self._ends: dict[str, Queue | Remote] = {}
-        self._dead: dict[str, tuple[str, str, bool]] = {}  # host -> (worker, cause, whether it is started again)
+        self._dead: dict[str, tuple[str, str, bool]] = {}  # host -> (worker, cause, True if it will be restarted)
         self._failed: dict[str, str] = {}  # worker -> cause
         self._lock = threading.RLock()
         self._current = threading.local()
-        self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # (giver, taker) -> from when to when
+        self.flows: dict[tuple[str, str], tuple[float, float]] = {}  # (producer, consumer) -> (first time, last time)
         hosts_of_runs[run] = self
 
     # Calls of the driver
@@ -135,7 +134,7 @@ class Host:
             self._worker_failed(*rest)
 
     def stop(self, seconds: float) -> list[str]:
-        """Closes the workers; -> the names of workers still busy after that time."""
+        """Closes the workers; returns the names of workers that are still busy after `seconds`."""
         until = time.monotonic() + seconds
         with self._lock:
             ends = list(self._ends.values())
@@ -155,7 +154,7 @@ class Host:
             if channel.name not in self._ends:
                 end = self._ends[channel.name] = (Queue if channel.home in self.names else Remote)(channel, self)
                 if isinstance(end, Remote) and channel.home not in self._dead:
-                    end.open()  # the answer must find the end in place
+                    end.open()  # the channel's end must exist before the answer comes
                 for host, news in self._dead.items():
                     end.host_died(host, *news)
                 for worker, cause in self._failed.items():
@@ -190,7 +189,7 @@ class Host:
                 end.answer(rest[0], closed=(rest[1], rest[2]))
             elif kind == "closed":
                 end.closed_by(*rest)
-        except Exception as error:  # an item that cannot be sent: every waiting call must get the error
+        except Exception as error:  # an item that cannot be serialised: every waiting call must get the error
             traceback.print_exc()
             end.close(self.name, f"{type(error).__name__}: {error}")
 
@@ -202,7 +201,7 @@ class Host:
             end.host_died(host, worker, cause, restarts)
 
     def _host_revived(self, host: str) -> None:
-        """A host that died was started again: the channels at home there begin anew, empty."""
+        """A dead host was restarted: the channels whose home it is begin anew, empty."""
         with self._lock:
             self._dead.pop(host, None)
             ends = list(self._ends.values())
@@ -210,7 +209,7 @@ class Host:
             end.host_revived(host)
 
     def _worker_failed(self, worker: str, cause: str) -> None:
-        """A worker whose host lives on. The driver closes the channels that the program gave it."""
+        """A worker has failed, but not its host. The driver closes the worker's named channels."""
         with self._lock:
             self._failed[worker] = cause
             ends = list(self._ends.values())
@@ -218,19 +217,19 @@ class Host:
             end.worker_failed(worker, cause)
 
     def note(self, producer: str, consumer: str) -> None:
-        """An item went from one worker to another through a channel at home here."""
+        """Records that an item went from one worker to another through a channel of this host."""
         now = time.perf_counter()
         first, _ = self.flows.get((producer, consumer), (now, now))
         self.flows[producer, consumer] = first, now
 
-    # Who is calling
+    # The calling worker
 
     def enter(self, spec: WorkerSpec) -> None:
         self._current.spec = spec
 
     @contextmanager
     def speaking(self, spec: WorkerSpec) -> Iterator[None]:
-        """What this thread does inside, a worker does that is busy in its own."""
+        """Inside, this thread acts for a worker that is busy in its own thread."""
         before = getattr(self._current, "spec", None)
         self._current.spec = spec
         try:
@@ -239,17 +238,17 @@ class Host:
             self._current.spec = before
 
     def caller(self) -> str:
-        """The worker whose thread this is, otherwise the host."""
+        """The worker of this thread, otherwise the host."""
         spec = getattr(self._current, "spec", None)
         return spec.name if spec is not None else self.name
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Lets the worker whose thread this is be silent while it waits on a channel."""
+        """Inside, the worker of this thread may be silent while it waits on a channel."""
         spec = getattr(self._current, "spec", None)
         return nullcontext() if spec is None else self._progress.waiting(spec.slot)
 
     def tick(self) -> str:
-        """-> the caller."""
+        """Records a sign of life; returns the caller."""
         spec = getattr(self._current, "spec", None)
         if spec is None:
             return self.name
@@ -261,7 +260,7 @@ class Host:
 
 
 class _WorkerThread(threading.Thread):
-    """Runs one worker: constructs it, then serves its calls in order; some are served while it is busy."""
+    """Runs one worker: constructs it, then serves its calls in order. Some methods are served while it is busy."""
 
     def __init__(self, host: Host, spec: WorkerSpec, call_id: int, packed: Any) -> None:
         super().__init__(name=spec.name, daemon=True)
@@ -272,7 +271,7 @@ class _WorkerThread(threading.Thread):
         self._worker: Worker | None = None
         self._stopped = False
         self._lock = threading.Lock()
-        self._early: list[tuple[str, Callable[[], None]]] | None = []  # calls before it was constructed, by method
+        self._early: list[tuple[str, Callable[[], None]]] | None = []  # (method, call) of calls before its construction
         self.start()
 
     def submit(self, call_id: int, method: str, packed: Any) -> None:
@@ -287,14 +286,14 @@ class _WorkerThread(threading.Thread):
         task()
 
     def stop(self) -> None:
-        """Ends after the call in progress; calls that have not begun are dropped."""
+        """Ends after the current call; waiting calls are dropped."""
         self._stopped = True
         self._tasks.put(None)
 
     def run(self) -> None:
         self.host.enter(self.spec)
         self._construction()
-        del self._construction  # with it the arguments, which may hold shared memory
+        del self._construction  # frees the arguments, which may hold shared memory
         self._sort_early()
         while (task := self._tasks.get()) is not None and not self._stopped:
             task()
@@ -306,7 +305,7 @@ class _WorkerThread(threading.Thread):
                 traceback.print_exc()
 
     def _sort_early(self) -> None:
-        """Now that its class is known: serves what need not wait for the work that was asked for before."""
+        """After construction: serves early calls of methods that are served while the worker is busy."""
         with self._lock:
             early, self._early = self._early, None
             at_once = [task for method, task in early if self._served_while_busy(method)]
@@ -354,7 +353,7 @@ class _WorkerThread(threading.Thread):
             raise EmbodiedError("its constructor failed")
         args, kwargs = self.host.unpack(packed)
         call = getattr(self._worker, method)
-        if self._served_while_busy(method):  # a question from outside, no work of its own
+        if self._served_while_busy(method):  # a query, no work of the worker
             with self.host.speaking(self.spec):
                 return call(*args, **kwargs)
         with self._worker.timers.measure(method):
@@ -378,7 +377,7 @@ OF_THIS_RANK = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaErr
 
 
 def rank_is_lost(error: BaseException) -> bool:
-    """True if torch says that ranks are no longer connected: a consequence of what happened to another rank."""
+    """True if torch reports lost connections between ranks, a consequence of another rank's failure."""
     if any(name in str(error) for name in OF_THIS_RANK):
         return False
     dist = sys.modules.get("torch.distributed")
@@ -387,17 +386,17 @@ def rank_is_lost(error: BaseException) -> bool:
 
 
 def _below_us(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is the worker's."""
+    """The worker's part of a traceback."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     return trace
 
 
 def import_from(module: str, file: str | None) -> None:
-    """Makes a module importable under its name even where it is not on the path (a test file, a script)."""
+    """Makes a module importable under its name even if it is not on the path (a test file, a script)."""
     import importlib.util
 
-    with _import_lock:  # or another worker would find it half loaded
+    with _import_lock:  # otherwise another worker could find it half loaded
         if module in sys.modules or module == "__main__":
             return
         try:

@@ -1,8 +1,8 @@
 """Hosts as processes of this machine, wired to the driver and to each other by socket pairs. They are started fresh, or
 forked from a process that has imported torch already (fork_server.py).
 
-A host gets its environment and its cores before it imports anything, ends with the driver however the driver ends, and
-runs in a session of its own, so that Ctrl-C reaches the driver alone.
+A host gets its environment and cores before it imports anything. It ends with the driver, however the driver ends, and
+runs in its own session, so Ctrl-C reaches only the driver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ main(boot)
 """
 
 
-MARKED_ROUNDS = 5  # of looking for processes that a host has left behind
+MARKED_ROUNDS = 5  # rounds of searching for processes that a host has left behind
 
 
 @dataclass
@@ -69,7 +69,7 @@ class LocalBackend(Processes):
         self, run: str, plans: Sequence[HostPlan], log_dir: Path | None, timeout_s: float, events: Events
     ) -> None:
         super().__init__(run, log_dir, timeout_s, events, encode, decode)
-        self._first = {plan.name for plan in plans}  # which are not started yet
+        self._first = {plan.name for plan in plans}  # hosts that have not been started yet
         self._fork_servers = ForkServers()
         self._control, self._channels = Loop(), Loop()
         self._threads = [
@@ -137,11 +137,11 @@ class LocalBackend(Processes):
             if log is not None:
                 os.makedirs(os.path.dirname(log), exist_ok=True)
                 out = err = stack.enter_context(open(log, "ab")).fileno()
-            if plan.imports and not plan.gpu:  # what CUDA makes of a fork is not tried here
+            if plan.imports and not plan.gpu:  # forking hosts that use CUDA has not been tried
                 fds = {"control_fd": control_fd, "progress_fd": memory_fd, "out_fd": out, "err_fd": err}
                 if (forked := self._fork_servers.fork(boot, env, plan.imports, fds)) is not None:
                     return forked
-            # A process is signalled at the end of the *thread* that started it, so only the main thread's counts.
+            # The parent-death signal comes when the *thread* that started a process ends, so only the main one counts.
             driver = os.getpid() if threading.current_thread() is threading.main_thread() else None
             boot |= {"control_fd": control_fd, "progress_fd": memory_fd, "driver": driver}
             return subprocess.Popen(
@@ -174,7 +174,7 @@ class LocalBackend(Processes):
             self._events.on_report(process.plan.name, message, payload)
 
     def _died(self, process: LocalProcess) -> None:
-        _kill_group(process.popen)  # its children; its id is not reused before it is waited for
+        _kill_group(process.popen)  # its children; the process id is not reused before it is reaped
         code = process.popen.wait()
         kill_marked(mark_of(self._run, process.plan.name))  # and processes that have left its group
         self._control.drain(process.control)  # its last reports come first,
@@ -189,20 +189,20 @@ class LocalBackend(Processes):
 
 
 def _kill_group(popen: subprocess.Popen | Forked) -> None:
-    """Kills a host's remaining processes and those of its group."""
+    """Kills the remaining processes of a host's process group."""
     with suppress(ProcessLookupError):
         os.killpg(popen.pid, signal.SIGKILL)
 
 
 def mark_of(run: str, host: str) -> str:
-    """The value of `MARK` in the environment of a host, which every program started there inherits."""
+    """The value of `MARK` in a host's environment, which all programs started there inherit."""
     return f"{run}/{host}"
 
 
 def kill_marked(mark: str) -> None:
-    """Kills the processes of this machine whose environment has this mark, until none is left that can be read."""
+    """Kills all processes of this machine whose readable environment has this mark."""
     wanted = f"{MARK}={mark}".encode()
-    for _ in range(MARKED_ROUNDS):  # one may start another while we look
+    for _ in range(MARKED_ROUNDS):  # a process may start another one meanwhile
         marked = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if wanted in _environment(folder)]
         if not marked:
             return
@@ -214,5 +214,5 @@ def kill_marked(mark: str) -> None:
 def _environment(process: Path) -> list[bytes]:
     try:
         return (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # another user's, or it has just ended
+    except OSError:  # a process of another user, or one that has just ended
         return []

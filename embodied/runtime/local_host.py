@@ -23,9 +23,9 @@ from embodied.runtime.processes import WRITE_STACKS, keep_log_short
 from embodied.runtime.socket_io import Loop, MessageSocket
 
 _PR_SET_PDEATHSIG = 1
-ARGUMENTS = slice(45, 47)  # where they begin and end, among the words of /proc/self/stat after the name
-SHORT = 15  # letters of the name that top shows
-_DELIVERY_S = 5.0  # how long a call that ended may wait until its puts have left
+ARGUMENTS = slice(45, 47)  # the fields of /proc/self/stat, after the name, with the addresses of their begin and end
+SHORT = 15  # letters of a process name in top
+_DELIVERY_S = 5.0  # limit for sending the puts of an ended call
 
 
 def main(boot: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def _serve(boot: dict[str, Any]) -> None:
             print(message[3], file=sys.stderr, flush=True)
         until = time.monotonic() + (_DELIVERY_S if threading.current_thread() is not threading.main_thread() else 0)
         while any(peer.backed_up() for peer in list(peers.values())) and time.monotonic() < until:
-            time.sleep(0.001)  # a call is done when what it has put has left: should this process die, it is not lost
+            time.sleep(0.001)  # a call is done when its puts have been sent: they are not lost if this process dies
         driver.post(message, packed)
 
     progress = Progress(mmap.mmap(boot["progress_fd"], PROGRESS_BYTES))
@@ -70,7 +70,7 @@ def _serve(boot: dict[str, Any]) -> None:
         channels.add(peer, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
 
     def forget(name: str) -> None:
-        """Serves what the last life of a peer has sent before anything of the next."""
+        """Serves all messages of a peer's old process before those of its new one."""
         drained = threading.Event()
         channels.submit(lambda: (channels.drain(peers[name]), drained.set()))
         drained.wait()
@@ -101,22 +101,22 @@ def _serve(boot: dict[str, Any]) -> None:
 
 
 def _exit(code: int) -> None:
-    """Ends now: neither a stuck thread nor a simulator library's exit handlers can keep the process."""
+    """Ends the process at once, without waiting for stuck threads or exit handlers of simulator libraries."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
 
 
 def _follow_driver(pid: int | None) -> None:
-    """Has the kernel kill this process when the driver dies, even if a native call holds the interpreter then."""
+    """Makes the kernel kill this process when the driver dies, even during a native call."""
     if pid is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != pid:  # it died before we asked
+        if os.getppid() != pid:  # the driver died before this call
             os._exit(1)
 
 
 def find_main_lazily(module: str | None, file: str | None) -> None:
-    """Classes of the driver's main program are found when one is needed; otherwise it is never imported here."""
+    """Imports the driver's main program only when one of its classes is needed."""
     main = sys.modules["__mp_main__"] = sys.modules["__main__"]
 
     lock, loaded = threading.RLock(), []  # several workers may search at once

@@ -4,9 +4,9 @@ The writer copies every buffer of 64 KiB or more once into a memory file without
 descriptor travels with the message and the reader maps it. Arrays arrive read-only. Torch CPU tensors arrive writable,
 on pages that are private to the reader, because torch knows no read-only tensors.
 
-A tensor on a GPU stays there, and a handle of its memory travels, where the one reader holds the same GPU. A process
-sees its own GPU alone, as `cuda:0` like all others see theirs, and cannot open handles of another: so to everybody else
-the bytes go by way of the host's memory, and arrive on the reader's own GPU, or on the CPU where it holds none.
+For a single reader on the same GPU, a handle of a GPU tensor's memory is sent, and the tensor stays. A process sees
+only its own GPU, as `cuda:0`, and cannot open handles of other GPUs. So for all other readers the bytes go through the
+host's memory, and arrive on the reader's GPU, or on the CPU if it has none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Payload:
 
 
 def encode(item: Any, reader: str = "") -> Payload:
-    """`reader` is the GPU that the one reader on this machine holds, by the plan's name."""
+    """`reader` is the plan's name of the GPU of the only reader, if that is on this machine."""
     body, buffers, tensors = split(item, bool(reader) and reader == own_gpu())
     if not buffers and len(body) < OUT_OF_BAND_BYTES:
         return Payload(body)
@@ -77,8 +77,8 @@ def decode(payload: Payload) -> Any:
 
 
 def split(item: Any, gpu_handles: bool = False) -> tuple[memoryview, list[memoryview], frozenset[int]]:
-    """-> a short body, the large buffers beside it, and which of those belong to torch tensors. Memory whose handle
-    travels is kept by the sender until the reader has let go, so such an item is for one reader."""
+    """Returns a short body, the large buffers, and the indices of buffers of torch tensors. With GPU handles an item
+    must have one reader: the sender keeps the memory until the reader has released it."""
     buffers: list[pickle.PickleBuffer] = []
 
     def keep_inline(buffer: pickle.PickleBuffer) -> bool:
@@ -88,7 +88,7 @@ def split(item: Any, gpu_handles: bool = False) -> tuple[memoryview, list[memory
         return False
 
     writable: list[pickle.PickleBuffer] = []
-    if hasattr(sys.modules.get("torch"), "Tensor"):  # not while another thread still imports it
+    if hasattr(sys.modules.get("torch"), "Tensor"):  # false while another thread still imports torch
         stream = io.BytesIO()
         _TorchPickler(stream, keep_inline, writable, gpu_handles).dump(item)
         body = stream.getbuffer()
@@ -99,7 +99,7 @@ def split(item: Any, gpu_handles: bool = False) -> tuple[memoryview, list[memory
 
 
 def join(body: bytes | memoryview, buffers: Iterable[Any] = ()) -> Any:
-    """Undoes `split`; only for what a process of this run has sent."""
+    """Undoes `split`; only for data of this run's own processes."""
     return pickle.loads(body, buffers=buffers)  # noqa: S301
 
 
@@ -118,7 +118,7 @@ def _write(parts: list[memoryview], tensors: frozenset[int], body: memoryview) -
 
 
 class _TorchPickler(pickle.Pickler):
-    """Sends dense CPU tensors like arrays, by their bytes; all else as usual."""
+    """Pickles dense CPU tensors as their bytes, like arrays."""
 
     def __init__(self, stream: io.BytesIO, keep_inline, writable: list[pickle.PickleBuffer], gpu_handles: bool) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep_inline)
@@ -157,13 +157,13 @@ def handle_of(tensor: Any) -> tuple:
 
 
 def own_gpu() -> str:
-    """The GPU that this process holds, by the plan's name: gpu:3. Empty where it holds none."""
+    """The plan's name of this process's GPU, such as gpu:3; "" without a GPU."""
     held = os.environ.get("EMBODIED_DEVICE", "")
     return held if held.startswith("gpu:") else ""
 
 
 def own_device() -> str:
-    """The device on which tensors from other GPUs arrive: the plan's, else the GPU if one is in use here."""
+    """The device for tensors from other GPUs: the plan's, else the GPU that this process uses, if any."""
     if os.environ.get("EMBODIED_DEVICE"):
         return "cuda" if own_gpu() else "cpu"
     return "cuda" if sys.modules["torch"].cuda.is_initialized() else "cpu"
@@ -176,7 +176,7 @@ def on_own_device(copy: Any) -> Any:
 def _tensor(buffer: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     import torch
 
-    if isinstance(buffer, bytes):  # small: it came inside the message
+    if isinstance(buffer, bytes):  # a small buffer, sent inside the message
         buffer = bytearray(buffer)
     if len(buffer) == 0:
         return torch.empty(shape, dtype=getattr(torch, dtype))

@@ -1,6 +1,6 @@
-"""Shared by the backends whose hosts are processes: how one is started, watched from outside, and ended.
+"""Shared by backends whose hosts are processes: starting, watching and ending them.
 
-Which cores a host gets is decided in `placement/placement_plan.py`; that this machine has them is checked here.
+`placement/placement_plan.py` chooses the cores of a host; this module checks that the machine has them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WRITE_STACKS = signal.SIGUSR1  # asks a host to write into its log what its threads are at
-WRITING_S = 0.2  # in which a process writes down what its threads are at
-START_S = 300.0  # how long a Ray cluster of the run's own may take to start
-LOG_BYTES = 64 << 20  # of a host's log; of a longer one the last quarter is kept
-LOG_S = 1.0  # between two looks at its length
-NOTICE_S = 10.0  # how long the end of a process may take to be noticed
-KILL_S = 5.0  # how long a killed process may take to vanish
+WRITE_STACKS = signal.SIGUSR1  # makes a host write its threads' stacks into its log
+WRITING_S = 0.2  # time for a process to write its threads' stacks
+START_S = 300.0  # limit for starting a Ray cluster of the run's own
+LOG_BYTES = 64 << 20  # maximum size of a host's log; of a longer log the last quarter is kept
+LOG_S = 1.0  # between two checks of a log's size
+NOTICE_S = 10.0  # limit for noticing the end of a process
+KILL_S = 5.0  # limit for a killed process to vanish
 
 
 @dataclass
@@ -43,10 +43,10 @@ class HostProcess:
     log: str | None
     memory: mmap.mmap
     progress: Progress = field(init=False)
-    pid: int | None = field(default=None, init=False)  # once it is known
+    pid: int | None = field(default=None, init=False)  # None: not known yet
     stopped: threading.Event = field(default_factory=threading.Event, init=False)  # its workers are closed
     ended: threading.Event = field(default_factory=threading.Event, init=False)
-    node = ""  # of the cluster, where there is one
+    node = ""  # node of the cluster, if there is one
     here = True  # on this machine
     end_s = KILL_S
 
@@ -67,7 +67,7 @@ class HostProcess:
 
 
 class Processes:
-    """The half of a backend that only reads its `HostProcess`es; starting, calling and killing them is the other."""
+    """The part of a backend that reads its `HostProcess`es. Subclasses start, call and kill them."""
 
     isolates = True
     notice_s = NOTICE_S
@@ -121,14 +121,14 @@ class Processes:
 
 
 def progress_memory(more_bytes: int = 0) -> tuple[int, mmap.mmap]:
-    """A memory file without a name for a host's signs of life; the progress is mapped, what follows is not."""
+    """A memory file without a name for a host's signs of life. Only the part with the progress is mapped."""
     fd = os.memfd_create("embodied-progress", os.MFD_CLOEXEC)
     os.ftruncate(fd, PROGRESS_BYTES + more_bytes)
     return fd, mmap.mmap(fd, PROGRESS_BYTES)
 
 
 def keep_log_short(log: str | None) -> None:
-    """Looks after the log of this process in a thread of its own."""
+    """Keeps this process's log short, in a separate thread."""
 
     def look() -> None:
         while True:
@@ -141,7 +141,7 @@ def keep_log_short(log: str | None) -> None:
 
 
 def shorten(log: Path, most: int = LOG_BYTES) -> None:
-    """Drops the beginning of a log that is longer than `most`. All who write to it append."""
+    """Drops the beginning of a log that is longer than `most`. All writers append."""
     if log.stat().st_size <= most:
         return
     with log.open("r+b") as file:
@@ -153,7 +153,7 @@ def shorten(log: Path, most: int = LOG_BYTES) -> None:
 
 
 def check_cores(plan: HostPlan, usable: Iterable[int], what: str = "this process") -> None:
-    """Refuses a host that is to run on cores which `what` may not use."""
+    """Refuses a host on cores that `what` may not use."""
     if not set(usable).issuperset(plan.cores):
         raise ValueError(
             f"host {plan.name} is to run on cores {ranges(plan.cores)}, but {what} may use only {ranges(tuple(usable))}"
@@ -161,7 +161,7 @@ def check_cores(plan: HostPlan, usable: Iterable[int], what: str = "this process
 
 
 def boot_order(run: str, plan: HostPlan, timeout_s: float) -> dict[str, Any]:
-    """Returns what a host must know before anything else, as plain values."""
+    """Returns a host's start-up information as plain values."""
     main = sys.modules["__main__"]
     sys.modules.setdefault("__mp_main__", main)  # its name in the hosts
     return {

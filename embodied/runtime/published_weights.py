@@ -1,4 +1,4 @@
-"""A published version of the weights: what it consists of, and the pieces in which it travels, bytes or tensors that
+"""A published version of the weights: its description, and the buckets in which it is sent, of bytes or of tensors that
 stay on their GPU."""
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from embodied.core.errors import EmbodiedError
 from embodied.runtime.channel import Channel
 from embodied.runtime.tensor_bytes import Spec, checksum, place
 
-IN_FLIGHT_BYTES = 64 << 20  # of buckets: one that was put and one being put
+IN_FLIGHT_BYTES = 64 << 20  # bytes of buckets in flight: one waits in the channel, one is being put
 BUCKET_BYTES = IN_FLIGHT_BYTES // 2
-HEAD_BYTES = 64  # of a snapshot: 16 bytes that name its store, then the version in each of its areas (int64)
+HEAD_BYTES = 64  # the head of a snapshot: 16 bytes with its store's name, then the version of each area (int64)
 
 
 @dataclass(frozen=True)
 class Publication:
-    """One published version: what it consists of and where to find it. Short; the bytes are elsewhere."""
+    """The description of a published version: its tensors and where to find them. It does not contain the bytes."""
 
     version: int
-    follows: int  # the version before; readers of that one need only what has changed
-    store: str  # names it
+    follows: int  # the previous version; its readers need only the changed tensors
+    store: str  # the store's name
     pid: int
-    fd: int  # of the snapshot there; -1: none
+    fd: int  # descriptor of the snapshot in that process; -1: none
     specs: dict[str, Spec]
-    checksums: dict[str, int]  # of the snapshot
+    checksums: dict[str, int]  # of the snapshot's tensors
     changed: tuple[str, ...]
-    changing: frozenset[str] = frozenset()  # names that have two areas in the snapshot
-    area: int = 0  # that holds this version's
-    gpu: str = ""  # that has the live tensors; readers that hold it copy them there
+    changing: frozenset[str] = frozenset()  # tensors with two areas in the snapshot
+    area: int = 0  # the area of this version
+    gpu: str = ""  # GPU with the live tensors; readers on it copy them there
 
     @property
     def places(self) -> tuple[dict[str, int], int]:
-        """The offset of every tensor of this version in a snapshot, and the snapshot's size."""
+        """Returns the offset of every tensor of this version in a snapshot, and the snapshot's size."""
         areas, size = areas_of(self.specs, self.changing)
         return areas[self.area], size
 
@@ -46,7 +46,8 @@ class Publication:
 
 
 def areas_of(specs: Mapping[str, Spec], changing: frozenset[str]) -> tuple[list[dict[str, int]], int]:
-    """The offsets of all tensors, by area, and the size of the memory: two areas where there are `changing` names.
+    """Returns the offsets of all tensors by area, and the total size. There are two areas if there are `changing`
+    names.
 
     With tensors `frozen` and `trained` of 64 bytes each, and trained changing: [{frozen: 64, trained: 128},
     {frozen: 64, trained: 192}], 256.
@@ -69,7 +70,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class TensorBucket:
-    """Live tensors on a GPU, whose handles travel to a reader that holds the same one."""
+    """Live tensors on a GPU, whose handles are sent to a reader on the same GPU."""
 
     version: int
     number: int
@@ -78,8 +79,8 @@ class TensorBucket:
 
 
 def tensor_buckets(version: int, tensors: Mapping[str, Any]) -> Iterator[TensorBucket]:
-    """A version's tensors, as many at a time as fit into BUCKET_BYTES. Two empty buckets follow: where a channel holds
-    one, whoever could put the second knows that the reader has copied all tensors."""
+    """A version's tensors in buckets of up to BUCKET_BYTES. Two empty buckets follow: the channel's capacity is one, so
+    when the second one is put, the reader has copied all tensors."""
     groups: list[dict[str, Any]] = [{}]
     room = BUCKET_BYTES
     for name, tensor in tensors.items():
@@ -115,7 +116,7 @@ def buckets_of(version: int, tensors: Iterable[tuple[str, np.ndarray]]) -> Itera
 
 
 class TensorsFromBuckets:
-    """A version's tensors, put together from buckets that come in order."""
+    """Assembles a version's tensors from buckets that arrive in order."""
 
     def __init__(self, version: int, tensors: Mapping[str, np.ndarray]) -> None:
         """`tensors` are the bytes to be filled."""
@@ -123,7 +124,7 @@ class TensorsFromBuckets:
         self.missing = {name: len(data) for name, data in tensors.items()}
 
     def add(self, bucket: Bucket) -> None:
-        """Raises EmbodiedError where a part is damaged, or with the last bucket where a part has not come."""
+        """Raises EmbodiedError if a part is damaged, or if parts are missing after the last bucket."""
         for (name, start, data), expected in zip(bucket.parts, bucket.checksums, strict=True):
             check(name, data, expected, self.version)
             if (whole := self.tensors.get(name)) is None or start + len(data) > len(whole):
@@ -139,8 +140,8 @@ def sums_of(parts: Iterable[tuple[str, int, np.ndarray]]) -> tuple[int, ...]:
 
 
 def buckets_from(channel: Channel, version: int) -> Iterator[Any]:
-    """The buckets of a version, in order, up to the last one; None, and no more, where those of a newer one come. A
-    sender that begins again begins with number 0."""
+    """Yields the buckets of a version in order; yields None and stops if buckets of a newer version arrive. A sender
+    that restarts begins with number 0."""
     number, last = 0, False
     while not last:
         bucket = channel.get()
@@ -148,7 +149,7 @@ def buckets_from(channel: Channel, version: int) -> Iterator[Any]:
             yield None
             return
         if bucket.version < version or (bucket.number and bucket.number != number):
-            continue  # of an earlier version, which nobody waits for any more
+            continue  # of an earlier version that is no longer needed
         yield bucket
         number, last = bucket.number + 1, bucket.last
 

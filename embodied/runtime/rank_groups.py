@@ -1,8 +1,9 @@
-"""Groups of neighbouring ranks that compute a sequence together and exchange numbers in the middle of a pass.
+"""Groups of neighbouring ranks that compute a sequence together and exchange tensors during a pass.
 
-Groups of 2, 4, ... ranks are nested: rank 2 of 4 is in the group of ranks 2 and 3, and in that of all. All ranks of a
-group must make the same calls in the same order. Every call has a deadline, and its time is measured as "sync". As with
-`collective.Gloo`, every rank listens on a port: of the loopback interface where all ranks are on one machine.
+Groups of 2, 4, ... ranks are nested: rank 2 of 4 is in the group of ranks 2 and 3, and in the group of all ranks. All
+ranks of a group must make the same calls in the same order. Every call has a deadline, and its time is measured as
+"sync". As with `collective.Gloo`, every rank listens on a port, on the loopback interface if all ranks are on one
+machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from embodied.runtime.worker import Worker
 
 
 class RankGroup:
-    """One group, of which this rank is member number `place`."""
+    """A group in which this rank is member number `place`."""
 
     def __init__(self, group: Any, ranks: range, place: int, worker: Worker) -> None:
         self.group, self.ranks, self.place, self.worker = group, ranks, place, worker
@@ -30,7 +31,7 @@ class RankGroup:
         return len(self.ranks)
 
     def exchange(self, parts: Tensor) -> Tensor:
-        """Give part i [N, ...] to member i; -> the parts that the members have for this rank, in their order."""
+        """Send part i [N, ...] to member i (all-to-all); returns the parts for this rank, in the order of members."""
         sent = as_bytes(parts)
         came = torch.empty_like(sent)
         with self._measured():
@@ -38,7 +39,7 @@ class RankGroup:
         return came.view(parts.dtype).view(parts.shape)
 
     def gather(self, mine: Tensor) -> list[Tensor]:
-        """The tensors of all members, which have one shape."""
+        """All-gather: the tensors of all members, which have equal shapes."""
         sent = as_bytes(mine)
         came = [torch.empty_like(sent) for _ in self.ranks]
         with self._measured():
@@ -46,7 +47,7 @@ class RankGroup:
         return [each.view(mine.dtype).view(mine.shape) for each in came]
 
     def send_from(self, place: int, tensor: Tensor) -> PendingTensor:
-        """Begin to give the tensor of this member to all others, into tensors of theirs of the same shape."""
+        """Begin to broadcast this member's tensor into the other members' tensors of the same shape."""
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
@@ -60,7 +61,7 @@ class RankGroup:
 
 
 class PendingTensor:
-    """A tensor on its way."""
+    """A tensor that is being received."""
 
     def __init__(self, tensor: Tensor, work: Any, group: RankGroup) -> None:
         self.tensor, self.work, self.group = tensor, work, group
@@ -72,14 +73,15 @@ class PendingTensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, in one dimension: gloo does not know all types."""
+    """The same memory as flat bytes, since gloo does not support all types."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def form_groups(
     rendezvous: RendezvousFile | RendezvousAddress, worker: Worker, degrees: Sequence[int], gpus: Any = None
 ) -> dict[int, RankGroup]:
-    """This rank's group of every degree above 1. All ranks take part; on GPUs their NCCL is divided."""
+    """Returns this rank's group of every degree above 1. All ranks must call it; on GPUs their NCCL communicator is
+    split."""
     import torch.distributed as dist
 
     rendezvous.use_interface()

@@ -15,13 +15,12 @@ from embodied.runtime.payload import Payload
 if TYPE_CHECKING:
     from embodied.runtime.host import Host
 
-_CANCEL_S = 5.0  # how long a home may take to answer that a get was given up
+_CANCEL_S = 5.0  # limit for a home's answer to a cancelled get
 
 
 class Remote:
-    """A channel that lives in another process. While a home that died is started again, what is put is lost, as is what
-    waited there, and a get raises. Messages leave under the lock, so that none meant for one life of the home reaches
-    the next."""
+    """A channel whose queue is in another process. While its dead home is restarted, puts are lost, as are the items
+    that waited there, and gets raise. Messages are sent under the lock, so none reaches a later process of the home."""
 
     def __init__(self, channel: Channel, host: Host) -> None:
         self.channel = channel
@@ -32,14 +31,14 @@ class Remote:
         self.host = host
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._unread: dict[str, int] = defaultdict(int)  # per producer of this host: sent and not known to be taken
+        self._unread: dict[str, int] = defaultdict(int)  # per producer of this host: sent, not known to be taken
         self._gets: dict[int, Getter] = {}
         self._requests = itertools.count()
         self._closed: tuple[str, str] | None = None
         self._dead: tuple[str, str] | None = None  # the worker and the cause, while the home is dead
 
     def open(self) -> None:
-        """The home is there, for the first time or again."""
+        """The home is ready, for the first time or after a restart."""
         with self._lock:
             self._dead = None
             self._unread.clear()
@@ -68,7 +67,7 @@ class Remote:
             self.host.post(self.home, ("cancel", self.name, getter.request))
             raise
         if not arrived:
-            # The answer may be on its way: the home says which came first, so that no item is lost.
+            # The answer may be under way: the home says which came first, so that no item is lost.
             self.host.post(self.home, ("cancel", self.name, getter.request))
             if not getter.wait(_CANCEL_S) or not (getter.entries or getter.closed):
                 raise nothing_came(self.name, key, seconds, None)
@@ -138,12 +137,12 @@ class Remote:
             self.open()
 
     def worker_failed(self, worker: str, cause: str) -> None:
-        """Ends what goes straight from it or to it."""
+        """Ends the worker's direct channels."""
         if self.pair and worker in (self.pair.source, self.pair.receiver):
             self.closed_by(worker, cause)
 
     def cluster_closes(self) -> None:
-        """Its home is closing too, and may be gone before it has answered."""
+        """The home is closing, too, and may end before it answers."""
         self._home_died(*CLOSING, restarts=False)
 
     def _home_died(self, peer: str, cause: str, restarts: bool) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a role find each other, for `collective.py`. Imports torch only once ranks connect, since the
+"""Lets the ranks of a role find each other, for `collective.py`. Imports torch only when ranks connect, since the
 driver makes the rendezvous."""
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
 
 class ConnectedRanks:
-    """How ranks in processes of their own connect once they have met."""
+    """How ranks in separate processes connect."""
 
     interface: str
     timeout_s: float
 
     def use_interface(self) -> None:
-        """Has gloo and NCCL connect over the network of the rendezvous; a user who names one for NCCL keeps it."""
+        """Makes gloo and NCCL use the network of the rendezvous, unless the user names an interface for NCCL."""
         os.environ["GLOO_SOCKET_IFNAME"] = self.interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface}")
 
 
 @dataclass(frozen=True)
 class RendezvousFile(ConnectedRanks):
-    """Ranks in processes of one machine find their peers through a file in a private folder, and talk over loopback."""
+    """Ranks on one machine find each other through a file in a private folder, and connect over loopback."""
 
     path: str
     timeout_s: float
@@ -44,7 +44,7 @@ class RendezvousFile(ConnectedRanks):
         return dist.FileStore(f"{self.path}-{purpose}", world_size)
 
     def remove(self) -> None:
-        """Removes the files that were needed to meet."""
+        """Removes the files."""
         whole = Path(self.path)
         for file in whole.parent.glob(f"{whole.name}*"):
             file.unlink(missing_ok=True)
@@ -52,8 +52,8 @@ class RendezvousFile(ConnectedRanks):
 
 @dataclass(frozen=True)
 class RendezvousAddress(ConnectedRanks):
-    """Ranks on several machines find their peers through rank 0, which listens there. There is no password:
-    this belongs on a network of one's own."""
+    """Ranks on several machines find each other through rank 0, which listens at this address without a password: use a
+    private network."""
 
     host: str
     port: int
@@ -61,7 +61,7 @@ class RendezvousAddress(ConnectedRanks):
 
     @property
     def interface(self) -> str:  # type: ignore[override]
-        """The network interface that leads there from here."""
+        """The network interface towards this address."""
         return interface_of(address_towards(self.host))
 
     def store(self, purpose: str, world_size: int) -> Any:
@@ -70,11 +70,11 @@ class RendezvousAddress(ConnectedRanks):
         return dist.PrefixStore(purpose, dist.TCPStore(self.host, self.port, wait_for_workers=False))
 
     def remove(self) -> None:
-        """The port is closed with rank 0."""
+        """Nothing to do: the port closes with rank 0."""
 
 
 class InProcessRendezvous:
-    """Ranks in one process meet here; one instance per group, handed to every rank."""
+    """For ranks in one process: one instance per group, passed to every rank."""
 
     def __init__(self, world_size: int, timeout_s: float) -> None:
         self.barrier = threading.Barrier(world_size, timeout=timeout_s)
@@ -87,8 +87,8 @@ Rendezvous = RendezvousFile | RendezvousAddress | InProcessRendezvous
 def rendezvous_point(
     ranks: int, backend: str, folder: Path | None, timeout_s: float
 ) -> RendezvousFile | InProcessRendezvous | None:
-    """Returns where the ranks of a role meet on one machine, None for a single rank. A file lies in a folder
-    that only this run uses."""
+    """Returns the rendezvous of a role's ranks on one machine; None for a single rank. A file is in a folder of this
+    run."""
     if ranks == 1:
         return None
     if backend == "inline":
@@ -98,7 +98,7 @@ def rendezvous_point(
 
 
 def nccl_options(rendezvous: ConnectedRanks, split_from: Any = None, color: int = 0) -> Any:
-    """Our deadline, and which communicator these ranks split theirs from: it shares the buffers."""
+    """NCCL options: the deadline, and the communicator from which these ranks split theirs to share buffers."""
     import torch.distributed as dist
 
     options = dist.ProcessGroupNCCL.Options()
@@ -109,20 +109,20 @@ def nccl_options(rendezvous: ConnectedRanks, split_from: Any = None, color: int 
 
 
 def listen(timeout_s: float) -> tuple[Any, RendezvousAddress]:
-    """A server for ranks on several machines, which lives as long as its object, and its address."""
+    """Starts a server for ranks on several machines; returns it and its address. It ends when the object is dropped."""
     import torch.distributed as dist
 
     server = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
-    return server, RendezvousAddress(address_towards("192.0.2.1"), server.port, timeout_s)  # somewhere far away
+    return server, RendezvousAddress(address_towards("192.0.2.1"), server.port, timeout_s)  # any remote address
 
 
 def address_towards(host: str) -> str:
-    """This machine's address as seen from there. Sends nothing."""
+    """This machine's address as seen from `host`. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
             return probe.getsockname()[0]
-        except OSError:  # no network at all
+        except OSError:  # without a network
             return "127.0.0.1"
 
 
