@@ -1,8 +1,8 @@
-"""Shared memory without a name (memfd) that is used again: getting fresh pages costs far more than filling them.
+"""Reusable shared memory without a name (memfd): fresh memory pages cost far more than filling them.
 
-When is a segment free? Every message has an open file of its own on the segment, with a lock on it, and that file
-travels with the message. The kernel drops the lock when the last process that holds or maps this file has let go of it
-or has died, so no release message is needed, and nothing is left when a process is killed.
+When is a segment free? Every message has its own open file on the segment, with a lock, and the file is sent with the
+message. The kernel drops the lock when the last process with this file has closed it or died. So no release message is
+needed, and nothing is left when a process is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import weakref
 
 _SMALLEST_BYTES = 64 * 1024
-_KEPT_BYTES = 512 << 20  # of address space; a segment uses no more memory than its longest message had
+_KEPT_BYTES = 512 << 20  # limit of address space; a segment uses only as much memory as its longest message
 _KEPT = 32
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,7 +32,7 @@ class Segment:
         self.memory = map_shared(self._fd, size)
 
     def claim(self) -> int:
-        """An open file for one message, whose owner may fill the memory; -1 while another message is in use."""
+        """Returns an open file for one message, whose owner may fill the memory; -1 while another message is in use."""
         fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,15 +47,15 @@ class Segment:
 
 
 class Segments:
-    """The segments of one process. A segment that is dropped lives on for as long as its message is used."""
+    """The segments of one process. A dropped segment stays until its message is no longer used."""
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: list[Segment] = []  # the one that was used last at the end
+        self._kept: list[Segment] = []  # most recently used last
         self._lock = threading.Lock()
 
     def take(self, need: int) -> tuple[int, memoryview]:
-        """-> (an open file for one message, the memory to fill for it)."""
+        """Returns (an open file for one message, the memory to fill)."""
         size = max(1 << (need - 1).bit_length(), _SMALLEST_BYTES)
         with self._lock:
             same = (segment for segment in self._kept if segment.size == size)
@@ -72,23 +72,23 @@ class Segments:
         return fd, segment.memory
 
     def drop(self) -> None:
-        """Keeps none for later."""
+        """Drops all segments."""
         with self._lock:
             self._kept.clear()
 
 
 def map_private(fd: int, size: int) -> memoryview:
-    """Maps copy-on-write: what is written here stays here, and pages nobody wrote here follow the file."""
+    """Maps copy-on-write: local writes stay local, and unwritten pages show the file."""
     return _map(fd, size, mmap.MAP_PRIVATE)
 
 
 def map_shared(fd: int, size: int) -> memoryview:
-    """Maps so that what is written here is seen by all."""
+    """Maps shared: all processes see writes."""
     return _map(fd, size, mmap.MAP_SHARED)
 
 
 def _map(fd: int, size: int, kind: int) -> memoryview:
-    """Unmaps with the last view. `mmap.mmap` would keep a descriptor open for every array."""
+    """The map ends with its last view. `mmap.mmap` would keep a descriptor open for every array."""
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), f"cannot map {size} bytes of shared memory")

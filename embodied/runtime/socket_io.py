@@ -1,8 +1,8 @@
 """Messages between two processes over a socket pair, and the thread that receives them.
 
-A socket pair has no address: nobody else can connect, and nothing is left behind. One message is one packet: a small
-tuple that says what it is, and at most one payload, whose memory file travels along. `post` never blocks, so a thread
-that serves messages cannot be held up by a peer that stopped reading.
+A socket pair has no address: nobody else can connect, and nothing is left behind. A message is one packet: a small
+tuple that describes it, and at most one payload, whose memory file is sent along. `post` never blocks, so a peer that
+stopped reading cannot block a thread that serves messages.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class MessageSocket:
         return self._sock.fileno()
 
     def post(self, message: tuple, payload: Payload | None = None, fd: int = -1) -> None:
-        """Sends now, or later if the peer's buffer is full. A peer that is gone is silently skipped: the process that
-        watches it reports its death. `fd` hands over a descriptor that is not a payload's."""
+        """Sends now, or later if the peer's buffer is full. A dead peer is silently skipped: the process that watches
+        it reports its death. `fd` is a descriptor to send besides a payload's."""
         layout = payload.layout if payload is not None else None
         head = pickle.dumps((message, payload is not None, layout), protocol=5)
         if len(head) > _MAX_MESSAGE_BYTES:
@@ -66,7 +66,7 @@ class MessageSocket:
                     self.loop.wake()
 
     def flush(self) -> bool:
-        """True when nothing waits any more."""
+        """Sends waiting messages; True when none is left."""
         with self._lock:
             while self._outbox and self._send(*self._outbox[0]):
                 for _, _, data in self._outbox.popleft()[1]:
@@ -87,10 +87,11 @@ class MessageSocket:
         return True
 
     def receive(self) -> tuple[tuple, Payload | None, int]:
-        """-> (message, payload, descriptor or -1). Raises BlockingIOError when there is none, EOFError at the end."""
+        """Returns (message, payload, descriptor or -1). Raises BlockingIOError if there is no message, EOFError at the
+        end."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(3 * OUT_OF_BAND_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionResetError as error:  # raised once when the peer ended; what it sent before is still readable
+        except ConnectionResetError as error:  # raised once when the peer ended; its earlier messages can still be read
             raise BlockingIOError from error
         if not data:
             raise EOFError
@@ -127,7 +128,7 @@ class Loop:
         self._stopped = False
 
     def add(self, peer: MessageSocket, on_message: Callable[..., None], on_end: Callable[[], None]) -> None:
-        """`on_message(message, payload, fd)`; `on_end()` once, when the peer is gone."""
+        """Calls `on_message(message, payload, fd)` for messages, and `on_end()` once when the peer has ended."""
         peer.loop = self
 
         def register() -> None:
@@ -137,7 +138,7 @@ class Loop:
         self.submit(register)
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs it in the loop's thread, in order."""
+        """Runs a task in the loop's thread, in order."""
         self._requests.append(task)
         self.wake()
 
@@ -146,8 +147,8 @@ class Loop:
         self.submit(lambda: self._selector.register(fd, selectors.EVENT_READ, (fd, on_ready)))
 
     def drain(self, peer: MessageSocket) -> None:
-        """Serves what a peer that ended has still sent; call it in the loop's thread."""
-        misses = 0  # a reset connection counts as one miss; a peer that a grandchild keeps open never ends
+        """Serves the remaining messages of an ended peer; call it in the loop's thread."""
+        misses = 0  # a reset connection counts as a miss; if a grandchild keeps the socket open, the end never comes
         while peer in self._sockets and misses < 2:
             misses += not self._serve(*self._selector.get_key(peer).data, selectors.EVENT_READ)
 
@@ -169,7 +170,7 @@ class Loop:
                     self._selector.unregister(key.fileobj)
                     os.close(key.data[0])
                     key.data[1]()
-                elif key.data[0] in self._sockets:  # not ended by a callback just now
+                elif key.data[0] in self._sockets:  # not removed by a callback just now
                     self._serve(*key.data, events)
         self._close()
 

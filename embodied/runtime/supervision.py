@@ -1,8 +1,8 @@
-"""When a host is suspected, killed, replaced or given up: a state machine without processes, threads or a clock.
+"""Decides when a host is suspected, killed, replaced or given up: a state machine without processes, threads or clock.
 
-It gets what happened and when, and answers what to do. `failures.py` asks it and kills hung hosts;
-`workflows/rollout_manager.py` starts dead ones again, makes good what was lost in a rollout, and ends the run where an
-error comes back in every life (`Repetitions`).
+It gets events with their times, and returns decisions. `failures.py` asks it and kills hung hosts.
+`workflows/rollout_manager.py` restarts dead hosts, collects lost data again, and ends the run if an error repeats after
+every restart (`Repetitions`).
 
     healthy <-> suspect      silent for half of hang_s, or heard again
     any -> restarting        it died or hung, while it was built again too, and the budget allows another life
@@ -30,26 +30,26 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of patience with a host."""
+    """Limits of supervision."""
 
-    max_restarts: int  # of one host within the window
+    max_restarts: int  # restarts of one host within the window
     window_s: float
-    hang_s: float  # silence after which it is killed
+    hang_s: float  # seconds of silence after which a host is killed
 
 
 @dataclass
 class _Host:
     state: State = State.HEALTHY
     restarts: int = 0
-    recent: deque[float] = field(default_factory=deque)  # when it was restarted, within the window
+    recent: deque[float] = field(default_factory=deque)  # times of restarts within the window
 
 
 class Supervisor:
     def __init__(
         self, budget: Budget, hosts: Iterable[str], stale: Iterable[str] = (), unique: Iterable[str] = ()
     ) -> None:
-        """`stale` hosts need the current weights before they may serve again. `unique` hosts are watched like `hosts`,
-        but not restarted."""
+        """Restarted `stale` hosts need the current weights first. `unique` hosts are watched like `hosts`, but not
+        restarted."""
         self.budget = budget
         self._hosts = {host: _Host() for host in (*hosts, *unique)}
         self._stale = frozenset(stale)
@@ -65,24 +65,24 @@ class Supervisor:
         return self._hosts[host].state
 
     def restarts(self, host: str) -> int:
-        """The number of times that this host was started again in the whole run."""
+        """The number of restarts of this host in the whole run."""
         return self._hosts[host].restarts
 
     def replaces(self, host: str) -> bool:
         return host in self._hosts and host not in self._unique
 
     def at_work(self, host: str) -> bool:
-        """The host was constructed, so later exceptions are no constructor's failure."""
+        """True if the host has been constructed: later exceptions are not constructor failures."""
         return self.state(host) in (State.HEALTHY, State.SUSPECT, State.STALE)
 
     def silent(self, host: str, seconds: float) -> bool:
-        """No sign of life for so long; -> whether it must be killed, also while it is built again."""
+        """The host has been silent for `seconds`; returns True if it must be killed, also while it is rebuilt."""
         if self.state(host) in (State.HEALTHY, State.SUSPECT):
             self._hosts[host].state = State.SUSPECT if seconds >= self.budget.hang_s / 2 else State.HEALTHY
         return seconds >= self.budget.hang_s
 
     def died(self, host: str, now: float) -> str | None:
-        """None if it is started again, otherwise why it is not (empty: the cause says it all)."""
+        """Returns None if the host will be restarted, otherwise the reason why not ("": the cause is enough)."""
         record, budget = self._hosts[host], self.budget
         if host in self._unique:
             record.state = State.DEAD
@@ -105,28 +105,27 @@ class Supervisor:
             self._hosts[host].state = State.STALE if host in self._stale else State.HEALTHY
 
     def current(self, host: str) -> None:
-        """It has the current weights."""
+        """The host has the current weights."""
         if self.state(host) is State.STALE:
             self._hosts[host].state = State.HEALTHY
 
 
-SAME_LINE = 3  # times that a worker fails at one line before the run ends: not chance, a restart would fail too
+SAME_LINE = 3  # failures of a worker at one line after which the run ends: not by chance, a restart would fail, too
 
 
 class Repetitions:
-    """Distinguishes an error of the code, which every replacement repeats, from an error that a fresh worker may not
-    have.
+    """Distinguishes a bug, which every replacement repeats, from an error that a new worker may not have.
 
-    Before a worker has come through a round, nobody knows whether its code works at all, and the same error twice is
-    enough. Later it has to be as many times in a row as chance hardly makes it.
+    Before a worker's first finished round its code may not work at all, so the same error twice ends the run. Later it
+    takes SAME_LINE errors in a row, which hardly happen by chance.
     """
 
     def __init__(self) -> None:
-        self._errors: dict[str, list[tuple[str, str]]] = {}  # worker -> (line, words) since it last came through
+        self._errors: dict[str, list[tuple[str, str]]] = {}  # worker -> (line, message) since its last finished round
         self._working: set[str] = set()
 
     def raised(self, worker: str, line: str, words: str) -> str:
-        """A worker raised this at that line of its code; -> why it is not started again, empty where it is."""
+        """A worker raised an error at `line`; returns why it is not restarted, "" if it is."""
         before = self._errors.setdefault(worker, [])
         before.append((line, words))
         if worker not in self._working and before.count((line, words)) == 2:
@@ -136,7 +135,7 @@ class Repetitions:
         return ""
 
     def came_through(self, workers: Iterable[str]) -> None:
-        """A round is over, at whose end these workers were well."""
+        """A round has ended without failures of these workers."""
         for worker in workers:
             self._working.add(worker)
             self._errors.pop(worker, None)

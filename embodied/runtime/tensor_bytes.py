@@ -1,4 +1,4 @@
-"""Tensors as bytes: what is moved, stored and checked without knowing torch."""
+"""Tensors as bytes, for moving, storing and checking them without torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from embodied.core.errors import CheckpointError
 
 ALIGNMENT = 64
-ROW = 4096  # words of a checksum that may swap places unnoticed
+ROW = 4096  # words per row; the checksum does not notice swaps within a row
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -42,14 +42,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Blob:
-    """A tensor's bytes; `data` is uint8 and flat, often a view of memory that belongs to somebody else."""
+    """A tensor's bytes; `data` is uint8 and flat, often a view of borrowed memory."""
 
     spec: Spec
     data: np.ndarray
 
 
 class StoredFile:
-    """A file that is open for as long as somebody may read its tensors."""
+    """An open file with tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.descriptor = path, os.open(path, os.O_RDONLY)
@@ -59,8 +59,8 @@ class StoredFile:
             os.close(self.descriptor)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """A copy of these bytes. The file is not mapped: a map of a file that another program cuts short ends the
-        process (SIGBUS)."""
+        """Returns a copy of these bytes. The file is not mapped: if another program truncated it, the process would end
+        by SIGBUS."""
         data = np.empty(end - begin, np.uint8)
         done = 0
         while done < len(data):  # the kernel reads at most 2 GiB at a time
@@ -71,7 +71,7 @@ class StoredFile:
 
 
 class StoredBlob(Blob):
-    """A tensor in a file; its bytes are read each time `data` is asked for."""
+    """A tensor in a file; every access to `data` reads its bytes."""
 
     def __init__(self, spec: Spec, file: StoredFile, begin: int) -> None:
         object.__setattr__(self, "spec", spec)
@@ -84,11 +84,11 @@ class StoredBlob(Blob):
 
 
 def blob_of(tensor: Any) -> Blob:
-    """The bytes of a torch tensor, without a copy where it is contiguous and on the CPU."""
+    """The bytes of a torch tensor, without a copy if it is contiguous and on the CPU."""
     import torch
 
     flat = tensor.detach().cpu().contiguous().view(-1)
-    # By way of DLPack, since a storage of which numpy() was asked could never again be emptied to leave its device.
+    # Through DLPack: after numpy() a storage could no longer be emptied for offloading.
     data = torch.from_dlpack(flat.view(torch.uint8)).numpy() if flat.numel() else np.empty(0, np.uint8)
     return Blob(spec_of(tensor), data)
 
@@ -98,7 +98,7 @@ def spec_of(tensor: Any) -> Spec:
 
 
 def tensor_of(blob: Blob) -> Any:
-    """A torch tensor on the same memory."""
+    """A torch tensor that shares the memory."""
     import torch
 
     dtype, data = getattr(torch, blob.spec.dtype), blob.data
@@ -108,15 +108,15 @@ def tensor_of(blob: Blob) -> Any:
 
 
 def array_of(blob: Blob) -> np.ndarray:
-    """A numpy array; bfloat16, which numpy does not know, as the same numbers in float32."""
+    """A numpy array; bfloat16, which numpy lacks, is converted to float32."""
     if blob.spec.dtype == "bfloat16":
         return (blob.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(blob.spec.shape)
     return blob.data.view(blob.spec.dtype).reshape(blob.spec.shape)
 
 
 def checksum(data: np.ndarray) -> int:
-    """Returns a checksum of bytes, at the speed of reading them, that finds wrong, missing and misplaced parts (64-bit
-    sums of rows of words, weighted by place)."""
+    """Returns a fast checksum that finds wrong, missing and misplaced parts: 64-bit sums of rows of words, weighted by
+    position."""
     words = np.ascontiguousarray(data[: len(data) // 8 * 8]).view(np.uint64)
     whole = len(words) // ROW * ROW
     rows = np.append(np.add.reduce(words[:whole].reshape(-1, ROW), axis=1), np.add.reduce(words[whole:]))
@@ -126,7 +126,7 @@ def checksum(data: np.ndarray) -> int:
 
 
 def place(specs: Mapping[str, Spec], start: int = 0) -> tuple[dict[str, int], int]:
-    """An offset for each tensor in one piece of memory, and its size."""
+    """Returns an offset for each tensor in one piece of memory, and the total size."""
     offsets, end = {}, start
     for name, spec in specs.items():
         offsets[name] = end
@@ -135,10 +135,9 @@ def place(specs: Mapping[str, Spec], start: int = 0) -> tuple[dict[str, int], in
 
 
 def read_safetensors(path: Path) -> dict[str, Blob]:
-    """The tensors of a file; their bytes are read when they are used."""
-    # Not the library's safe_open, which maps the file: copying a file of 200 MB into weights took 203 MiB at its peak
-    # (here 11 MiB, a tensor at a time), a file that was cut short meanwhile ended the process by SIGBUS (here a
-    # CheckpointError), and its numpy reader has no bfloat16.
+    """The tensors of a file; their bytes are read on access."""
+    # The library's safe_open maps the file: copying 200 MB into weights took 203 MiB at its peak (here 11 MiB), a
+    # truncated file ended the process by SIGBUS (here a CheckpointError), and its numpy reader has no bfloat16.
     try:
         file, size = StoredFile(path), path.stat().st_size
         head = int.from_bytes(file.read(0, min(8, size)).tobytes(), "little")
@@ -159,9 +158,9 @@ def read_safetensors(path: Path) -> dict[str, Blob]:
 
 
 def write_safetensors(path: Path, specs: Mapping[str, Spec], blobs: Iterable[tuple[str, Blob]]) -> None:
-    """A file of these tensors, written one by one as they come, in any order."""
+    """Writes a file of these tensors, one by one in any order."""
     names = {ours: theirs for theirs, ours in SAFETENSORS.items()}
-    entries, end = {"__metadata__": {"format": "pt"}}, 0  # published OpenVLA code refuses others
+    entries, end = {"__metadata__": {"format": "pt"}}, 0  # published OpenVLA code refuses other formats
     for name, spec in specs.items():
         entries[name] = {
             "dtype": names[spec.dtype],
@@ -173,7 +172,7 @@ def write_safetensors(path: Path, specs: Mapping[str, Spec], blobs: Iterable[tup
     head += b" " * (-len(head) % 8)
     with path.open("wb", buffering=0) as file:
         start = file.write(len(head).to_bytes(8, "little")) + file.write(head)
-        os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk says so now
+        os.posix_fallocate(file.fileno(), 0, start + end)  # fails now if the disk is full
         missing = set(specs)
         for name, blob in blobs:
             assert blob.spec == specs[name], (name, blob.spec, specs[name])

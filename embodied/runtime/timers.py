@@ -1,7 +1,7 @@
-"""Measures named pieces of work: their sums always, and each single one while a timeline is being recorded.
+"""Measures named pieces of work: always their sums, and every single piece while a timeline is recorded.
 
-Every public method of a worker is measured under its own name. Pieces nest: what is measured inside another belongs to
-both, and `own_s` is a piece's time without the pieces inside it. Waiting for others is measured as "wait" everywhere.
+Every public method of a worker is measured under its own name. Pieces nest: an inner piece counts in both, and `own_s`
+is a piece's time without its inner pieces. Waiting is measured as "wait" everywhere.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class Timers:
             self._add(name, start, perf_counter() - start, inside)
 
     def add(self, name: str, start: float) -> float:
-        """A piece that began at `start` (time.perf_counter), ends now and has none inside; returns its seconds."""
+        """Adds a piece without inner pieces that began at `start` (time.perf_counter) and ends now; returns its
+        seconds."""
         seconds = perf_counter() - start
         self._add(name, start, seconds, 0.0)
         return seconds
 
     def mark(self, name: str, at: float) -> None:
-        """A moment (time.perf_counter): a piece without length."""
+        """Records a moment (time.perf_counter), as a piece of length 0."""
         self._add(name, at, 0.0, 0.0)
 
     def totals(self) -> dict[str, Total]:
@@ -69,7 +70,7 @@ class Timers:
         return seconds_between(before, self.totals(), *names)
 
     def record(self, on: bool) -> RecordedSpans:
-        """Begin (or end) keeping single pieces; returns those kept since the last call."""
+        """Starts or stops recording single pieces; returns the pieces recorded since the last call."""
         with self._lock:
             kept = RecordedSpans(self._spans or [], self._lost)
             self._spans, self._lost = [] if on else None, 0
@@ -91,5 +92,5 @@ _NOTHING = Total(0, 0.0, 0.0)
 
 
 def seconds_between(before: Mapping[str, Total], after: Mapping[str, Total], *names: str) -> list[float]:
-    """The seconds by which each of these pieces has grown."""
+    """The increase of each of these pieces in seconds."""
     return [after.get(name, _NOTHING).seconds - before.get(name, _NOTHING).seconds for name in names]

@@ -15,13 +15,13 @@ from embodied.runtime.published_weights import Publication
 from embodied.runtime.tensor_bytes import Blob
 from embodied.runtime.weights import NONE, WeightStore
 
-Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, made again if a worker had to be replaced
-Send = Callable[[tuple[Channel, ...], bool, int, bool], object]  # puts a version's buckets there: all, or what changed
+Ask = Callable[[Callable[[], Handle]], list]  # the results of a call, repeated after a worker was replaced
+Send = Callable[[tuple[Channel, ...], bool, int, bool], object]  # puts buckets: of all tensors, or changed ones
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A version that comes from a checkpoint instead of a trainer."""
+    """A version from a checkpoint instead of a trainer."""
 
     version: int
     blobs: dict[str, Blob]
@@ -46,19 +46,19 @@ class WeightSync:
         """`build` builds a worker that was started again while it did not hold its device."""
         self.readers, self.device_sharing, self.build = readers, device_sharing, build
         ranks = range(len(readers))
-        # By a version's area, so that a worker which loads the current version again does not meet the next one.
+        # One channel per area of a version: a worker that reloads the current version does not read the next one.
         self.channels = [
             [cluster.channel(f"weights-{r}/{area}", home=readers[r], capacity=1) for area in range(2)] for r in ranks
         ]
         self.routes: list[str] = []
-        self.loads: dict[int, Handle] = {}  # the last of each worker
-        self.brought: dict[int, int] = {}  # the version that this was of
-        self.fetching: set[int] = set()  # workers that the next version is on its way to
+        self.loads: dict[int, Handle] = {}  # the last load of each worker
+        self.brought: dict[int, int] = {}  # the version of that load
+        self.fetching: set[int] = set()  # workers that fetch the next version
         self.current: Publication | None = None
-        self.learned = NONE  # version that the trainer's weights are: newer than the current one where rollouts lag
+        self.learned = NONE  # version of the trainer's weights: newer than the current version if rollouts lag
         self.send: Send | None = None
-        self.store: WeightStore | None = None  # of adopted weights
-        self.times = (0.0, 0.0)  # between which the current weights were on their way
+        self.store: WeightStore | None = None  # store of adopted weights
+        self.times = (0.0, 0.0)  # start and end of the transfer of the current weights
 
     @property
     def version(self) -> int:
@@ -67,7 +67,7 @@ class WeightSync:
         return self.current.version
 
     def announce(self, publication: Publication, send: Send) -> None:
-        """Begin to bring the next version to all workers that have the one before it, while they act with that."""
+        """Begin to send the next version to all workers that have the previous one, while they act with that."""
         self.fetching = {rank for rank in range(len(self.readers)) if self._holds(rank, publication.follows)}
         self._send(self.fetching, publication, send, whole=False)
         for rank, route, channel in self._places(self.fetching, publication):
@@ -85,11 +85,11 @@ class WeightSync:
         return self._load([r for r in ranks if r not in behind], whole=False) + self._load(behind, whole=True)
 
     def reload(self, ranks: Iterable[int]) -> list[Handle]:
-        """Bring all of the current version to workers that have just been built, without publishing again."""
+        """Send all tensors of the current version to workers that have just been built."""
         return [] if self.current is None else self._load(list(ranks), whole=True)
 
     def forget(self, ranks: Iterable[int]) -> None:
-        """Workers that were started again and are still to be built have no version."""
+        """Restarted workers that are not built yet have no version."""
         for rank in ranks:
             self.loads.pop(rank, None)
             self.brought.pop(rank, None)
@@ -99,12 +99,12 @@ class WeightSync:
         return self.reload([rank for rank in ranks if self.brought.get(rank) != self.version])
 
     def adopt(self, weights: Weights, ask: Ask) -> list[Handle]:
-        """Deliver weights that this process holds."""
+        """Deliver weights of this process."""
         self.store = WeightStore({name: blob.spec for name, blob in weights.blobs.items()})
         return self.deliver(self.store.publish(weights.version, weights.blobs.items()), self.store.send_aside, ask)
 
     def load_s(self, rank: int) -> float:
-        """Seconds that the last load of a worker took; 0 where it has not come to an end."""
+        """Seconds of a worker's last load; 0 if it has not ended."""
         load = self.loads.get(rank)
         return load.seconds() if load and load.succeeded() else 0.0
 

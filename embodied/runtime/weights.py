@@ -49,14 +49,14 @@ from embodied.runtime.published_weights import (
 from embodied.runtime.shared_memory import map_private, map_shared
 from embodied.runtime.tensor_bytes import Blob, Spec, blob_of, checksum, tensor_of
 
-SENDING_S = 600.0  # at most, until a reader has taken a version of the live tensors
-NONE = -1  # no version: nothing was published, or it is just being written
+SENDING_S = 600.0  # deadline for a reader to take a version of the live tensors
+NONE = -1  # no version: nothing is published, or a version is being written
 
 stores_here: weakref.WeakValueDictionary[str, WeightStore] = weakref.WeakValueDictionary()
 
 
 def new_name() -> str:
-    """Returns a name for a store, or for the stores of all ranks that hold the same weights."""
+    """Returns a name for a store, or for the stores of all ranks with the same weights."""
     return secrets.token_hex(8)
 
 
@@ -89,11 +89,11 @@ class WeightStore:
         self._turn = threading.Condition()
         self._writing = threading.Lock()  # no tensor is sent while it is overwritten
         self.changing = frozenset(changing)
-        self._area = 0  # that holds the current version
+        self._area = 0  # area of the current version
         self._publications: dict[int, Publication] = {}  # by area
         self._checksums: list[dict[str, int]] = [{}, {}]  # by area
         self._memory: np.ndarray | None = None
-        self.gpu, self._writes_all = gpu, snapshot  # a snapshot of every version
+        self.gpu, self._writes_all = gpu, snapshot  # True: writes a snapshot of every version
         if snapshot:
             self._make_snapshot()
         stores_here.setdefault(self.name, self)
@@ -122,8 +122,8 @@ class WeightStore:
     def publish(
         self, version: int, blobs: Iterable[tuple[str, Blob]], names: Iterable[str] | None = None
     ) -> Publication:
-        """Make this version the current one. `blobs` are the tensors that changed since the last; the first time all.
-        They are read one by one, and only if there is a snapshot to write them to; else `names` says which changed."""
+        """Make this version the current one. `blobs` are the tensors that changed since the last version (at first:
+        all). They are read one by one, and only for a snapshot; without one `names` says which tensors changed."""
         if self._updating:
             raise EmbodiedError(f"version {version} cannot be published while an update is open")
         if version <= self.version:
@@ -151,8 +151,7 @@ class WeightStore:
         return publication
 
     def keep(self) -> None:
-        """Write a snapshot of the live tensors, which are about to leave their device, where there is none of the
-        current version."""
+        """Write a snapshot of the current version, unless there is one, before the live tensors leave their device."""
         if self._writes_all or self.live is None or is_away(self.live) or self.visible == NONE:
             return
         if self._memory is None:
@@ -161,7 +160,7 @@ class WeightStore:
             self._write(self.visible, ((name, blob_of(tensor)) for name, tensor in self.live.items()))
 
     def current(self) -> Publication:
-        """The last published version, for a reader that has none (it takes all of it, not only what changed)."""
+        """The last published version, for a reader without a version, which takes all tensors."""
         if not self._publications:
             raise StaleWeights("no weights have been published yet")
         return self._publications[self._area]
@@ -169,8 +168,8 @@ class WeightStore:
     def send(
         self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None, handles: bool = False
     ) -> None:
-        """Put this version, or the current one where it has been overwritten, into these channels in buckets: the
-        tensors that changed, or all of them. `handles`: the live tensors, if they are on their device."""
+        """Put this version (the current one if it has been overwritten) into these channels in buckets: the changed
+        tensors, or all. `handles`: send handles of the live tensors, if they are on their device."""
         if not self._writes_all:
             with self._live_tensors() as live:
                 names = self.specs if whole else self.current().changed
@@ -179,7 +178,7 @@ class WeightStore:
                     self._send_bytes(channels, self.current(), names)
                     return
                 for bucket in tensor_buckets(self.version, {name: live[name] for name in names}):
-                    for channel in channels:  # each gets handles of its own
+                    for channel in channels:  # each channel gets handles of its own
                         channel.put(bucket)
             return
         with self._writing:
@@ -190,7 +189,7 @@ class WeightStore:
     def send_aside(
         self, channels: tuple[Channel, ...], whole: bool = False, version: int | None = None, handles: bool = False
     ) -> None:
-        """Sends in a thread of its own; errors close the channels with their cause."""
+        """Sends in a separate thread; errors close the channels with their cause."""
 
         def work() -> None:
             try:
@@ -203,7 +202,7 @@ class WeightStore:
 
     @contextmanager
     def _live_tensors(self) -> Iterator[Mapping[str, Any]]:
-        """Waits for a version; the next update waits for the end."""
+        """Waits for a published version; the next update waits for the end of this block."""
         with self._turn:
             if not self._turn.wait_for(lambda: self.visible != NONE, SENDING_S):
                 raise DeadlineExceeded(f"no version of the weights was published in {SENDING_S:g} s")
@@ -231,7 +230,7 @@ class WeightStore:
 
     @contextmanager
     def acting(self, version: int) -> Iterator[None]:
-        """A reader uses the live tensors inside."""
+        """Inside, a reader uses the live tensors."""
         with self._turn:
             if self._updating or self.visible != version:
                 state = "are being updated" if self._updating else f"are version {self.visible}"
@@ -286,7 +285,7 @@ class WeightStore:
 
 
 class WeightReader:
-    """Reader side: loads published versions. It has none, and so must not act, until it has loaded one whole."""
+    """Reader side: loads published versions. It must not act until it has loaded a whole version."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -298,7 +297,7 @@ class WeightReader:
         self._tensors: dict[str, Any] = {}  # copies of live tensors on this reader's GPU
 
     def route(self, publication: Publication) -> str:
-        """Returns how this process gets at a store's weights: "shared", "handles", "snapshot" or "buckets"."""
+        """Returns how this process reads a store's weights: "shared", "handles", "snapshot" or "buckets"."""
         store = stores_here.get(publication.store)
         if store is not None and store.live is not None:
             return "shared"
@@ -313,10 +312,10 @@ class WeightReader:
     def load(
         self, publication: Publication, route: str, channel: Channel | None = None, whole: bool = False
     ) -> dict[str, Any]:
-        """Take a version: `whole`, or only what changed where the version before is here. Returns what must be looked
-        at again: live tensors by name, or `Blob`s in memory that stays the same from version to version. Buckets come
-        through the channel, sent by `WeightStore.send`. Where a newer version has taken the place of this one, nothing
-        is loaded and `version` is None: a reader that was started while the newer one was made waits for that."""
+        """Load a version: `whole`, or only the changed tensors if the previous version is here. Returns the loaded
+        tensors: live tensors by name, or `Blob`s, whose memory stays the same from version to version. Buckets come
+        through the channel from `WeightStore.send`. If a newer version has replaced this one, nothing is loaded and
+        `version` is None: the reader waits for the newer version."""
         first = self._route != route or self._owner != publication.store
         whole = whole or first or self.version != publication.follows
         names = publication.specs if whole else publication.changed
@@ -347,8 +346,8 @@ class WeightReader:
         return blobs
 
     def fetch(self, publication: Publication, route: str, channel: Channel) -> None:
-        """Begin to get hold of the next version, in a thread of its own while this reader acts: take its buckets, or
-        check its snapshot. `load` of the same version waits for the end of this, and then uses it."""
+        """Begin to fetch the next version, in a separate thread while this reader acts: receive its buckets, or check
+        its snapshot. `load` of the same version waits for the fetch and uses it."""
         work = partial(self._receive, publication, channel, publication.changed)
         if route == "snapshot":
             work = partial(self._check, publication, self._blobs(publication, publication.changed))
@@ -356,7 +355,7 @@ class WeightReader:
 
     @contextmanager
     def acting(self, version: int) -> Iterator[None]:
-        """Keeps the weights whole and of this version inside; raises StaleWeights where it is not the current one."""
+        """Inside, the weights stay at this version; raises StaleWeights if it is not the current version."""
         if self.version != version:
             has = "has no weights yet" if self.version is None else f"has version {self.version}"
             raise StaleWeights(f"this worker {has}, but version {version} is current, so it answers nothing")
@@ -376,14 +375,14 @@ class WeightReader:
         return {n: Blob(specs[n], self._memory[offsets[n] : offsets[n] + specs[n].size_bytes]) for n in names}
 
     def _fetched(self, publication: Publication) -> Fetch | None:
-        """The fetch of this version, which is over then; one of another version is waited for, and forgotten."""
+        """Waits for the current fetch; returns it if it is of this version."""
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             fetch.wait()
         return fetch if fetch is not None and fetch.publication.version == publication.version else None
 
     def _check_snapshot(self) -> None:
-        """Raises if the owner overwrites the snapshot while it is used."""
+        """Raises if the owner has overwritten the snapshot."""
         if self._route == "snapshot" and (now := int(self._head[self._area])) != self.version:
             what = "is being overwritten" if now == NONE else f"holds version {now} by now"
             raise StaleWeights(f"this worker acts with version {self.version}, but its snapshot {what}")
@@ -393,7 +392,7 @@ class WeightReader:
         return self._memory[16:32].view(np.int64)
 
     def _check(self, publication: Publication, blobs: dict[str, Blob]) -> bool:
-        """Returns whether the snapshot holds this version undamaged; False where a newer one has taken its place."""
+        """True if the snapshot holds this version undamaged; False if a newer version has replaced it."""
         try:
             if not self._overwritten(publication):
                 for name, blob in blobs.items():
@@ -410,7 +409,7 @@ class WeightReader:
         return held != publication.version
 
     def _receive(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
-        """Returns whether this version came, whole; False where a newer one came instead."""
+        """True if this whole version arrived; False if a newer one came instead."""
         tensors = {name: blob.data for name, blob in self._blobs(publication, names).items()}
         arriving = TensorsFromBuckets(publication.version, tensors)
         for bucket in buckets_from(channel, publication.version):
@@ -422,7 +421,7 @@ class WeightReader:
         return True
 
     def _receive_tensors(self, publication: Publication, channel: Channel, names: Iterable[str]) -> bool:
-        """The same into tensors on this reader's GPU. Bytes come where the live tensors have left theirs."""
+        """The same, into tensors on this reader's GPU. If the live tensors have left their GPU, bytes arrive."""
         bytes_of = {name: np.empty(publication.specs[name].size_bytes, np.uint8) for name in names}
         arriving = TensorsFromBuckets(publication.version, bytes_of)
         for bucket in buckets_from(channel, publication.version):
@@ -431,7 +430,7 @@ class WeightReader:
             if isinstance(bucket, TensorBucket):
                 for name, tensor in bucket.tensors.items():
                     self._copy(name, tensor)
-                synchronize()  # the sender may change them from now on
+                synchronize()  # the sender may change its tensors from now on
                 continue
             if bucket.number == 0:
                 arriving = TensorsFromBuckets(publication.version, bytes_of)
@@ -449,10 +448,10 @@ class WeightReader:
 
 
 class Fetch:
-    """A version on its way, in a thread of its own."""
+    """A fetch of a version, in a separate thread."""
 
     def __init__(self, publication: Publication, work: Callable[[], bool]) -> None:
-        """`work` returns whether this version came, and not a newer one instead."""
+        """`work` returns True if this version arrived, False if a newer one came instead."""
         self.publication, self._work = publication, work
         self._came: bool | Exception = False
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -469,7 +468,7 @@ class Fetch:
     def _run(self) -> None:
         try:
             self._came = self._work()
-        except Exception as error:  # `result` raises it where the version is wanted
+        except Exception as error:  # `result` raises it
             self._came = error
 
 

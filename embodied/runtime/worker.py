@@ -1,7 +1,7 @@
-"""The base of every role, those that a user's program adds included.
+"""The base class of all roles, also of users' programs.
 
-Each replica lives in one host and does its work in a thread of its own there: constructor, methods and `close` all run
-in that thread, one call after the other.
+Each replica lives in one host and works in a separate thread: constructor, methods and `close` run there, one call
+after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def served_while_busy(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of device memory: at work, and still there when the rest was given back."""
+    """Bytes of device memory: at work, and after offloading."""
 
     num_bytes: int = 0
     kept_bytes: int = 0
@@ -45,33 +45,33 @@ class Worker:
     timers: Timers
     peers: Peers
     tick: Callable[[], None] = staticmethod(lambda: None)
-    """Shows from inside long work that the worker is alive; every call and channel operation ticks too."""
+    """Sends a sign of life during long work; calls and channel operations do so by themselves."""
     waiting: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
-    """Inside, the worker waits for another one and may be silent; channel operations do that themselves."""
+    """Inside, the worker waits for another worker and may be silent; channel operations do that by themselves."""
 
     def send(self, item: Any, to: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> None:
-        """Sends an item straight to a worker, by role and rank; blocks while many that it sent there wait."""
+        """Sends an item directly to a worker, by role and rank; blocks while many of its items wait there."""
         self.peers.to(*to).put(item, tag, timeout_s=timeout_s)
 
     def recv(self, source: tuple[str, int], tag: Any = None, timeout_s: float | None = None) -> Any:
-        """Takes the next item that a worker sent here under this tag, or the next of all without one. Raises
-        ChannelClosed where the worker failed or died, DeadlineExceeded after `timeout_s`."""
+        """Takes the next item from a worker under this tag, or the next of any tag without one. Raises ChannelClosed if
+        the worker failed or died, DeadlineExceeded after `timeout_s`."""
         return self.peers.source(*source).get(tag, timeout_s)
 
     def broadcast(self, item: Any, to: str, tag: Any = None, timeout_s: float | None = None) -> None:
-        """Sends an item to all workers of a role, but for this one; for other processes it is encoded once."""
+        """Sends an item to all other workers of a role; for other processes it is encoded once."""
         put_all(self.peers.all_of(to), item, tag, timeout_s)
 
     def all_reduce(self, array: Any) -> Any:
-        """The sum of what every worker of this role gives to the same call, added in the order of their ranks."""
+        """The sum of all workers' arrays in this role, added in rank order."""
         role = self.name.rpartition("-")[0]
-        self.broadcast(copy(array), role, "all_reduce")  # others may read it after this worker has changed its own
+        self.broadcast(copy(array), role, "all_reduce")  # a copy: this worker may change its array before others read
         ranks = range(self.world_size)
         return sum(array if rank == self.rank else self.recv((role, rank), "all_reduce") for rank in ranks)
 
     @contextmanager
     def alive(self, at_most_s: float) -> Iterator[None]:
-        """Ticks every few seconds inside one long call of a library, which cannot."""
+        """Sends signs of life every few seconds during a long library call."""
         over = threading.Event()
 
         def live() -> None:
@@ -93,10 +93,10 @@ class Worker:
         return Needs()
 
     def onload(self) -> None:
-        """Takes device memory; nothing happens where it has it."""
+        """Takes device memory; does nothing if it has it."""
 
     def offload(self) -> None:
-        """Gives device memory back; nothing happens where it has done so."""
+        """Releases device memory; does nothing if it has released it."""
 
     def close(self) -> None:
         """Runs once when the cluster closes, unless the process died before."""
@@ -108,18 +108,18 @@ class Worker:
 
     @served_while_busy
     def record(self, on: bool) -> RecordedSpans:
-        """Begins (or ends) keeping every measured piece of work; returns those kept since the last call."""
+        """Starts or stops recording every measured piece of work; returns the pieces recorded since the last call."""
         return self.timers.record(on)
 
     @served_while_busy
     def clock(self) -> float:
-        """`time.perf_counter` there: the same for all processes of a machine."""
+        """`time.perf_counter` in the worker's process: equal for all processes of a machine."""
         return perf_counter()
 
     @served_while_busy
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """Returns which worker gave items to which through the channels at home in this process, and from when to when,
-        since the last call."""
+        """Returns, for channels whose home is this process, (producer, consumer) -> (first, last time) since the last
+        call."""
         found: dict[tuple[str, str], tuple[float, float]] = {}
         for host in list(hosts_of_runs.values()):
             flows, host.flows = host.flows, {}
@@ -128,12 +128,12 @@ class Worker:
 
     @served_while_busy
     def process(self) -> tuple[str, int]:
-        """Returns the machine and the process it runs in."""
+        """Returns its machine and process id."""
         return machine(), os.getpid()
 
     @served_while_busy
     def peak_bytes(self) -> int:
-        """Returns the most memory of the machine that its process has held."""
+        """Returns the peak host memory of its process."""
         lines = Path("/proc/self/status").read_text().splitlines()
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
@@ -144,10 +144,10 @@ def machine() -> str:
 
 
 class Peers:
-    """The channels between one worker and others."""
+    """The channels between a worker and all other workers."""
 
     def __init__(self, run: str, name: str, homes: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        """`homes`: of every role, the hosts of its ranks and the GPU that each holds, or ""."""
+        """`homes`: for every role, the host and GPU ("": none) of each rank."""
         self.run, self.name, self.homes = run, name, homes
         self._channels: dict[str, Channel] = {}
 
@@ -158,7 +158,7 @@ class Peers:
         return self._between(f"{role}-{rank}", self.name)
 
     def all_of(self, role: str) -> list[Channel]:
-        """The channels to all ranks of a role, but for this worker itself."""
+        """The channels to all ranks of a role except this worker."""
         self._home(f"{role}-0")
         ranks = range(len(self.homes[role]))
         return [self.to(role, rank) for rank in ranks if f"{role}-{rank}" != self.name]

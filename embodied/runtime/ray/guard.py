@@ -1,4 +1,4 @@
-"""The parent of a host's process on a Ray node. Runs by itself, before anything of Ray or of ours is imported.
+"""The parent of a host's process on a Ray node. It imports nothing of Ray or of this package.
 
 It sets the host's cores before its first instruction, ends it when the driver or the node's Ray ends, kills its
 remaining children, and writes down its exit code, which Ray does not report.
@@ -17,19 +17,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(order, command):
-    """`order`: cores (or empty), pid of the driver if it is on this machine, file and place in it for the exit code."""
+    """`order`: cores (or empty), pid of the driver if it is on this machine, file and offset for the exit code."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the driver decides when a run ends
     if order["cores"]:
         os.sched_setaffinity(0, order["cores"])
     exit_file = os.open(order["exit_file"], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes that leave the group become our children
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts processes that leave the group
     guarded = [pid for pid in (order["driver"], os.getppid()) if pid]
     child = start(command)
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(child, signal.SIGKILL))
     wait_for_one_of([child, *guarded])
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # with its children; its id is not reused before it is waited for
+        os.killpg(child, signal.SIGKILL)  # with its children; the process id is not reused before it is reaped
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     end_orphans()
     os.pwrite(exit_file, f"{code}\n".encode(), order["exit_at"])
@@ -39,7 +39,7 @@ def start(command):
     parent, libc = os.getpid(), ctypes.CDLL(None)
     pid = os.fork()
     if pid:
-        with suppress(OSError):  # it has done so itself
+        with suppress(OSError):  # it is its own group leader already
             os.setpgid(pid, pid)
         return pid
     try:

@@ -1,6 +1,6 @@
 """The driver's connection to a Ray cluster, and the nodes there.
 
-Hosts are put on their nodes in `actors.py`; which GPUs a process sees is in `run/devices.py`.
+`actors.py` puts hosts on nodes; `run/devices.py` decides which GPUs a process sees.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from embodied.runtime.processes import START_S
 from embodied.runtime.ray.own_cluster import ENVIRONMENT, TOKEN, OwnCluster
 
 OF_CARDS = ("CUDA_VISIBLE_DEVICES", "MUJOCO_EGL_DEVICE_ID", "EMBODIED_RENDER", "EMBODIED_RENDER_FILE")
-_LIMIT_BYTES = 100_000_000  # of modules that are sent to nodes
-_PARTS = ("envs", "policies", "placement", "recipes", "assets")  # in a checkout they lie beside the package
+_LIMIT_BYTES = 100_000_000  # limit for modules that are sent to nodes
+_PARTS = ("envs", "policies", "placement", "recipes", "assets")  # in a checkout these folders are beside the package
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", ".*", "runs")
-_REACH_S = 5.0  # to reach an address
-_LOOK_S = 60.0  # to start a process on every node that looks around there
-_END_S = 5.0  # how long the parent of a host that ended may take to say how
+_REACH_S = 5.0  # deadline to reach an address
+_LOOK_S = 60.0  # deadline to start a process on every node
+_END_S = 5.0  # deadline for the exit code of an ended host
 
 
 @dataclass(frozen=True)
 class RayNode:
     name: str
     id: str
-    cores: tuple[int, ...]  # that Ray may use there
+    cores: tuple[int, ...]  # cores that Ray may use there
     python: str
-    here: bool  # on the driver's machine: they see the same files and processes
+    here: bool  # True on the driver's machine, which shares files and processes
     folder: str  # where Ray keeps its logs
     num_gpus: int = 0
     num_cpus: int = 0
@@ -77,7 +77,7 @@ class Connection:
             raise
 
     def node(self, name: str) -> RayNode:
-        """`""` is the one the driver is on."""
+        """The node with this name; "" is the driver's node."""
         if name and name not in self._nodes:
             known = (
                 f"the cluster has: {', '.join(sorted(self._nodes))}" if self._nodes else "no cluster.address is given"
@@ -86,15 +86,16 @@ class Connection:
         return self._nodes[name] if name else self.own
 
     def lost(self, node: RayNode) -> bool:
-        """Ray has noticed that this node is gone."""
+        """True if Ray has noticed that this node is lost."""
         return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
 
     def others(self, lost: RayNode) -> list[RayNode]:
-        """The nodes that are still there."""
+        """The remaining nodes."""
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 
     def ask(self, function: Callable[[int, int], Any]) -> dict[str, Any]:
-        """Calls a function on every node with Ray's numbers of GPUs and cores; returns the results, ours first."""
+        """Calls a function on every node with Ray's numbers of GPUs and cores; returns the results, the driver's node
+        first."""
         nodes = sorted(self._nodes.values(), key=lambda node: (node.id != self.own.id, node.name))
         counts = [(node.id, (node.num_gpus, node.num_cpus)) for node in nodes]
         return dict(zip([node.name for node in nodes], answers(counts, function), strict=True))
@@ -123,7 +124,7 @@ class Connection:
 
 
 def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int], int]) -> HostPlan:
-    """The same host on the least busy of these nodes, with as many cores, namely the least used ones."""
+    """The same host on the least busy of these nodes, with equally many cores, the least used ones."""
     if any("gpu:" in device for device in plan.devices):
         raise EmbodiedError(f"node {plan.node} is lost, and {plan.name} needs a GPU of it")
     node = min(nodes, key=lambda node: sum(busy.get((node.name, core), 0) for core in node.cores) / len(node.cores))
@@ -134,7 +135,7 @@ def move(plan: HostPlan, nodes: Sequence[RayNode], busy: Mapping[tuple[str, int]
 
 
 def answers(nodes: Sequence[tuple[str, tuple]], function: Callable) -> list[Any]:
-    """Calls a function on each of these nodes with the node's arguments, and returns the results."""
+    """Calls a function on each of these nodes with its arguments; returns the results."""
     try:
         return ray.get([run_on(node_id, function, *arguments) for node_id, arguments in nodes], timeout=_LOOK_S)
     except RayError as err:
@@ -147,7 +148,7 @@ def run_on(node_id: str, function: Any, *arguments: Any) -> Any:
 
 
 def look(file: str, content: bytes) -> tuple[tuple[int, ...], str, bool, str]:
-    """Looks up, on a node: cores, interpreter, whether the driver is on this machine, and where Ray keeps its logs."""
+    """Returns, on a node: its cores, interpreter, True if the driver is on this machine, and Ray's log folder."""
     with suppress(OSError):
         here = Path(file).read_bytes() == content
         return _cores(), sys.executable, here, worker.global_worker.node.get_logs_dir_path()
@@ -172,7 +173,7 @@ def last_words(exit_file: str, log: str | None) -> tuple[int | None, bytes]:
 
 
 def join(address: str, modules: Sequence[str]) -> None:
-    """The user's own cluster: with the token that the user has, and with our code and the user's for its nodes."""
+    """Joins the user's cluster with the user's token, and sends this package and the user's modules to its nodes."""
     address = address_here() if address == "auto" else address
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -211,7 +212,7 @@ def connect_to_own(cluster: OwnCluster) -> None:
 
 @contextmanager
 def _loopback(only: bool) -> Iterator[None]:
-    """Ray takes 127.0.0.1 for this machine's other address, unless its nodes listen on no other."""
+    """Inside, Ray uses 127.0.0.1 if its nodes listen only there; otherwise it would choose another address."""
     anywhere = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = anywhere and not only
     try:
@@ -223,7 +224,7 @@ def _loopback(only: bool) -> Iterator[None]:
 def _connect(address: str, runtime_env: dict | None) -> None:
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # of `ray job submit`, which may send a folder of its own
         os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"
-    auto_init_hook.enable_auto_connect = False  # else a late Ray call would start a cluster of Ray's own
+    auto_init_hook.enable_auto_connect = False  # otherwise a late Ray call would start another cluster
     Config.initialize("")  # Ray has read the environment when it was imported
     AuthenticationTokenLoader.instance().reset_cache()
     main = threading.current_thread() is threading.main_thread()
@@ -273,7 +274,7 @@ def _cores() -> tuple[int, ...]:
 
 @contextmanager
 def _secret() -> Iterator[tuple[str, bytes]]:
-    """A file that only processes of this machine and user can open, and its content."""
+    """A secret file that only this user's processes on this machine can open, and its content."""
     content = secrets.token_bytes(32)
     fd = os.memfd_create("embodied-here", os.MFD_CLOEXEC)
     try:
@@ -283,12 +284,12 @@ def _secret() -> Iterator[tuple[str, bytes]]:
         os.close(fd)
 
 
-# What nodes of another machine need to import: this package, and the user's own modules that a recipe names
+# Code for nodes on other machines: this package, and the user's modules that a recipe names
 
 
 @contextmanager
 def pack_modules(modules: Sequence[str]) -> Iterator[Path]:
-    """A folder that can stand on the import path, for as long as it takes to upload it."""
+    """Yields a temporary folder for the import path, to be uploaded."""
     with tempfile.TemporaryDirectory(prefix="embodied-ship-") as folder:
         target = Path(folder)
         _copy_package("embodied", target / "embodied")
@@ -312,8 +313,8 @@ def _copy_package(name: str, target: Path) -> None:
 
 
 def _copy_own(name: str, target: Path) -> None:
-    """Copies a package, or a module with the modules and packages beside it. Installed packages must be installed on
-    the nodes."""
+    """Copies a package, or a module with the modules and packages beside it. Installed packages are not copied: they
+    must be installed on the nodes."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ConfigError(f"there is no module {name!r} to send to the nodes of the cluster")

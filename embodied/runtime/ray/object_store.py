@@ -1,9 +1,9 @@
 """Moves an object between Ray processes: large buffers through Ray's object store, the rest inside the message.
 
-The writer copies every buffer of 64 KiB or more once into the store; a reader on the same machine uses it in place, on
-another machine Ray fetches it while the message is on its way. Arrays arrive read-only. Torch CPU tensors arrive as a
-writable copy, because torch knows no read-only tensors and the store's pages are shared. Tensors from a GPU arrive on
-the reader's own GPU, or on the CPU if it has none.
+The writer copies every buffer of 64 KiB or more once into the store. A reader on the same machine uses it in place; for
+another machine Ray transfers it with the message. Arrays arrive read-only. Torch CPU tensors arrive as a writable copy,
+because torch knows no read-only tensors and the store's pages are shared. Tensors from a GPU arrive on the reader's own
+GPU, or on the CPU if it has none.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from embodied.runtime.payload import OUT_OF_BAND_BYTES, Payload, join, split
 
 
 class Stored(Payload):
-    """An encoded object. The sender holds a reference to the large parts, a receiver the parts themselves."""
+    """An encoded object. The sender has a reference to the large parts, a receiver the parts themselves."""
 
     __slots__ = ("parts", "ref", "tensors")
 
     def __init__(
         self, body: bytes | None, tensors: frozenset[int] = frozenset(), parts: list | None = None, ref: Any = None
     ) -> None:
-        super().__init__(body)  # None: it is long, and the last of the parts
+        super().__init__(body)  # None: a long body is the last of the parts
         self.tensors = tensors
         self.parts = parts
         self.ref = ref
 
     def arguments(self) -> tuple:
-        """Returns the arguments of a remote call, from which `Stored(*arguments)` is made there: Ray replaces the
-        reference, if there is one, by the parts."""
+        """Returns arguments for a remote call, where `Stored(*arguments)` restores the object: Ray replaces the
+        reference, if any, by the parts."""
         if self.parts is not None and self.ref is None:  # passed on
             self.ref = _put(self.parts)
         return (self.body, self.tensors) if self.ref is None else (self.body, self.tensors, self.ref)
 
 
 def encode(item: Any, reader: str = "") -> Stored:
-    """Tensors on GPUs go by way of the host's memory, whatever GPU the `reader` holds."""
+    """Tensors on GPUs go through the host's memory, whatever the `reader`'s GPU."""
     body, buffers, tensors = split(item)
     if len(body) >= OUT_OF_BAND_BYTES:
         return Stored(None, tensors, ref=_put([*buffers, body]))
@@ -60,7 +60,7 @@ def _put(parts: list) -> Any:
 
 
 def pack_message(message: tuple) -> bytes:
-    """Packs by ourselves: what Ray fails to unpack never reaches the host, and no error is raised anywhere."""
+    """Pickles messages here: a message that Ray cannot unpickle would be lost without an error."""
     return pickle.dumps(message, protocol=5)
 
 

@@ -1,7 +1,7 @@
 """A Ray cluster for one run: `ray start` on this machine, ended with the driver, however the driver ends.
 
-Everything listens on the loopback interface only and asks for a token that is never written to disk. No dashboard, no
-usage reports, no autoscaler; its folder, readable by its owner alone, goes with it.
+Everything listens on the loopback interface only and asks for a token that is never written to disk. There is no
+dashboard, usage report or autoscaler; the cluster's folder, readable only by its owner, is deleted at the end.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from embodied.runtime.processes import START_S
 
 _STOP_S = 10.0
 
-# Ray reads the token once per process, so every cluster that this process starts has the same one.
+# Ray reads the token once per process, so all clusters of this process have the same token.
 TOKEN = secrets.token_hex(32)
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # what makes Ray stay on the loopback interface
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # keeps Ray on the loopback interface
     "RAY_memory_monitor_refresh_ms": "0",  # the kernel decides which process to kill, as on the local backend
     "RAY_worker_niceness": "0",
     "RAY_worker_oom_score_adjustment": "0",
@@ -41,8 +41,8 @@ _START = [
     *("--include-dashboard=false", "--include-log-monitor=false", "--dashboard-agent-listen-port=0"),
     *("--min-worker-port=0", "--max-worker-port=0"),
 ]
-_STARTED = "will now block forever"  # said once its address is in a file
-_SLOW = "timed out during startup"  # after half a minute, which is not always enough on a busy machine
+_STARTED = "will now block forever"  # printed once its address is in a file
+_SLOW = "timed out during startup"  # printed after half a minute, which a busy machine may need
 # Ends all processes of its session and the folder when standard input ends, and at no signal that the whole job gets:
 # the driver saves first. `/proc/PID/stat` goes on with state, parent, group and session behind the name.
 _WATCH = """
@@ -98,7 +98,7 @@ class OwnCluster:
         self.stop()
 
     def _start(self, command: list[str], until: float) -> str:
-        """Returns what Ray said where it did not start, and nothing where it did."""
+        """Starts Ray; returns "" or, if it failed, its output."""
         # A short path: Ray puts sockets below it, and their paths must stay below 108 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="embodied-", dir="/tmp"))
         self._watch = subprocess.Popen(

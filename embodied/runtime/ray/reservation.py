@@ -1,8 +1,8 @@
-"""What a run reserves on the nodes of a Ray cluster: a bundle of cores and GPUs for each node of its plan.
+"""A run's reservation on a Ray cluster: a bundle of cores and GPUs for each node of its plan.
 
-Our hosts take turns on devices, so they ask Ray for none; the placement group holds the devices of all of them. Ray
-gives a device to one reservation only, shows it in `ray status`, and frees it when the run's driver ends. Ray counts
-cores and does not name them, but it names GPUs: a plan for a GPU that another program has is refused.
+Hosts take turns on devices, so they request none from Ray; the placement group holds the devices of all hosts. Ray
+gives a device to only one reservation, shows it in `ray status`, and frees it when the run's driver ends. Ray counts
+cores without naming them, but it names GPUs: a plan for another program's GPU is refused.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from embodied.core.errors import EmbodiedError
 from embodied.runtime.host import HostPlan
 from embodied.runtime.ray.nodes import RayNode
 
-_RESERVE_S = 15.0  # how long a run waits for devices: an ended run's devices come back late
-_LOOK_S = 60.0  # to start a process on a node
+_RESERVE_S = 15.0  # time to wait for devices: those of an ended run are freed late
+_LOOK_S = 60.0  # deadline to start a process on a node
 _UNITS = {"CPU": "cores", "GPU": "GPUs"}
 
 
 class Reservation:
-    """The devices of these plans; EmbodiedError where another program of the cluster has some of them."""
+    """Reserves the devices of these plans; EmbodiedError if another program of the cluster has some of them."""
 
     def __init__(self, plans: Sequence[HostPlan], node_of: Callable[[str], RayNode]) -> None:
-        self.devices: dict[str, tuple[RayNode, set[int], set[int]]] = {}  # by node's id: it, its cores and its GPUs
+        self.devices: dict[str, tuple[RayNode, set[int], set[int]]] = {}  # node id -> (node, cores, GPUs)
         for plan in plans:
             node = node_of(plan.node)
             _, cores, gpus = self.devices.setdefault(node.id, (node, set(), set()))
@@ -60,7 +60,7 @@ class Reservation:
             raise EmbodiedError(self._why_not())
 
     def _take_named(self, node: RayNode, gpus: set[int], offered: set[int]) -> None:
-        """Take the node's free GPUs one by one until all of `gpus` are taken, and give back the rest."""
+        """Reserve the node's free GPUs one by one until all of `gpus` are reserved, and release the rest."""
         spare = []
         try:
             for _ in range(node.num_gpus):
@@ -106,7 +106,7 @@ class Reservation:
 
 
 def reserved_gpus() -> list[int]:
-    """In a task that holds GPUs of a node: their numbers, counted among the GPUs of the node's Ray, as in plans."""
+    """In a task that holds GPUs of a node: their indices among the GPUs of the node's Ray, as in plans."""
     held = [str(name) for name in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
     started_with = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
     seen: Any = dict(line.partition("=")[::2] for line in started_with).get("CUDA_VISIBLE_DEVICES")
