@@ -1,4 +1,4 @@
-"""A version of the weights that a trainer sends to a server in buckets, for want of a folder that both see."""
+"""A version of the weights that a trainer sends to a server in buckets, without a common folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 from embodied.runtime.published_weights import Bucket, TensorsFromBuckets
 from embodied.runtime.tensor_bytes import Blob, Spec
 
-SILENT_S = 30.0  # after which another program may send its weights
+SILENT_S = 30.0  # after this silence another program may send weights
 
 
 class ArrivingWeights:
     def __init__(self, sender: str, version: int, specs: Mapping[str, Spec], most_bytes: float) -> None:
-        """Raises ValueError where they are far larger than the model, which has `most_bytes`."""
+        """Raises ValueError if the weights are larger than the model's, `most_bytes`."""
         if (size := sum(spec.size_bytes for spec in specs.values())) > 2 * most_bytes:
             raise ValueError(f"these weights have {size} bytes, and this model's have {most_bytes}")
         self.sender, self.number, self.heard = sender, 0, time.monotonic()
@@ -23,7 +23,7 @@ class ArrivingWeights:
         self.tensors = TensorsFromBuckets(version, {name: blob.data for name, blob in self.blobs.items()})
 
     def is_in_the_way(self, sender: str) -> bool:
-        """True if another sender has to wait."""
+        """True if this version is still arriving from another sender."""
         return sender != self.sender and time.monotonic() - self.heard < SILENT_S
 
     def add(self, sender: str, bucket: Bucket) -> bool:

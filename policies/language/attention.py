@@ -1,5 +1,5 @@
 """Attention masks of packed rows, and the only place that chooses attention's kernel. On the meta device nothing is
-computed, and the memory of a backward pass is counted.
+computed; it serves to count the memory of a backward pass.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from transformers.integrations.moe import ExpertsInterface
 from embodied.policies.language.packing import Packed
 
 DENSE, SPARSE = "sdpa", "flex_attention"  # by transformers' names
-COUNTED = "embodied_counted"  # computes nothing, and counts kept memory
-TILE = 128  # of flex_attention's blocks, into which rows are divided
+COUNTED = "embodied_counted"  # for counting memory: computes nothing
+TILE = 128  # block size of flex_attention
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel of attention: on GPUs one that skips masked blocks, elsewhere one with a dense mask."""
+    """The kernel of attention: on GPUs a kernel that skips masked blocks, elsewhere a kernel with a dense mask."""
     if device.type == "meta":
         return COUNTED
     return SPARSE if device.type == "cuda" and dtype != torch.float64 else DENSE
 
 
 def use_kernel(model: Any, kernel: str) -> None:
-    """Let transformers' model compute attention with this kernel."""
+    """Make transformers' model use this attention kernel."""
     if model.config._attn_implementation != kernel:
         model.set_attn_implementation(kernel)
         if kernel == COUNTED:
@@ -35,15 +35,15 @@ def use_kernel(model: Any, kernel: str) -> None:
 
 
 def wide_row(kernel: str, dim: int) -> float:
-    """Places of a row at which attention costs a model of this width as much as all else: a dense mask is computed
-    through, whatever it hides (12 dim^2 products a token beside 2 dim a place, which are three times as slow)."""
+    """The row length at which attention costs as much as the rest of a model of this width: a dense kernel also
+    computes masked places (12 dim^2 products per token, and 2 dim per place, which are three times as slow)."""
     return 2.0 * dim if kernel == DENSE else math.inf
 
 
 def attention_mask(packed: Packed, kernel: str, device: torch.device) -> Any:
-    """Says which places see which, for transformers' `attention_mask`. Places without a token see such places, so that
-    no row of numbers is empty."""
-    if kernel == COUNTED:  # without a mask, models with a padding token would search for it
+    """The mask for transformers' `attention_mask`. Empty places attend to empty places, so that no row of the mask is
+    empty."""
+    if kernel == COUNTED:  # without a mask, models with a padding token would search for padding
         rows, width = packed.ids.shape
         return torch.ones(rows, 1, width, width, dtype=torch.bool, device=device)
     blocks, segments = (torch.from_numpy(part).to(device) for part in (packed.blocks, packed.segments))
@@ -91,7 +91,8 @@ def counted_attention(
 
 
 def counted_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """A layer of experts on the meta device, as transformers calls it: every token goes through as many as it chose."""
+    """A layer of experts on the meta device, as transformers calls it: every token passes its chosen number of
+    experts."""
     one, turned = hidden.repeat_interleave(chosen.shape[-1], dim=0), getattr(module, "is_transposed", False)
 
     def linear(inputs: Tensor, matrices: Tensor) -> Tensor:

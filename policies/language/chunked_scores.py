@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LOGITS_BYTES = 2**27  # of the log-probs of all words at some places, at most, at a time
-PARTS = 5  # as many bytes again are there at a time while a part is scored in the backward pass
+LOGITS_BYTES = 2**27  # most bytes of log-probs of the whole vocabulary at a time
+PARTS = 5  # buffers of that size that exist at a time in the backward pass
 
 
 class InParts(torch.autograd.Function):
-    """Scores a part of the places at a time, and again in the backward pass, so that the logits of all never exist.
-    Gradients of weights are summed in float32 at least."""
+    """Scores a part of the places at a time, and again in the backward pass, so the logits of all places never exist at
+    once. Gradients of weights are summed in float32 at least."""
 
     @staticmethod
     def forward(ctx: Any, score: Any, most: int, parts: list, hidden: Tensor, *weights: Tensor) -> Any:

@@ -14,10 +14,10 @@ from embodied.core.options import LocalPath, never_with, only_with
 from embodied.policies.common_config import PublishedFolder
 from embodied.policies.vla.config import LoraOptions
 
-SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # kinds of models that read pictures, by config.json's model_type
+SEEING = ("qwen2_5_vl", "idefics3", "smolvlm")  # config.json's model_type of models that read pictures
 OF_SERVER = ("url", "token_from", "weights", "answer_s", "away_s", "gap_limit", "verify")
 ANSWERING = tuple(f"policy.{key}" for key in ("engine", *OF_SERVER, "max_running", "cache_gb"))
-"""Keys that say how a language model's answers are made, not what they are."""
+"""Options that change how a language model's answers are computed, not the answers."""
 
 
 class LanguageConfig(LoraOptions):
@@ -128,7 +128,7 @@ class LanguageConfig(LoraOptions):
 
     @property
     def reads_pictures(self) -> bool:  # type: ignore[override]
-        """True if the folder's model can see, or if the folder is not here."""
+        """True if the folder's model reads pictures, or if the folder is not on this machine."""
         if self.pretrained is None:
             return self.preset == "tiny_vl"
         path = as_path(self.pretrained) / "config.json"

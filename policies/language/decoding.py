@@ -1,8 +1,8 @@
-"""A step of decoding without the modules' overhead, which is most of what a step of a small model takes.
+"""A decoding step without the modules' overhead, which takes most of the time of a small model's step.
 
-The same mathematics as transformers' modules for one token of every conversation, for the shapes that are trained most:
-Llama's, Qwen3's, GPT-2's and Qwen2.5-VL's in float32 or less precise. Whatever else a model is runs through its own
-modules (slots.py). Linear layers with adapters are called as they are.
+It computes the same as transformers' modules for one token of every conversation, for the most common architectures:
+Llama, Qwen3, GPT-2 and Qwen2.5-VL, in float32 or less precise. Other models run through their own modules (slots.py).
+Linear layers with adapters are called unchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Step = Callable[[Tensor, Tensor, "KeyValues"], tuple[Tensor, Tensor]]
 
 
 def fast_step(model: Any, length: int) -> Step | None:
-    """A function of the last tokens [N], their places [N] and the cache that returns logits [N, vocabulary] and the
-    last hidden states [N, D]; None for models of other shapes. It holds for as long as the model's parameters are the
-    same objects."""
+    """Returns a function of the last tokens [N], their positions [N] and the cache, which returns logits [N,
+    vocabulary] and the last hidden states [N, D]; None for other architectures. It is valid while the model's
+    parameters are the same objects."""
     shape = model.config.get_text_config()
     if model.dtype == torch.float64 or torch.is_autocast_enabled(next(model.parameters()).device.type):
         return None
@@ -50,9 +50,9 @@ def plain(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, layer: int, cache: KeyValues, scale: float) -> Tensor:
-    """Keep a token's keys and values [N, KV, D], and look back from its queries [N, H, D]; [N, H * D].
+    """Store a token's keys and values [N, KV, D], and attend with its queries [N, H, D]; returns [N, H * D].
 
-    Queries that share keys stand where tokens of a sequence would: they see the same."""
+    Queries that share keys are passed like tokens of a sequence: they attend to the same keys."""
     rows, _, dim = query.shape
     keys, values = cache.update(keys[:, :, None], values[:, :, None], layer)
     groups = query.view(rows, keys.shape[1], -1, dim)

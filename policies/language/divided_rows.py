@@ -2,8 +2,8 @@
 
 Place c of every row belongs to rank c mod N. A rank computes everything but attention for its own places. Before
 attention the ranks exchange queries, keys and values: each then has all places, for its own part of the heads. After
-attention they exchange back. Scores of the sampled tokens are put together on all ranks. One rank, the owner, turns
-them into a loss; its gradient of the scores is everybody's.
+attention they exchange back. All ranks gather the scores of the sampled tokens. One rank, the owner, computes the loss;
+all ranks use its gradient of the scores.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DIVIDED = "embodied_divided"  # the name of this attention for transformers
 
 
 def divided(packed: Packed, count: int) -> list[Packed]:
-    """The parts of so many ranks. Ids, positions and what is scored are a rank's own; blocks and segments, which say
-    who sees whom, are those of whole rows, filled up to a multiple of `count` places.
+    """Returns the parts of `count` ranks. Ids, positions and scored tokens are a rank's own; blocks and segments, which
+    define the attention mask, are those of whole rows, padded to a multiple of `count` places.
 
-    Rows of 5 places on 2 ranks: places 0, 2, 4 and 1, 3, 5, of which the last is empty.
+    Rows of 5 places on 2 ranks: places 0, 2, 4 and 1, 3, 5; place 5 is padding.
     """
     width = packed.ids.shape[1]
     more = [(0, 0), (0, -width % count)]
@@ -54,11 +54,11 @@ def divided(packed: Packed, count: int) -> list[Packed]:
 
 @dataclass(frozen=True)
 class DividedPass:
-    """The ranks that run a pass together, and which member of them owns the loss."""
+    """The ranks that run a pass together, and the rank that owns the loss."""
 
     group: RankGroup
     owner: int
-    kernel: str  # that computes attention, by transformers' name
+    kernel: str  # transformers' name of the attention kernel
 
     def to_heads(self, *tensors: Tensor) -> list[Tensor]:
         """[B, heads, W/N, D] of this rank's places -> [B, heads/N, W, D] of its heads, in one exchange."""
@@ -78,8 +78,8 @@ class DividedPass:
         return came.movedim(0, 2).flatten(2, 3)
 
     def score(self, scores_of: Callable[..., list[Tensor]], packed: Packed) -> tuple[Sequence[Tensor], np.ndarray]:
-        """The scores [M] of all sampled tokens, each kind of score in a tensor, and which tokens these are [M].
-        `scores_of` computes those [m] of this rank's part of the rows."""
+        """Returns the scores [M] of all sampled tokens, a tensor for each kind of score, and the tokens' numbers [M].
+        `scores_of` computes the scores [m] of this rank's part of the rows."""
         parts = divided(packed, self.group.size)
         mine = torch.stack(scores_of(parts[self.group.place], ranks=self), 1)
         scored = [part.scored for part in parts]
@@ -88,7 +88,7 @@ class DividedPass:
 
 
 class Exchange(torch.autograd.Function):
-    """Part i [N, k] goes to member i; gradients go back the same way."""
+    """Sends part i [N, k] to member i (all-to-all); gradients go the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, group: RankGroup, parts: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Exchange(torch.autograd.Function):
 
 
 class AllScores(torch.autograd.Function):
-    """The rows of all ranks, of which each has so many. Gradients are the owner's."""
+    """Gathers the rows of all ranks, whose numbers of rows are given. Gradients are the owner's."""
 
     @staticmethod
     def forward(ctx: Any, ranks: DividedPass, counts: list[int], mine: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How tokens are drawn from logits, and whether tokens were drawn so."""
+"""Draws tokens from logits, and checks whether tokens were drawn correctly."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def likeliest(logits: Tensor, count: int) -> tuple[tuple[int, float], ...]:
 
 
 def choose(logits: Tensor, rule: SamplingRule, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [N] at which the cumulative probabilities pass `uniform` [N], and their log-probs at the rule's
-    `logprob_temperature`.
+    """Returns the tokens [N] at which the cumulative probabilities exceed `uniform` [N], and their log-probs at the
+    rule's `logprob_temperature`.
 
-    Probabilities .2 .5 .3 and the number .6: token 1, since .2 <= .6 < .7. At temperature 0 it is the likeliest. With
-    top_k=2 the first is left out, .5 .3 become .625 .375, and .6 is still token 1.
+    Probabilities .2 .5 .3 and the number .6 give token 1, since .2 <= .6 < .7. At temperature 0 the likeliest token is
+    taken. With top_k=2 the first token is excluded, .5 .3 become .625 .375, and .6 still gives token 1.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     scores = scores - scores.amax(-1, keepdim=True)
@@ -39,22 +39,22 @@ def choose(logits: Tensor, rule: SamplingRule, uniform: Tensor) -> tuple[Tensor,
 
 
 def kept(likely: Tensor, rule: SamplingRule) -> Tensor:
-    """Probabilities [N, vocabulary], up to a factor, with 0 for tokens that the rule leaves out. Of tokens that are
-    equally likely the first are kept, so that no more than top_k remain."""
+    """Unnormalised probabilities [N, vocabulary], with 0 for tokens that the rule excludes. Of equally likely tokens
+    the first are kept, so at most top_k remain."""
     ordered, places = likely.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if rule.top_k:
         keep[:, rule.top_k :] = False
     if rule.top_p < 1:
         ordered = ordered * keep
-        before = ordered.cumsum(-1) - ordered  # of all that are likelier
+        before = ordered.cumsum(-1) - ordered  # cumulative probability of likelier tokens
         keep &= before < rule.top_p * ordered.sum(-1, keepdim=True)
     return likely * torch.zeros_like(keep).scatter(-1, places, keep)
 
 
 def draw_errors(logits: Tensor, tokens: Tensor, rule: SamplingRule, uniform: Tensor) -> Tensor:
-    """By how much `uniform` [N] misses the interval of cumulative probabilities in which `choose` would have drawn
-    these tokens [N]: 0 where it draws them. At temperature 0, by how much a token is less likely than the likeliest.
+    """Returns the distance of `uniform` [N] from the interval of cumulative probabilities in which `choose` draws these
+    tokens [N]; 0 if it draws them. At temperature 0: how much less likely a token is than the likeliest token.
 
     Probabilities .2 .5 .3 and the number .6: 0 for token 1 (.2 to .7), .4 for token 0 (0 to .2), .1 for token 2.
     """

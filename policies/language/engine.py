@@ -1,4 +1,4 @@
-"""Engines: what continues conversations for a language policy worker, a token at a time.
+"""Engines continue conversations for a language policy worker, a token at a time.
 
 `policy.engine` picks one: our own loop over the policy's model (slots.py), vLLM in the same process (vllm_engine.py),
 or a server that is asked over HTTP (http_engine.py). All are used in the same way: `add` while there is `room`, `step`
@@ -25,133 +25,133 @@ if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
     from embodied.policies.language.trust import ProofBlock
 
-ENGINES = {  # by what `policy.engine` says; imported when named
+ENGINES = {  # values of `policy.engine`; imported on use
     "transformers": "embodied.policies.language.slots:SlotEngine",
     "vllm": "embodied.policies.language.vllm_engine:VLLMEngine",
     "http": "embodied.policies.language.http_engine:HTTPEngine",
 }
 
 
-Likeliest = tuple[tuple[tuple[int, float], ...], ...]  # by place: the likeliest tokens there and their log-probs
+Likeliest = tuple[tuple[tuple[int, float], ...], ...]  # by token of an answer: the likeliest tokens, their log-probs
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings by which a conversation is continued."""
+    """The sampling settings of an answer."""
 
     seed: int
     stream: str
     rule: SamplingRule
     stops: frozenset[int]  # tokens that end the answer
-    likeliest: int = 0  # how many tokens are reported at every place; only our own engine knows how
-    proves: bool = False  # whether the answer comes with a proof; only our own engine makes one
+    likeliest: int = 0  # number of likeliest tokens to report at every place; only for our engine
+    proves: bool = False  # True: the answer has a proof; only for our engine
 
 
 @dataclass(frozen=True)
 class Request:
     """A conversation to be continued."""
 
-    key: Any  # comes back with the answer
-    tokens: Sequence[int]  # the whole stream so far, continued verbatim
+    key: Any  # returned with the answer
+    tokens: Sequence[int]  # the whole conversation so far
     max_tokens: int  # of the answer
-    episode: int  # with a token's index in the stream it keys the token's noise
-    sampling: Sampling | None = None  # None: as the round says
-    pictures: Sequence[str] = ()  # that the tokens show
-    keep: bool = False  # whether another request may follow that begins with these tokens and their answer
+    episode: int  # keys a token's noise, together with the token's index
+    sampling: Sampling | None = None  # None: the round's settings
+    pictures: Sequence[str] = ()  # names of the pictures in the tokens
+    keep: bool = False  # True if a request may follow that begins with these tokens and their answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens that follow a request's: A tokens, with the stop token where there is one."""
+    """The answer to a request: A tokens, including the stop token if there is one."""
 
     key: Any
     tokens: np.ndarray  # int32 [A]
     logprobs: np.ndarray  # float32 [A], at SamplingRule.logprob_temperature; float64 of a float64 model
     truncated: bool  # it ended without a stop token: max_tokens, max_length, or aborted
-    dropped: str = ""  # why it cannot be used: then it counts for nothing
-    likeliest: Likeliest = ()  # by place, where the sampling asks for them
-    proof: tuple[ProofBlock, ...] = ()  # of the hidden states that its tokens were drawn from, likewise
+    dropped: str = ""  # why it is unusable: it is dropped
+    likeliest: Likeliest = ()  # for each token, if requested
+    proof: tuple[ProofBlock, ...] = ()  # proof of its hidden states, if requested
 
 
 class Engine:
     """Continues up to `slots` conversations at a time."""
 
     slots: int
-    """Conversations that may be under way at a time."""
+    """The most concurrent conversations."""
 
     max_length: int
-    """Tokens of a whole conversation, at most."""
+    """The most tokens of a whole conversation."""
 
     totals: dict[str, int] = {}  # noqa: RUF012  never added to
-    """What it counts, since it was last asked."""
+    """Counters since the last call of `metrics`."""
 
     @property
     def running(self) -> int:
-        """Conversations under way."""
+        """The number of running conversations."""
         raise NotImplementedError
 
     @property
     def room(self) -> int:
-        """The number of prompts that it can take more now."""
+        """The number of prompts that it can take now."""
         return self.slots - self.running
 
     def check(self, request: Request) -> None:
-        """Refuse what callers must not add."""
+        """Refuse requests that cannot be added."""
         assert self.room > 0, "no room for another conversation"
         if not len(request.tokens):
             raise ValueError(f"conversation {request.key} is empty: there is nothing to continue")
 
     def longest_answer(self, request: Request) -> int:
-        """The most tokens that may be written; not above 0 where the conversation fills its length already."""
+        """The most tokens of an answer; 0 or less if the conversation has no room."""
         return min(request.max_tokens, self.max_length - len(request.tokens))
 
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
-        """Start a round of answers by these weights. Nothing may be running."""
+        """Start a round of answers with these weights. No conversation may be running."""
         raise NotImplementedError
 
     def add(self, request: Request) -> None:
-        """Take a conversation; it needs room."""
+        """Add a conversation; requires `room`."""
         raise NotImplementedError
 
     def step(self) -> list[Answer]:
-        """Write a token of every conversation that runs, and return the answers that ended with it."""
+        """Generate a token for every running conversation; return the answers that ended."""
         raise NotImplementedError
 
     def abort(self) -> list[Answer]:
-        """Abort all open conversations, and return their answers so far."""
+        """Abort all running conversations; return their answers so far."""
         raise NotImplementedError
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:
-        """Adopt new weights, in an engine that has weights of its own. Nothing may be running."""
+        """Load new weights, for engines with separate weights. No conversation may be running."""
 
     patience_s = 0.0
-    """Seconds that `load` may take, in an engine that waits for others."""
+    """Time limit of `load`, for engines that wait for servers."""
 
     def cache_tensors(self) -> list[Tensor]:
-        """Memory that it keeps between rounds. Its content does not matter, so a device may free it."""
+        """Memory that it keeps between rounds; its content may be discarded."""
         return []
 
-    # An engine that has weights of its own
+    # For engines with separate weights
 
     @property
     def needs_load(self) -> bool:
-        """True if it has no weights: then `load` comes before the next round."""
+        """True if it has no weights and needs `load` before the next round."""
         return False
 
     def num_bytes(self) -> int:
-        """Bytes of the device that it takes beside the policy and `cache_tensors`."""
+        """Its device memory in bytes, besides the policy and `cache_tensors`."""
         return 0
 
     def offload(self) -> int:
-        """Free these bytes, and return how many; the weights are lost. Nothing may be running."""
+        """Free this memory, losing the weights; return the bytes. No conversation may be running."""
         return 0
 
     def onload(self) -> int:
-        """Take the bytes that `load` needs, and return how many."""
+        """Allocate the memory that `load` needs; return the bytes."""
         return 0
 
     def metrics(self) -> dict[str, float]:
-        """The numbers that it counted since the last call, for the metrics."""
+        """The counters since the last call."""
         totals, self.totals = self.totals, dict.fromkeys(self.totals, 0)
         return {name: float(count) for name, count in totals.items()}
 
@@ -160,12 +160,12 @@ class Engine:
 
 
 def seed_of(seed: int, stream: str, request: Request) -> int:
-    """The seed for an engine whose noise is its own: by run, stream, episode and the place where the answer begins."""
+    """The seed for engines with their own noise, from run, stream, episode and the answer's first index."""
     return int(rng.generator(seed, stream, request.episode, len(request.tokens)).integers(2**63))
 
 
 def unanswered(request: Request, why: str = "") -> Answer:
-    """The empty answer to a conversation that has no room for one, or that was not begun."""
+    """The empty answer to a conversation without room for one, or that was not begun."""
     return Answer(request.key, np.zeros(0, np.int32), np.zeros(0, np.float32), not why, why)
 
 
@@ -179,7 +179,7 @@ def token_bytes(model: Any) -> int:
 
 
 def cache_bytes(config: LanguageConfig, model: Any, max_length: int) -> int:
-    """Memory for keys and values: `policy.cache_gb`, or what `policy.max_running` whole conversations need."""
+    """Memory for keys and values: `policy.cache_gb`, or enough for `policy.max_running` whole conversations."""
     one = token_bytes(model) * max_length
     if config.cache_gb is None:
         return config.max_running * one

@@ -1,9 +1,9 @@
-"""How evenly a mixture of experts spreads its tokens, and a bias that evens it out without a loss.
+"""Measures the balance of a mixture of experts, and balances it by a routing bias, without a loss.
 
-Routers are hooked where transformers calls them. While a learner scores, the tokens that each expert gets are counted.
-After every gradient step the bias of an expert with more than the mean load falls by a constant, that of the others
-rises (Wang et al., 2024, "Auxiliary-loss-free load balancing"): the bias says which experts a token goes to, never with
-which weight. DeepSeek-V3 and its relatives have such a bias; Qwen's and Mixtral's routers get one of ours.
+Forward hooks on transformers' routers count each expert's tokens while a learner scores. After every gradient step the
+bias of experts above the mean load falls by a constant, and the bias of other experts rises (Wang et al., 2024,
+"Auxiliary-loss-free load balancing"). The bias affects the choice of experts, never their weight. DeepSeek-V3 and
+related models have such a bias; it is added to Qwen's and Mixtral's routers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from embodied.core.errors import ConfigError
 
 BIAS = "e_score_correction_bias"  # transformers' name of it
 SOFTMAX = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter")
-"""Routers that take the largest of a softmax, to which a bias can be added."""
+"""Routers that choose the largest probabilities of a softmax, to which a bias can be added."""
 
 
 class ExpertLoads:
-    """Counts, in each layer with experts, the tokens that every expert gets; balances them with `rate`."""
+    """Counts every expert's tokens in each layer, and balances them with `rate`."""
 
     def __init__(self, model: Any, rate: float | None, engine: str) -> None:
         routers = {name: part for name, part in model.named_modules() if is_router(part)}
         self.rate, self.routers = rate, list(routers.values())
         self.adds_bias = rate is not None and not all(hasattr(router, BIAS) for router in self.routers)
-        self.places: Tensor | None = None  # bool, which of the tokens that pass now are counted
+        self.places: Tensor | None = None  # bool mask of the current tokens that are counted
         self.counts = [torch.zeros(0)] * len(routers)
         if rate is not None:
             self._check(model.config.model_type, engine)
@@ -61,7 +61,7 @@ class ExpertLoads:
 
     @contextmanager
     def counting(self, places: Tensor) -> Iterator[None]:
-        """Count these tokens (bool, of all that pass) where gradients are taken."""
+        """Inside, count these tokens (a bool mask) in passes with gradients."""
         self.places = places.reshape(-1) if self.routers and torch.is_grad_enabled() and not places.is_meta else None
         try:
             yield
@@ -69,7 +69,7 @@ class ExpertLoads:
             self.places = None
 
     def route(self, layer: int, router: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """What a router returns, chosen with its bias where that is ours."""
+        """A router's output, with the added bias if it has one."""
         if self.adds_bias:
             output = biased(router, *output)
         if self.places is not None:
@@ -82,8 +82,8 @@ class ExpertLoads:
 
     @torch.no_grad()
     def end_step(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Forget what was counted, let the biases follow, and return MaxViolation, (max - mean) / mean: of every layer,
-        and the largest of them."""
+        """Update the biases, reset the counts, and return MaxViolation, (max - mean) / mean, of every layer and the
+        largest."""
         if not self.routers:
             return {}
         sizes = [num_experts(router) for router in self.routers]
@@ -122,7 +122,7 @@ def num_experts(router: Any) -> int:
 
 
 def biased(router: Any, logits: Tensor, weights: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a softmax router returns when its bias is added to the probabilities that experts are chosen by."""
+    """A softmax router's output if experts are chosen by probability plus bias."""
     likely = logits.softmax(-1, dtype=torch.float)
     chosen = (likely + getattr(router, BIAS)).topk(router.top_k, dim=-1).indices
     kept = likely.gather(-1, chosen)

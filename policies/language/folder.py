@@ -1,12 +1,12 @@
 """A language model on disk, as transformers and vLLM read it: config.json, weights, tokenizer, generation_config.json.
 
-A policy folder of ours is such a folder. What only we need to know of it (`OURS`: options, env, and what adapters were
-trained on top of) are further keys of the same config.json, which others leave alone. A folder of adapters alone is no
-model to others: `save_published` writes all weights.
+Our policy folders have this format. Our own settings (`OURS`: options, env, and the base model of adapters) are
+additional keys of config.json, which other programs ignore. Other programs cannot read a folder with adapters alone:
+`save_published` writes all weights.
 
-Published folders of some kinds have other names and shapes than transformers' modules (Mixtral's experts lie one by
-one): `as_modules` and `as_published` convert, by transformers' own rules. Policies hold and save weights as modules do,
-which transformers reads too.
+Some published folders have other names and shapes than transformers' modules (Mixtral has separate tensors for
+experts): `as_modules` and `as_published` convert them by transformers' own rules. Policies save weights as modules have
+them, which transformers also reads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ GENERATION = "generation_config.json"
 COMPANIONS = (GENERATION, PREPROCESSOR, *TOKENIZER_FILES, "vocab.json", "merges.txt", "chat_template.*")
 BUILDING = (
     threading.Lock()
-)  # transformers replaces functions meanwhile, for all threads; two at once restore wrong ones
+)  # transformers replaces global functions meanwhile; two concurrent calls would restore wrong ones
 LEFTOVERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # no weights, in older files
 
 
@@ -111,13 +111,13 @@ def describe(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """The model on the meta device, which costs no memory."""
-    # transformers would make this dtype the whole process' default meanwhile, in which other threads compute.
+    """The model on the meta device, without memory."""
+    # transformers would set this dtype as the process's default meanwhile, which affects other threads.
     options = {"dtype": torch.get_default_dtype(), "attn_implementation": "sdpa", "trust_remote_code": False}
     try:
         with BUILDING, torch.device("meta"):
             model = auto_class(config).from_config(config, **options).eval()
-    except (ValueError, ImportError) as err:  # no such kernel of attention, or a package that is missing
+    except (ValueError, ImportError) as err:  # a missing attention kernel or package
         cause = str(err).strip().splitlines()[0].partition(". ")[0]
         raise ConfigError(f"a {config.model_type} cannot be run here: {cause}; take another model") from None
     model.config.dtype = dtype
@@ -133,19 +133,19 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def allocate(model: Any) -> None:
-    """Give a model memory on the CPU for later weights; computed constants (angles of positions, the scale of
-    embeddings) are set at once."""
+    """Allocate CPU memory for a model's weights; computed constants (position angles, embedding scales) are set at
+    once."""
     model.to_empty(device="cpu")
     with BUILDING, torch.no_grad():
         for module in model.modules():
             if module._non_persistent_buffers_set:
                 for parameter in module.parameters(recurse=False):
-                    parameter._is_hf_initialized = True  # by which transformers leaves it alone
+                    parameter._is_hf_initialized = True  # so that transformers leaves it unchanged
                 model._init_weights(module)
 
 
 def tie(model: Any) -> bool:
-    """Make head and embeddings one weight again, in a model where they are; returns whether they are."""
+    """Tie head and embeddings again if the model ties them; returns True if it does."""
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(getattr(model.config, "tie_word_embeddings", False))
     if tied:
@@ -159,8 +159,8 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def pass_cost(model: Any) -> tuple[float, float]:
-    """Products per token (all weights, except the embedding, which the head may share, and idle experts), and per L^2
-    of L tokens: attention's two products of its width, for half of the pairs."""
+    """Returns multiplications per token (all weights except embeddings and idle experts), and per L^2 for L tokens
+    (attention's two products of its width, for half of the pairs)."""
     head = model.get_input_embeddings().weight.numel()
     weights = head + sum(products(block) for block in blocks_of(model))
     heads, _ = heads_of(shape := model.config.get_text_config())
@@ -174,7 +174,8 @@ def products(block: nn.Module) -> float:
 
 
 def exchange_size(model: Any) -> tuple[int, int]:
-    """Numbers of every layer: queries, keys and values before attention, and its output afterwards."""
+    """Numbers per token exchanged in every layer: queries, keys and values before attention, and its output
+    afterwards."""
     shape = model.config.get_text_config()
     return shape.num_hidden_layers * 2 * sum(heads_of(shape)) * head_size(shape), shape.num_hidden_layers * 2
 
@@ -189,7 +190,7 @@ def head_size(shape: Any) -> int:
 
 
 def longest(max_length: int | None, shape: PreTrainedConfig) -> int:
-    """Tokens of a whole conversation, at most: as many as are asked for, else as the model has positions for."""
+    """The most tokens of a conversation: `max_length`, else the model's number of positions."""
     shape = shape.get_text_config()
     limits = {"positions": getattr(shape, "max_position_embeddings", None)}
     window = getattr(shape, "sliding_window", None)
@@ -208,7 +209,7 @@ def longest(max_length: int | None, shape: PreTrainedConfig) -> int:
 
 
 def behind_blocks(model: Any) -> list[nn.Module]:
-    """The modules that the hidden states go through behind the blocks: the final norm."""
+    """The modules after the blocks: the final norm."""
     parts = list(_body(model).children())
     at = next(at for at, part in enumerate(parts) if isinstance(part, nn.ModuleList))
     return parts[at + 1 :]
@@ -226,7 +227,7 @@ def _lists(module: nn.Module) -> list[nn.ModuleList]:
 
 
 def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of as few of a model's first layers as show every kind of layer; two at least."""
+    """The config of a model's first layers, at least two, as few as contain every kind of layer."""
     whole = copy.deepcopy(config)
     cut = whole.get_text_config()
     layers = cut.num_hidden_layers
@@ -241,8 +242,8 @@ def first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @torch.no_grad()
 def logprobs_by_transformers(folder: Path, config: PreTrainedConfig, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Float32 log-probs of all tokens but the first of each text, by the model that transformers makes of a folder with
-    this config."""
+    """Float32 log-probs of all tokens except the first of each text, by transformers' own model of a folder and
+    config."""
     options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
     with BUILDING, quiet():
         kind = auto_class(config)
@@ -270,7 +271,7 @@ def quiet() -> Iterator[None]:
 
 
 def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
-    """All tokens that end an answer, by generation_config.json and config.json."""
+    """The tokens that end an answer, from generation_config.json and config.json."""
     found: set[int] = set()
     generation = read_json(folder / GENERATION) if (folder / GENERATION).is_file() else {}
     for ends in (
@@ -282,8 +283,8 @@ def stops_of(folder: Path, config: PreTrainedConfig) -> set[int]:
 
 
 def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | None = None) -> ConversationTokenizer:
-    """The tokenizer of a policy with these options, which `talks` for more than a turn; `shape` is its model's config,
-    if that is read already."""
+    """The tokenizer of a policy with these options. `talks`: conversations have several turns; `shape`: the model's
+    config, if already read."""
     if config.pretrained is None:
         return words.of_characters(config.chat, sees=config.preset == "tiny_vl")
     origin = as_path(config.pretrained)
@@ -295,20 +296,19 @@ def tokenizer_of(config: LanguageConfig, talks: bool, shape: PreTrainedConfig | 
 
 
 def read_weights(folder: Path, model: Any, tied: str | None) -> dict[str, Blob]:
-    """A folder's weights as the model's modules have them, without the head's where that is tied, `tied` being its
-    name."""
+    """A folder's weights by the names of the model's modules, without a tied head, whose name is `tied`."""
     stored = as_modules(model, read_blobs(folder))
     return {name: blob for name, blob in stored.items() if name != tied and not name.endswith(LEFTOVERS)}
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The names in a folder that a weight of a module comes from: one, or several that a rule makes it of."""
+    """The names in a folder from which a module's weight comes: one, or several that a rule combines."""
 
     names: list[str]
     rule: WeightConverter | None = None
-    patterns: list[str] = field(default_factory=list)  # of the rule, that the names match
-    first: str = ""  # the rule makes this weight, and perhaps more
+    patterns: list[str] = field(default_factory=list)  # patterns of the rule that the names match
+    first: str = ""  # the first weight that the rule makes
 
 
 class MadeBlob(Blob):
@@ -324,7 +324,8 @@ class MadeBlob(Blob):
 
 
 def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
-    """Where a folder with these names has the weights of the model's modules; other names stand for themselves."""
+    """For each weight of the model's modules, its source in a folder with these names; unknown names map to
+    themselves."""
     rules, own = get_model_conversion_mapping(model), module_weights(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -346,7 +347,7 @@ def origins(model: Any, stored: Iterable[str]) -> dict[str, WeightSource]:
 
 
 def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
-    """A folder's weights by the names of the model's modules, and in their shapes."""
+    """A folder's weights with the names and shapes of the model's modules."""
     own, found = module_weights(model), {}
     for name, origin in origins(model, stored).items():
         first = stored[origin.names[0]]
@@ -359,12 +360,12 @@ def as_modules(model: Any, stored: dict[str, Blob]) -> dict[str, Blob]:
 
 
 def module_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of a model by the names that its modules have without adapters."""
+    """The weights of a model by the names of its modules without adapters."""
     return {own_layer(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def convert(model: Any, name: str, origin: WeightSource, stored: dict[str, Blob], spec: Spec) -> np.ndarray:
-    """The bytes of a weight that a rule makes of some of a folder's."""
+    """The bytes of a weight that a rule combines from a folder's weights."""
     rule = copy.deepcopy(origin.rule)
     for pattern, source in zip(origin.patterns, origin.names, strict=True):
         rule.add_tensor(origin.first, source, pattern, tensor_of(stored[source]))
@@ -382,8 +383,7 @@ def convert(model: Any, name: str, origin: WeightSource, stored: dict[str, Blob]
 
 
 def names_in(folder: Path, model: Any, weights: Iterable[str]) -> dict[str, str]:
-    """The names that these weights of modules have in a folder; their own where they are made of several, as
-    `read_modules` does."""
+    """The names of these module weights in a folder; combined weights keep their own names, as in `read_modules`."""
     known = origins(model, read_blobs(folder))
     return {name: name if known[name].rule else known[name].names[0] for name in weights}
 
@@ -394,17 +394,17 @@ def read_modules(folder: Path) -> dict[str, Blob]:
 
 
 def by_number(name: str) -> list[tuple[int, Any]]:
-    """A key by which experts.10 comes after experts.9."""
+    """A sort key that puts experts.10 after experts.9."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
 
 
 def as_published(model: Any, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Weights of the model's modules by the names, and in the shapes, that published folders of this kind have."""
+    """Weights of the model's modules with the names and shapes of published folders."""
     return revert_weight_conversion(model, dict(weights))
 
 
 def write_companions(folder: Path, origin: Path | None, tokenizer: ConversationTokenizer) -> None:
-    """Write the other files of a model folder: those of `origin` unchanged, else ours."""
+    """Write the other files of a model folder: copies from `origin`, or our own."""
     if origin:
         copy_files(origin, folder, COMPANIONS)
         return

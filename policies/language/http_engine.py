@@ -1,9 +1,8 @@
-"""Servers as the engine: conversations go to them over HTTP, and new weights by way of a folder that they see, or in
-buckets.
+"""Uses servers as the engine: conversations are sent over HTTP, and new weights through a common folder or in buckets.
 
 The servers are ours (`python -m embodied.serve`), with the tokens of our own engine; vLLM's (`vllm serve`); or other
 servers of OpenAI's completions with token ids, which keep their weights. All take requests from one queue
-(`server_pool.py`), which lives in a thread of its own with the calls to the servers; everything else is the worker's.
+(`server_pool.py`). The queue and the calls to servers run in a separate thread.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from embodied.runtime.tensor_bytes import blob_of
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
-LOOK_S = 0.05  # that a step waits for an answer
-GATHER_S = 0.02  # that it then waits for others
+LOOK_S = 0.05  # time that a step waits for an answer
+GATHER_S = 0.02  # time that it then waits for more answers
 
 
 class HTTPEngine(Engine):
@@ -56,10 +55,10 @@ class HTTPEngine(Engine):
         self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
         self.exact = np.float64 if config.dtype == "float64" else np.float32
         self.asked: dict[int, Request] = {}
-        self.ended: list[Answer] = []  # of conversations that have no room for an answer
+        self.ended: list[Answer] = []  # answers to conversations without room
         self.added = 0
         self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
-        self.name = ""  # of the weights that are to answer
+        self.name = ""  # name of the current weights
         self.patience_s = config.answer_s + config.away_s
         token = token_of(config)
         self.folder = WeightFolder(Path(config.weights).absolute()) if config.weights else None
@@ -103,7 +102,7 @@ class HTTPEngine(Engine):
         self.loop.call_soon_threadsafe(self.pool.put, number, PooledRequest(request, body))
 
     def step(self) -> list[Answer]:
-        """The answers that have come; waits a moment where there are none."""
+        """Returns the arrived answers; waits a moment if there are none."""
         answers, self.ended = self.ended, []
         if came := self.arrived(0.0 if answers else LOOK_S):
             differences = self.differences([(self.asked[number], found) for _, number, found in came])
@@ -117,8 +116,8 @@ class HTTPEngine(Engine):
         return answers
 
     def arrived(self, wait_s: float) -> list[tuple[PooledServer, int, Read]]:
-        """The answers that have come, of which the first is waited for. Others are waited for a moment where all are to
-        be computed again, so that one pass computes several."""
+        """Waits for the first answer and returns the arrived ones. If answers are recomputed, it waits a moment for
+        more, so that one pass computes several."""
         found: list[tuple[PooledServer, int, Read]] = []
         until = time.monotonic() + wait_s
         with contextlib.suppress(queue.Empty):
@@ -164,7 +163,7 @@ class HTTPEngine(Engine):
     # Inside
 
     def as_served(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights as the servers know them: with adapters beside them, or merged where they have none."""
+        """The weights for the servers: with separate adapters, or merged if the servers have none."""
         if not self.config.lora_rank or self.pool.lora_rank == self.config.lora_rank:
             return dict(weights)
         return dict(merged(weights.items(), scaling_of(self.config)))
@@ -174,12 +173,12 @@ class HTTPEngine(Engine):
         return Answer(request.key, tokens, logprobs, found.finish != "stop", found.dropped)
 
     def sampling(self, request: Request) -> tuple[int, str, SamplingRule]:
-        """The seed, stream and rule by which a conversation is continued."""
+        """The seed, stream and sampling rule of a conversation."""
         own = request.sampling
         return (own.seed, own.stream.removeprefix("act/"), own.rule) if own else self.round
 
     def lie(self, request: Request, found: Read) -> str:
-        """Why an answer is not of this policy's weights; empty if it is, or if it is not verified. A server cannot know
+        """Why an answer is not of this policy's weights; "" if it is, or if it is not verified. A server cannot know
         which answers are verified."""
         if not found.tokens or found.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
             return ""
@@ -189,8 +188,8 @@ class HTTPEngine(Engine):
         return find_lie(self.policy, request.tokens, found, rule, noise)
 
     def differences(self, came: list[tuple[Request, Read]]) -> list[np.ndarray]:
-        """By token, the differences between the log-probs of these answers and the learner's; empty for dropped
-        answers, or if the policy's own are not finite."""
+        """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,
+        or if the learner's are not finite."""
         nothing = [np.zeros(0) for _ in came]
         whole = [place for place, (_, found) in enumerate(came) if found.tokens and not found.dropped]
         if self.config.gap_limit is None or not whole:
@@ -212,7 +211,7 @@ class HTTPEngine(Engine):
         return nothing
 
     def own_logprobs(self, inputs: dict[str, Any]) -> np.ndarray:
-        """The log-probs of all tokens at temperature 1, which servers give whatever they draw at."""
+        """The log-probs of all tokens at temperature 1, as servers report them."""
         policy, drawn_at = self.policy, self.policy.temperature
         policy.temperature = 1.0
         try:
@@ -222,7 +221,7 @@ class HTTPEngine(Engine):
             policy.temperature = drawn_at
 
     def call(self, what: Any, *args: Any) -> Any:
-        """The result of a function in the other thread."""
+        """Calls a function in the other thread; returns its result."""
 
         async def work() -> Any:
             return what(*args)
@@ -230,7 +229,7 @@ class HTTPEngine(Engine):
         return self.wait(work())
 
     def wait(self, work: Coroutine) -> Any:
-        """The result of work in the other thread."""
+        """Runs a coroutine in the other thread; returns its result."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result(self.patience_s + LONGEST_S)

@@ -1,9 +1,7 @@
-"""What a policy worker and a server say to each other over HTTP, as plain functions: OpenAI's completions with token
-ids.
+"""The HTTP messages between a policy worker and a server, as plain functions: OpenAI's completions with token ids.
 
-The body asks vLLM, our own server (`embodied.serve`) and others alike: everything that would make their samples others
-than a policy's is switched off by name. `noise` is understood by ours alone, whose tokens it makes those of our own
-engine.
+vLLM, our server (`embodied.serve`) and other servers get the same body, which switches off all options that would
+change samples. Only our server knows `noise`, which makes its tokens equal to those of our engine.
 """
 
 from __future__ import annotations
@@ -24,28 +22,28 @@ from embodied.runtime.tensor_bytes import ITEM_BYTES, Blob, Spec, checksum
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
-OWNER = "embodied"  # of the model, as our server's /v1/models names it
-NOT_FINITE = "not_finite"  # an error's code where the weights make no numbers
-UNSEEN = "folder_not_seen"  # an error's code where a server does not see the folder that weights are in
+OWNER = "embodied"  # owner of the model in our server's /v1/models
+NOT_FINITE = "not_finite"  # error code: the weights give non-finite numbers
+UNSEEN = "folder_not_seen"  # error code: the server does not see the folder with weights
 LEAST = -9999.0  # what vLLM writes for minus infinity
 
 
 @dataclass(frozen=True)
 class Read:
-    """An answer that was read: tokens and their log-probs, or why they cannot be used."""
+    """A parsed answer: tokens and their log-probs, or why they cannot be used."""
 
     tokens: list[int]
     logprobs: list[float]
     finish: str  # stop, length or abort
-    fingerprint: str | None  # of the weights, where the server says
+    fingerprint: str | None  # fingerprint of the weights, if given
     dropped: str = ""
-    proof: Sequence[Any] = ()  # of its blocks, as text
+    proof: Sequence[Any] = ()  # its blocks as text
 
 
 def body_of(
     request: Request, most: int, stops: Sequence[int], seed: int, stream: str, rule: SamplingRule, proves: bool = False
 ) -> dict[str, Any]:
-    """The JSON that asks /v1/completions to continue a conversation by `most` tokens at most; lacks the `model`."""
+    """The JSON for /v1/completions to continue a conversation by at most `most` tokens, without `model`."""
     return ({"proof": True} if proves else {}) | {
         "prompt": [int(token) for token in request.tokens],
         "max_tokens": most,
@@ -67,7 +65,7 @@ def body_of(
 
 
 def read_answer(body: Any) -> Read:
-    """The only choice of an answer of /v1/completions; raises ValueError where there is none with token ids."""
+    """Parses the only choice of a /v1/completions answer; raises ValueError if it has no token ids."""
     try:
         (choice,) = body["choices"]
         tokens, given, finish = choice.get("token_ids"), choice.get("logprobs") or {}, str(choice["finish_reason"])
@@ -85,7 +83,7 @@ def read_answer(body: Any) -> Read:
 
 
 def read_error(body: Any) -> tuple[str, Any]:
-    """The text and the code of a refusal; servers differ in how they wrap them."""
+    """The text and code of an error, which servers wrap in different ways."""
     found = body.get("error", body) if isinstance(body, dict) else body
     if isinstance(found, dict):
         text = found.get("message") or found.get("detail") or found
@@ -94,15 +92,15 @@ def read_error(body: Any) -> tuple[str, Any]:
 
 
 def settings_of(policy: LanguagePolicy) -> dict[str, Any]:
-    """What a policy and a server of it have to have in common."""
+    """The settings that a policy and its servers must share."""
     shape = policy.model.config.get_text_config()
     sizes = {key: getattr(shape, key) for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")}
     return {"dtype": policy.config.dtype, **sizes}
 
 
 def bucket_bytes(bucket: Bucket, sender: str, name: str, specs: Mapping[str, Spec]) -> bytes:
-    """A part of a version that is called `name`, as it goes over HTTP: the length of a head, the head as JSON, and the
-    tensors' bytes one after the other. The first bucket has all tensors' `specs`."""
+    """Encodes a bucket of the version `name` for HTTP: the length of the head, the head as JSON, and the tensors'
+    bytes. The first bucket has all tensors' `specs`."""
     head = {
         "sender": sender,
         "weight_version": name,
@@ -111,14 +109,14 @@ def bucket_bytes(bucket: Bucket, sender: str, name: str, specs: Mapping[str, Spe
         "last": bucket.last,
         "specs": {name: [spec.dtype, spec.shape] for name, spec in specs.items()},
         "parts": [[name, start, len(data)] for name, start, data in bucket.parts],
-        "checksums": [str(each) for each in bucket.checksums],  # of 64 bits, which JSON numbers have not
+        "checksums": [str(each) for each in bucket.checksums],  # as text, since JSON numbers do not hold 64 bits
     }
     words = json.dumps(head).encode()
     return b"".join([len(words).to_bytes(8, "little"), words, *(data.tobytes() for _, _, data in bucket.parts)])
 
 
 def read_bucket(data: bytes) -> tuple[dict[str, Any], Bucket, dict[str, Spec]]:
-    """The head, the bucket and the specs of `bucket_bytes`; raises ValueError where it is none."""
+    """Decodes `bucket_bytes`: head, bucket and specs; raises ValueError if the data is invalid."""
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         head, raw = json.loads(data[8:begin]), np.frombuffer(data, np.uint8)
@@ -144,6 +142,6 @@ def read_bucket(data: bytes) -> tuple[dict[str, Any], Bucket, dict[str, Spec]]:
 
 
 def fingerprint(version: int, blobs: Iterable[tuple[str, Blob]]) -> str:
-    """Names a version and its very numbers: v3-5f0c2a..."""
+    """A name of a version that depends on its weights: v3-5f0c2a..."""
     sums = sorted(f"{name} {blob.spec.dtype} {blob.spec.shape} {checksum(blob.data)}" for name, blob in blobs)
     return f"v{version}-{hashlib.blake2b(' '.join(sums).encode(), digest_size=8).hexdigest()}"

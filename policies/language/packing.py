@@ -1,7 +1,7 @@
-"""How conversations share a network's rows: which of them in one pass, and where every token goes. Free of torch.
+"""Packs conversations into a network's rows: which conversations share a pass, and the place of every token. No torch.
 
-The conversations of a group begin with the same prompt, which goes through the network once for all. Each goes on from
-there as if it were alone: its positions restart behind the prompt, and it sees the prompt and itself, never another.
+The conversations of a group begin with the same prompt, which is computed once. Each answer continues as if it were
+alone: its positions follow the prompt's, and it attends to the prompt and itself only.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-ROW = 256  # tokens of a row, where no block is longer: attention's work grows with a row's square
+ROW = 256  # tokens of a row unless a block is longer: attention's work grows with the square of a row's length
 
 
 @dataclass(frozen=True)
 class Packed:
     """Blocks of conversations in B rows of W places. Prompt 5 6 with the answers 7 8 and 9, of one group:
 
-    ids        5 6 7 8 9        segments   0 0 1 1 2
-    positions  0 1 2 3 2        blocks     0 0 0 0 0
-    sources    1 2              the places whose logits are needed: after "5 6", and after "5 6 7"
-    takes      0 1 0            which of them says how likely each sampled token is
-    scored     2 3 6            the sampled tokens, among those of all conversations: 5 6 7 8 5 6 9
+    ids        5 6 7 8 9        segments   0 0 1 1 2 positions  0 1 2 3 2        blocks     0 0 0 0 0 sources    1 2
+    places whose logits are needed: after "5 6", and after "5 6 7" takes      0 1 0            for each sampled token,
+    the index into `sources` that predicts it scored     2 3 6            the sampled tokens' indices in the tokens of
+    all conversations: 5 6 7 8 5 6 9
     """
 
     ids: np.ndarray  # int64 [B, W]
     positions: np.ndarray  # int64 [B, W], or [B, W, 3] of models that see rows and columns
-    blocks: np.ndarray  # int64 [B, W], -1 where nothing is
-    segments: np.ndarray  # int64 [B, W], 0: what all of the block see
+    blocks: np.ndarray  # int64 [B, W], -1: empty
+    segments: np.ndarray  # int64 [B, W], 0: shared by the block
     sources: np.ndarray  # int64 [U], places in all rows
     takes: np.ndarray  # int64 [M]
     scored: np.ndarray  # int64 [M]
@@ -37,7 +36,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class PromptBlock:
-    """Conversations, by number, whose first `shared` tokens are the same and go through the network once."""
+    """Conversations, by number, whose first `shared` tokens are equal and computed once."""
 
     members: tuple[int, ...]
     shared: int
@@ -53,9 +52,9 @@ def lay_out(
     wide: float = math.inf,
     token_positions: np.ndarray | None = None,
 ) -> Packed:
-    """Rows for all of these conversations, one after the other in `tokens` and `mask` [n], which is False where the env
-    spoke. They share what those of a group have in common at the beginning; `wide` as for `cheapest`. The tokens have
-    `token_positions` [n], or [n, 3] on several axes; None: their numbers within their conversations."""
+    """Packs these conversations into rows. `tokens` and `mask` [n] (False for the env's tokens) hold them one after the
+    other. Conversations of a group share their common beginning; `wide` as for `cheapest`. `token_positions` are [n],
+    or [n, 3] on several axes; None: a token's index in its conversation."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if mask[starts].any():
@@ -90,7 +89,7 @@ def lay_out(
 
 
 def pieces(block: PromptBlock, starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """(segment, first token, behind the last) of what a block is laid out as: what is shared, then each member's."""
+    """Yields the parts of a block as (segment, first token, end): the shared part, then each member's."""
     first = starts[block.members[0]]
     if block.shared:
         yield 0, first, first + block.shared
@@ -105,15 +104,15 @@ def into_passes(
     groups: np.ndarray,
     most: int,
 ) -> list[list[int]]:
-    """The conversations, by number, that go through the network together: `most` tokens at a time, whole groups where
-    they fit. A group of more is split, and a conversation of more stands alone."""
+    """Returns the conversations, by number, of each pass: at most `most` tokens, whole groups if they fit. Larger
+    groups are split, and a longer conversation has its own pass."""
     parts = [part for block in blocks_of(tokens, mask, lengths, groups) for part in split(block, lengths, most)]
     bins = first_fit([part.size for part in parts], most)
     return sorted(sorted(member for number in numbers for member in parts[number].members) for numbers in bins)
 
 
 def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray) -> list[PromptBlock]:
-    """The groups in the order in which they begin; conversations that share nothing are blocks of their own."""
+    """The groups in order of their first member; conversations that share nothing are separate blocks."""
     starts = np.cumsum(lengths) - lengths
     members: dict[int, list[int]] = {}
     for number, group in enumerate(groups.tolist()):
@@ -127,8 +126,8 @@ def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups:
 
 
 def cheapest(block: PromptBlock, lengths: np.ndarray, wide: float) -> list[PromptBlock]:
-    """A block in as many parts, each with the prompt again, as cost least. A place costs as much as a token in a
-    sequence of no length, and once more for every `wide` places of its block, which attention goes through."""
+    """Splits a block into the number of parts with the lowest cost; each part repeats the prompt. A place costs 1, plus
+    1 for every `wide` places of its block (attention)."""
     ways, count = [], 1
     while count <= len(block.members):
         members = [tuple(some.tolist()) for some in np.array_split(np.array(block.members), count)]
@@ -142,7 +141,7 @@ def size_of(members: tuple[int, ...], shared: int, lengths: np.ndarray) -> int:
 
 
 def shared_prompt(tokens: np.ndarray, mask: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> int:
-    """The number of tokens, none of them sampled, that several conversations share at their beginnings."""
+    """The number of tokens, none sampled, with which several conversations begin alike."""
     if len(starts) < 2:
         return 0
     most = int(lengths.min())
@@ -152,7 +151,8 @@ def shared_prompt(tokens: np.ndarray, mask: np.ndarray, starts: np.ndarray, leng
 
 
 def split(block: PromptBlock, lengths: np.ndarray, most: int) -> Iterator[PromptBlock]:
-    """A block in parts of at most so many tokens, each with the prompt again; a longer conversation stands alone."""
+    """Splits a block into parts of at most `most` tokens that repeat the prompt; a longer conversation is a part of its
+    own."""
     some: list[int] = []
     size = block.shared
     for member in block.members:
@@ -166,7 +166,7 @@ def split(block: PromptBlock, lengths: np.ndarray, most: int) -> Iterator[Prompt
 
 
 def first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Numbers of things of these sizes in bins that hold `most`: the largest first, each in the first bin with room."""
+    """First-fit decreasing: returns the indices of `sizes` in bins that hold `most`."""
     bins: list[list[int]] = []
     room: list[int] = []
     for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
@@ -180,8 +180,8 @@ def first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def evenly(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Numbers of things of these sizes in as many rows as it takes where a row holds `most`, about equally full: rows
-    are as wide as the fullest."""
+    """Returns the indices of `sizes` in the fewest rows that hold `most`, about equally full, since all rows are as
+    wide as the fullest."""
     count = -(-sum(sizes) // most)
     rows: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count

@@ -1,9 +1,8 @@
-"""A causal language model as a policy: it is asked what it thinks of whole conversations, token by token.
+"""A causal language model as a policy, for learning: it scores whole conversations, token by token.
 
-What it writes comes from an engine; here is what learning needs. What surprises: the policy's weights have
-transformers' own names, as if it were the model, and a head that is tied to the embeddings is not a weight of its own,
-so it is published, saved and loaded once. A head that predicts values is ours alone: engines do not get it, and in a
-folder it lies apart, so that what others load is the model.
+Engines generate answers. The policy's weights have transformers' names, as if it were the model, and a head tied to the
+embeddings is not a separate weight, so it is published, saved and loaded once. The value head is not part of the model:
+engines do not get it, and folders keep it apart, so that other programs load the plain model.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from embodied.policies.published import PublishedPolicy
 from embodied.policies.vla.lora import add_lora, chosen_layers, initial_adapter, is_adapter, saved_layers
 from embodied.runtime.tensor_bytes import Blob
 
-COMPARED = 2e9  # parameters of first layers, at most, that are compared with transformers' in float32
-ROUNDING = 1e-3  # nats, which float32 stays far below
+COMPARED = 2e9  # limit of parameters for comparing the first layers with transformers in float32
+ROUNDING = 1e-3  # nats; float32 differs far less
 
 
 class ValueHead(nn.Linear):
-    """Values [U] of hidden states [U, D], in float32 at least: no matrix product, which autocast would round."""
+    """Values [U] of hidden states [U, D], in float32 at least, without a matrix product, which autocast would round."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return (hidden.to(self.weight.dtype) * self.weight[0]).sum(-1) + self.bias
@@ -68,7 +67,7 @@ class LanguagePolicy(PublishedPolicy):
             shape = fresh_config(config.preset, len(self.tokenizer.own), min(self.tokenizer.stops))
         self.sight = self.choose_sight(shape)
         self.dtype = getattr(torch, config.dtype)
-        self.exact = torch.promote_types(self.dtype, torch.float32)  # what log-probs are computed in
+        self.exact = torch.promote_types(self.dtype, torch.float32)  # the dtype of log-probs
         model = files.empty_model(shape, self.dtype)
         check_kind(model, where)
         self.max_length = files.longest(config.max_length, shape)
@@ -78,7 +77,7 @@ class LanguagePolicy(PublishedPolicy):
         files.allocate(model)
         self.adopt(model)
         self.temperature = config.temperature
-        self.trained_tokens, self.products = 0, 0.0  # of passes, until `take_work`
+        self.trained_tokens, self.products = 0, 0.0  # work of passes since `take_work`
         self.value_head = None
         if config.value_head:
             self.value_head = ValueHead(model.config.get_text_config().hidden_size, 1, device="cpu", dtype=self.exact)
@@ -91,7 +90,7 @@ class LanguagePolicy(PublishedPolicy):
         return files.tokenizer_of(self.config, self.spec.max_episode_steps != 1, shape)
 
     def choose_sight(self, shape: PreTrainedConfig) -> Sight | None:
-        """What looks at pictures, of a model that sees; without one an env that shows pictures is refused."""
+        """The picture encoder of a model that reads pictures; refuses an env with pictures for other models."""
         kind = SIGHTS.get(shape.model_type)
         if kind is None or self.tokenizer is None:
             if self.spec.pictures and kind is None:
@@ -101,7 +100,7 @@ class LanguagePolicy(PublishedPolicy):
         return self.tokenizer.sight
 
     def choose_trained(self, model: Any) -> None:
-        """Freeze all but the last layers, or but adapters, as the options say."""
+        """Freeze all weights except the last layers or adapters, by the options."""
         config = self.config
         if config.train_layers:
             blocks = files.blocks_of(model)
@@ -133,16 +132,16 @@ class LanguagePolicy(PublishedPolicy):
                 parameter.data = parameter.data.to(self.dtype)
 
     def adopt(self, model: Any) -> None:
-        """Make the model's parts this policy's, but for a head that is only another name of the embeddings."""
+        """Make the model's modules those of this policy, except a head that is tied to the embeddings."""
         for name, part in model.named_children():
             if not (self.tied and part is model.get_output_embeddings()):
                 self.add_module(name, part)
-        self.__dict__["model"] = model  # beside its parts, of which one may have the same name
+        self.__dict__["model"] = model  # not as a module: a part of it may be called model, too
         self._retie()
 
     def _apply(self, fn: Any, recurse: bool = True) -> LanguagePolicy:
         super()._apply(fn, recurse)
-        self._retie()  # elsewhere weights may be other objects
+        self._retie()  # weights may have become other objects
         return self
 
     def _retie(self) -> None:
@@ -152,16 +151,16 @@ class LanguagePolicy(PublishedPolicy):
     # Scores
 
     def pack(self, tokens: Any, mask: Any, lengths: Any, groups: Any, most: int) -> list[list[int]]:
-        """The conversations, by number, that `forward` is to score together: at most so many tokens at a time, a shared
-        prompt counted once, and whole groups where they fit. `tokens`, `mask` [n], `lengths`, `groups` [R]."""
+        """Returns the conversations, by number, of each pass of `forward`: at most `most` tokens, a shared prompt
+        counted once, whole groups if they fit. `tokens`, `mask` [n], `lengths`, `groups` [R]."""
         arrays = [host(each).reshape(-1) for each in (tokens, mask, lengths, groups)]
         return into_passes(*arrays, most)
 
     def forward(self, inputs: dict[str, Any]) -> Scores:
-        """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False
-        where the env spoke: 0 then), "lengths" and "groups" [R]. Conversations of one group may share their prompt. A
-        token's value is that of the text before it. Several ranks that are given the same conversations score them
-        together: "ranks" says which group, and which member of it has the loss."""
+        """Score the tokens of R whole conversations, one after the other: "actions" [n, 1, 1], "mask" [n, 1] (False for
+        the env's tokens, which score 0), "lengths" and "groups" [R]. Conversations of one group may share their prompt.
+        A token's value is that of the text before it. With "ranks", several ranks score the same conversations
+        together; it has their group and the rank that owns the loss."""
         tokens, mask, lengths, groups = (host(inputs[k]).reshape(-1) for k in ("actions", "mask", "lengths", "groups"))
         way = attention.attention_kernel(self.device, self.dtype)
         room = attention.wide_row(way, self.model.config.get_text_config().hidden_size)
@@ -176,7 +175,7 @@ class LanguagePolicy(PublishedPolicy):
         return Scores(logprobs[:, None, None], entropy[:, None, None], *(values or [empty]))
 
     def see(self, tokens: np.ndarray, lengths: np.ndarray, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens with the places of pictures numbered over all different pictures, and all positions."""
+        """Returns the tokens, with picture places numbered over all different pictures, and all positions."""
         positions, begin = [], 0
         for stream in np.split(tokens, np.cumsum(lengths)[:-1]):
             count = int((stream == FIRST_PLACE).sum())
@@ -196,8 +195,8 @@ class LanguagePolicy(PublishedPolicy):
         ranks: DividedPass | None = None,
         names: Sequence[str] = (),
     ) -> list[Tensor]:
-        """Log-probs, entropies and, where something predicts them, values [M] of the sampled tokens in these rows,
-        which show pictures of these names."""
+        """Log-probs, entropies and, with a value head, values [M] of the sampled tokens in these rows with these
+        pictures."""
         hidden = self.hidden(packed, way, ranks, names)
         found = [*self.words(hidden, packed.takes, tokens[packed.scored].astype(np.int64))]
         if self.value_head is not None:
@@ -205,7 +204,7 @@ class LanguagePolicy(PublishedPolicy):
         return found
 
     def imitate(self, inputs: dict[str, Any], noise: Any) -> Tensor:
-        """At temperature 1, whatever rollouts draw at."""
+        """At temperature 1, whatever the temperature of rollouts."""
         drawn_at, self.temperature = self.temperature, 1.0
         try:
             return super().imitate(inputs, noise)
@@ -233,8 +232,8 @@ class LanguagePolicy(PublishedPolicy):
         return states.last_hidden_state.flatten(0, 1)[sources]
 
     def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Log-probs of the tokens `chosen` [M] at the places `takes` [M] of `hidden` [U, D], and the entropies there: a
-        part of the places at a time, where the logits of all would be large."""
+        """Log-probs of the tokens `chosen` [M] at the places `takes` [M] of `hidden` [U, D], and the entropies there.
+        If the logits of all places would be large, it computes a part at a time."""
         most = max(1, LOGITS_BYTES // (self.model.config.get_text_config().vocab_size * self.exact.itemsize))
         score = partial(self.words_at, self.temperature)
         if len(hidden) <= most:
@@ -253,7 +252,7 @@ class LanguagePolicy(PublishedPolicy):
         return found[0][back], found[1][back]
 
     def words_at(self, temperature: float, hidden: Tensor, takes: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, of all places at once."""
+        """The same for all places at once."""
         logits = self.head(hidden).to(self.exact)
         likely = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
         entropy = -(likely.exp() * likely).sum(-1)
@@ -291,7 +290,7 @@ class LanguagePolicy(PublishedPolicy):
         return files.exchange_size(self.model)
 
     def count_work(self, positions: np.ndarray, places: float) -> None:
-        """Count a pass of tokens at these positions of their conversations, and of pictures with so many places."""
+        """Count the work of a pass of tokens at these positions, and of pictures with `places` places."""
         (token, pair, place), taught = self.pass_cost(), torch.is_grad_enabled()
         products = token * len(positions) + 2 * pair * float((positions + 1).sum()) + place * places
         self.trained_tokens += taught * len(positions)
@@ -304,7 +303,8 @@ class LanguagePolicy(PublishedPolicy):
     # Weights
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        """Normal numbers of the deviation that config.json asks for, less where many add up; norms begin as 1."""
+        """Initial weights: normal with config.json's deviation, less for layers that add up many terms; norms begin as
+        1."""
         if is_adapter(name):
             return initial_adapter(name, shape, draw, self.config.lora_init)
         if name.startswith(self.value_names):
@@ -325,7 +325,7 @@ class LanguagePolicy(PublishedPolicy):
         return super().stored_weights()
 
     def check_folder(self) -> None:
-        """Refuse a published folder whose first layers score a few tokens otherwise here than in transformers."""
+        """Refuse a published folder whose first layers score some tokens differently from transformers."""
         if self.origin is None or published_family(self.origin) != "language":
             return
         own = FirstLayers(self.config, self.spec)
@@ -344,26 +344,26 @@ class LanguagePolicy(PublishedPolicy):
         return {name: blob for name, blob in stored.items() if self.config.value_head or self.is_models(name)}
 
     def read_weights(self, folder: Path) -> dict[str, Blob]:
-        """The weights in a folder, but for a head that is only another name of the embeddings."""
+        """The weights in a folder, without a head that is tied to the embeddings."""
         return files.read_weights(folder, self.model, self._tied_head())
 
     def is_extra(self, name: str) -> bool:
         return is_adapter(name) or self.is_ours(name)
 
     def is_models(self, name: str) -> bool:
-        """True if a weight is the language model's own, or an adapter's, and not the value head's."""
+        """True if a weight belongs to the language model or an adapter, not to the value head."""
         return not name.startswith(self.value_names)
 
     def is_ours(self, name: str) -> bool:
-        """True if transformers' model of this kind has no such weight, adapters apart."""
+        """True if transformers' model has no such weight, ignoring adapters."""
         return not self.is_models(name) or (self.experts.adds_bias and name.endswith(BIAS))
 
     def model_weights(self) -> dict[str, Tensor]:
-        """The weights that write answers, for engines."""
+        """The weights for engines."""
         return {name: tensor for name, tensor in self.state_dict().items() if self.is_models(name)}
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
-        """Begin with these weights of a policy, which may lack a value head or biases: then ours stay as they are."""
+        """Begin with these weights of a policy. A missing value head or missing biases keep their initial values."""
         own = self.state_dict()
         heads = {name: host(tensor) for name, tensor in own.items() if self.is_ours(name)}
         self.load_weights(heads | {name: each for name, each in tensors.items() if name in own or self.is_models(name)})
@@ -378,12 +378,12 @@ class LanguagePolicy(PublishedPolicy):
         return {name: name for name in self.read_stored() if name in self.state_dict()}
 
     def description(self) -> dict[str, Any]:
-        """The model's own config with ours beside it, so that other programs can read the folder."""
+        """The model's config plus our settings, so that other programs can read the folder."""
         ours = super().description()
         if names := ours.get("base_names"):
             ours["base_names"] = files.names_in(self.origin, self.model, names)
         ours["policy"] |= {"pretrained": "." if self.origin else None}
-        if self.config.engine == "http":  # whose server is that of a run, here and now
+        if self.config.engine == "http":  # its server belongs to the current run
             usual = type(self.config).model_fields
             ours["policy"] |= {key: usual[key].default for key in ("engine", *self.config.of_engine)}
         return files.describe(self.model.config) | ours
@@ -407,12 +407,12 @@ class LanguagePolicy(PublishedPolicy):
         files.write_companions(Path(folder), self.origin, self.tokenizer)
 
     def published_weights(self) -> dict[str, Tensor]:
-        """The weights of the model alone, adapters merged, as published folders of its kind have them."""
+        """The model's weights with merged adapters, as published folders have them."""
         merged = super().published_weights()
         return files.as_published(self.model, ((name, each) for name, each in merged.items() if self.is_models(name)))
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-        """The folder that other programs read: nothing of ours, adapters merged, large weights in shards."""
+        """Write a folder for other programs: without our settings, adapters merged, large weights in shards."""
         self.experts.check_publishable()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -422,7 +422,7 @@ class LanguagePolicy(PublishedPolicy):
 
     @classmethod
     def choices(cls, config: LanguageConfig, task: str) -> dict[str, Any]:
-        """Options for evaluating a published folder that the folder decides: none."""
+        """The options that a published folder decides in evaluations: none."""
         return {}
 
     @classmethod
@@ -443,14 +443,14 @@ class LanguagePolicy(PublishedPolicy):
 
 
 class CountedLanguage(LanguagePolicy):
-    """A policy without words, whose memory is counted on shapes alone."""
+    """A policy without a tokenizer, for counting memory by shapes."""
 
     def choose_tokenizer(self, shape: Any) -> Any:
         return None
 
 
 class FirstLayers(LanguagePolicy):
-    """The first layers of a published model in float32, to be compared with what transformers makes of them."""
+    """The first layers of a published model in float32, for a comparison with transformers."""
 
     def __init__(self, config: LanguageConfig, spec: EnvSpec) -> None:
         plain = {
@@ -476,7 +476,7 @@ class FirstLayers(LanguagePolicy):
         return {name: blob for name, blob in super().read_stored().items() if name in own}
 
     def difference_from_transformers(self) -> float:
-        """The largest difference of log-probs, in nats, over two short texts that begin alike."""
+        """The largest difference of log-probs, in nats, over two short texts with a common beginning."""
         words = self.model.config.get_text_config().vocab_size
         ids = (np.arange(1, 18) * 7919 % words).astype(np.int64)
         texts = [text[: self.max_length] for text in (ids[:12], np.concatenate([ids[:8], ids[12:]]))]

@@ -1,9 +1,8 @@
-"""A server that answers for a language policy: what it is, which weights it has, and how it is given others.
+"""A server that answers for a language policy: its kind, its weights, and how it loads new ones.
 
-It is ours (`python -m embodied.serve`), vLLM's (`vllm serve`), or another that speaks OpenAI's completions with token
-ids and keeps its weights. Weights come in a folder that both see, or in buckets where the server does not see the
-folder. vLLM takes weights by its development routes (`VLLM_SERVER_DEV_MODE=1`). It takes buckets, and a head that is
-tied to the embeddings, only with our worker extension (`vllm_worker.FromFolder`).
+It is ours (`python -m embodied.serve`), vLLM's (`vllm serve`), or another one with OpenAI's completions and token ids,
+which keeps its weights. New weights come through a common folder, or in buckets. vLLM loads weights by its development
+routes (`VLLM_SERVER_DEV_MODE=1`); buckets and tied heads need our worker extension (`vllm_worker.FromFolder`).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from embodied.policies.policy_folder import WEIGHTS
 from embodied.runtime.published_weights import buckets_of
 from embodied.runtime.tensor_bytes import read_safetensors
 
-BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers after which it is worth trying again
+BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes after which a retry may help
 RPC = "/collective_rpc"
 EXTENSION = "embodied.policies.language.vllm_worker.FromFolder"
 
 
 def token_of(config: LanguageConfig) -> str | None:
-    """The server's token, from where `policy.token_from` says; None where there is none."""
+    """The server's token by `policy.token_from`; None if there is none."""
     if "/" not in config.token_from:
         return os.environ.get(config.token_from) or None
     try:
@@ -41,15 +40,15 @@ def token_of(config: LanguageConfig) -> str | None:
 
 
 class ServerUnavailable(EmbodiedError):
-    """The server is not there, or not able to answer now."""
+    """The server cannot be reached or cannot answer now."""
 
     def __init__(self, text: str, status: int | None = None) -> None:
         super().__init__(text)
-        self.status = status  # of its answer, where there is one
+        self.status = status  # status code of its answer, if any
 
 
 class Refused(ConfigError):
-    """The server does not do what it was asked for."""
+    """The server has refused a request."""
 
     def __init__(self, text: str, code: Any = None) -> None:
         super().__init__(text)
@@ -57,11 +56,11 @@ class Refused(ConfigError):
 
 
 class RemoteServer:
-    """One server. All but the constructor runs in the loop of its first call."""
+    """One server. All methods except the constructor run in the event loop of the first call."""
 
-    max_length: int | None = None  # tokens of a conversation
-    adapters: int | None = None  # their rank
-    slots: int | None = None  # conversations for which it has room in its cache
+    max_length: int | None = None  # the most tokens of a conversation
+    adapters: int | None = None  # rank of its adapters
+    slots: int | None = None  # concurrent conversations that fit into its cache
     settings: dict[str, Any] = {}  # noqa: RUF012  replaced whole
 
     def __init__(self, url: str, token: str | None, answer_s: float) -> None:
@@ -69,14 +68,14 @@ class RemoteServer:
         self.name = f"policy.url={url}"
         self.session: Any = None
         self.model, self.owner = "", ""
-        self.sender = secrets.token_hex(8)  # by which it tells apart who sends weights
+        self.sender = secrets.token_hex(8)  # identifies this sender of weights
 
     @property
     def ours(self) -> bool:
         return self.owner == OWNER
 
     async def look(self) -> None:
-        """Find out which model it has, and what kind of server it is."""
+        """Find out the server's kind and model."""
         found = await self.call("GET", "/v1/models")
         try:
             about = found["data"][0]
@@ -95,14 +94,14 @@ class RemoteServer:
         return await self.call("POST", "/v1/completions", body)
 
     async def weights(self, limit_s: float | None = None) -> str:
-        """The name that it has for its weights; empty where it does not say."""
+        """The server's name for its weights; "" if unknown."""
         if not self.ours and self.owner != "vllm":
             return ""
         found = await self.call("GET", "/weight_info", missing={}, limit_s=limit_s)
         return str(found.get("weight_version", ""))
 
     def check_settings(self, own: dict[str, Any], max_length: int, proves: bool) -> None:
-        """Refuse a server of another model, of another precision, of shorter conversations, or without proofs."""
+        """Refuse a server with another model or precision, with shorter conversations, or without proofs."""
         if proves and not self.ours:
             raise ConfigError(
                 f"{self.name} is a server of {self.owner or 'another kind'}, which makes no proofs of its answers; "
@@ -118,7 +117,7 @@ class RemoteServer:
             )
 
     async def load(self, folder: Path, name: str, tied: bool) -> None:
-        """Make it load the weights in a folder, and call them so."""
+        """Make the server load the weights of a folder under this name."""
         version = int(name.partition("-")[0].removeprefix("v"))
         if self.ours:
             body = {"path": str(folder), "version": version, "weight_version": name}
@@ -139,21 +138,21 @@ class RemoteServer:
             )
 
     async def send(self, folder: Path, name: str, version: int) -> Any:
-        """Send it the weights of a folder in buckets; the answer to the last one is that to /update_weights."""
+        """Send the weights of a folder in buckets; the last answer is like that of /update_weights."""
         found = {}
         for data in self.buckets(folder, name, version):
             found = await self.call("POST", "/receive_weights", data)
         return found
 
     def buckets(self, folder: Path, name: str, version: int) -> Iterator[bytes]:
-        """The weights of a folder as they go over HTTP."""
+        """The encoded buckets of a folder's weights."""
         blobs = read_safetensors(folder / WEIGHTS)
         specs = {name: blob.spec for name, blob in blobs.items()}
         for bucket in buckets_of(version, ((name, blob.data) for name, blob in blobs.items())):
             yield bucket_bytes(bucket, self.sender, name, {} if bucket.number else specs)
 
     async def load_into_vllm(self, folder: Path, name: str, version: int, tied: bool) -> None:
-        """Load weights by vLLM's development routes, while nothing is being written. Buckets come before that."""
+        """Load weights by vLLM's development routes, while no answer is being generated. Buckets come first."""
         extends = f"start it with --worker-extension-cls {EXTENSION}"
         load: dict[str, Any] = {"method": "load_folder", "args": [str(folder)]}
         try:
@@ -189,8 +188,8 @@ class RemoteServer:
     async def call(
         self, method: str, path: str, body: Any = None, missing: Any = ..., limit_s: float | None = None
     ) -> Any:
-        """The JSON of an answer. Raises ServerUnavailable where trying again may help. `missing`: what a route
-        that is not there stands for."""
+        """Returns the JSON of an answer. Raises ServerUnavailable if a retry may help. `missing`: the meaning of a
+        missing route."""
         import aiohttp
 
         if self.session is None:

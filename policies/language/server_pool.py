@@ -1,4 +1,4 @@
-"""Servers that take requests from one queue: each while it has the wanted weights, and room for more.
+"""Servers that take requests from one queue, while they have the current weights and room.
 
 A server may join, leave, die, be started again, or be given other weights by somebody else at any moment:
 
@@ -32,35 +32,35 @@ from embodied.policies.language.remote_server import RemoteServer, ServerUnavail
 from embodied.policies.language.trust import JUDGED_TOKENS, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 
-AT_FIRST_S = 5.0  # that a worker waits for servers which are not there when it begins
-SHORTEST_S, LONGEST_S = 0.1, 5.0  # between two attempts
-WATCH_S = 5.0  # after which a server that answers is asked whether it still has the wanted weights
-PATIENCE = 4.0  # times as long as the longest answer of other servers, a request may take where these are idle
-CHANGES = 5  # foreign changes of a server's weights within one version of ours
+AT_FIRST_S = 5.0  # wait for missing servers at the start
+SHORTEST_S, LONGEST_S = 0.1, 5.0  # pauses between two attempts
+WATCH_S = 5.0  # interval for checking a server's weights
+PATIENCE = 4.0  # a request may take this multiple of the longest answer while other servers are idle
+CHANGES = 5  # limit of foreign changes of a server's weights during one of our versions
 COUNTED = ("asked_again", "unusable", "outages", "moved", "dropped_servers")
 KEEPS = "name the checkpoint that it serves, or let it take new weights: policy.weights=FOLDER"
 
 
 @dataclass(frozen=True)
 class PooledRequest:
-    """A request, and the JSON that asks for its answer; the server's model is added."""
+    """A request and its JSON, without the server's model."""
 
     request: Request
     body: dict[str, Any]
 
 
 class WritingSpeed:
-    """Tokens per second that a server writes while there is more for it to do, smoothed."""
+    """A server's smoothed tokens per second while requests wait."""
 
     rate: float | None = None
 
     def __init__(self, answers: int) -> None:
-        """A measurement takes so many answers."""
+        """A measurement lasts `answers` answers."""
         self.answers = answers
         self.began: float | None = None
 
     def wrote(self, tokens: int, now: float, busy: bool) -> None:
-        """An answer has come; `busy` says whether requests still wait. Measurements without a queue say nothing."""
+        """Counts an answer; `busy`: requests still wait. Measurements without a queue are dropped."""
         if not busy or self.began is None:
             self.began, self.tokens, self.count = (now if busy else None), 0, 0
             return
@@ -72,8 +72,8 @@ class WritingSpeed:
 
 
 def rooms(most: dict[str, int], rates: dict[str, float | None]) -> dict[str, int]:
-    """Requests that each server may have at a time: its share of the throughput is its share of all requests, within
-    what its cache holds. Servers of room 8 that write 30 and 10 tokens/s have 8 and 4; all have 8 before that is known.
+    """The number of concurrent requests of each server, in proportion to its throughput and within its cache. Example:
+    servers with room for 8 that write 30 and 10 tokens/s get 8 and 4; before measurements both get 8.
     """
     if any(rates[name] is None for name in most):
         return dict(most)
@@ -86,19 +86,19 @@ class PooledServer:
     """A server and its state."""
 
     remote: RemoteServer
-    takes: bool = False  # whether it takes requests
-    is_dropped: bool = False  # for good
-    is_refused: bool = False  # until the next version
-    away_since: float | None = None  # when the first attempt failed, while none has succeeded since
-    pause: float = SHORTEST_S  # before the next attempt
-    loads: int = 0  # of the wanted weights
-    doubt: asyncio.Event = field(default_factory=asyncio.Event)  # whether it has the wanted weights
+    takes: bool = False  # True: it takes requests
+    is_dropped: bool = False  # True: for the rest of the run
+    is_refused: bool = False  # True: until the next version
+    away_since: float | None = None  # time of the first of the current failures; None: it answers
+    pause: float = SHORTEST_S  # pause before the next attempt
+    loads: int = 0  # number of loads of the current weights
+    doubt: asyncio.Event = field(default_factory=asyncio.Event)  # set if its weights must be checked
     calls: dict[int, asyncio.Task] = field(default_factory=dict)  # by request
     asked_at: dict[int, float] = field(default_factory=dict)  # by request
-    longest_s: float = 0.0  # that an answer has taken
-    unreleased: dict[int, Any] = field(default_factory=dict)  # answers, by request
+    longest_s: float = 0.0  # longest time of an answer
+    unreleased: dict[int, Any] = field(default_factory=dict)  # unreleased answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
-    lie: str = ""  # evidence that its answers are of other weights, if any
+    lie: str = ""  # why its answers are of other weights; "": no evidence
     speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
 
     @property
@@ -119,16 +119,15 @@ class ServerPool:
         verifies: bool,
         tied: bool,
     ) -> None:
-        """`settings` are the policy's own; `most` requests at a time has a server that does not say how many it can
-        take."""
+        """`settings` of the policy; `most`: concurrent requests of servers that do not report their capacity."""
         self.servers = [PooledServer(remote) for remote in remotes]
         self.folder, self.settings, self.max_length, self.most = folder, settings, max_length, most
         self.away_s, self.gap_limit, self.verifies, self.tied = away_s, gap_limit, verifies, tied
         self.queue = RequestQueue()
-        self.done: SimpleQueue[tuple[PooledServer, int, Read] | Exception] = SimpleQueue()  # answers to be compared
-        self.failing: dict[int, tuple[float, set[str]]] = {}  # request -> when it first failed, and at which servers
-        self.error: Exception | None = None  # why nobody can answer
-        self.wanted = ""  # the name of the weights that are to answer
+        self.done: SimpleQueue[tuple[PooledServer, int, Read] | Exception] = SimpleQueue()  # answers to compare
+        self.failing: dict[int, tuple[float, set[str]]] = {}  # request -> (first failure, servers at which it failed)
+        self.error: Exception | None = None  # why no server can answer
+        self.wanted = ""  # name of the current weights
         self.named, self.joined = asyncio.Event(), asyncio.Event()
         self.keepers: list[asyncio.Task] = []
         self.totals = dict.fromkeys(COUNTED, 0)
@@ -140,7 +139,7 @@ class ServerPool:
     # Called by the engine
 
     async def connect(self) -> None:
-        """Look at all servers; raises ConfigError where one is of other settings, or where there is none at all."""
+        """Connect to all servers; raises ConfigError if one has other settings, or if none answers."""
         found = await asyncio.gather(*map(self.first_look, self.servers))
         if all(found):
             raise EmbodiedError("; ".join(map(str, found)))
@@ -152,11 +151,11 @@ class ServerPool:
 
     @property
     def lora_rank(self) -> int | None:
-        """The rank of the adapters that the servers have beside their weights."""
+        """The rank of the servers' adapters."""
         return next((server.remote.adapters for server in self.servers if server.remote.owner), None)
 
     async def want(self, name: str) -> None:
-        """From now on only servers with these weights answer; returns once there is one."""
+        """From now on only servers with these weights answer; returns when one of them is ready."""
         self.forget()
         self.wanted, self.error = name, None
         if self.folder is not None:
@@ -177,10 +176,10 @@ class ServerPool:
         self.hand_out()
 
     def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
-        """Answers that may be used now, by request. `compared` are newly arrived answers, each with the differences
-        between its log-probs and the learner's, and the mistake in its proof."""
+        """Returns the answers that may be used now, by request. `compared` are new answers, each with the differences
+        between its log-probs and the learner's, and with evidence of a wrong proof or ""."""
         for server, number, answer, differences, lie in compared:
-            if number in self.queue.taken.get(server.name, ()):  # else it was taken from the server meanwhile
+            if number in self.queue.taken.get(server.name, ()):  # otherwise it was taken from the server meanwhile
                 server.unreleased[number] = answer
                 server.gap.add(differences)
                 server.lie = lie or server.lie
@@ -199,7 +198,7 @@ class ServerPool:
         return found
 
     def forget(self) -> None:
-        """Give up all requests; closing their connections tells the servers."""
+        """Cancel all requests by closing their connections."""
         for server in self.servers:
             self.take_from(server)
         self.queue = RequestQueue()
@@ -217,7 +216,7 @@ class ServerPool:
     # A server joins and leaves
 
     async def first_look(self, server: PooledServer) -> str:
-        """Why it is not there; empty where it is."""
+        """Why a server does not answer; "" if it does."""
         limit = min(AT_FIRST_S, self.away_s)
         until, pause = time.monotonic() + limit, SHORTEST_S
         while True:
@@ -231,7 +230,7 @@ class ServerPool:
             pause *= 2
 
     async def keep(self, server: PooledServer) -> None:
-        """Bring a server in, and again whenever it has left or has other weights."""
+        """Connect a server, and again whenever it has left or has other weights."""
         while not server.is_dropped:
             if server.away_since is not None:
                 await asyncio.sleep(server.pause)
@@ -252,7 +251,7 @@ class ServerPool:
                 server.doubt.clear()
 
     async def bring_in(self, server: PooledServer) -> None:
-        """Returns once it has the wanted weights."""
+        """Returns once the server has the current weights."""
         remote, name = server.remote, None
         await remote.look()
         remote.check_settings(self.settings, self.max_length, self.verifies)
@@ -272,13 +271,13 @@ class ServerPool:
                 server.loads += 1
 
     async def check_weights(self, remote: RemoteServer) -> None:
-        """Refuse a server that has other weights than these, which are not to be changed. Of servers that do not say
-        which they have, the log-probs of answers will tell."""
+        """Refuse a server whose fixed weights differ from these. If a server does not name its weights, log-probs are
+        compared later."""
         if remote.ours and not same_numbers(has := await remote.weights(), self.wanted):
             raise ConfigError(f"{remote.name} has other weights ({has}) than this policy ({self.wanted}); {KEEPS}")
 
     async def watch(self, server: PooledServer) -> None:
-        """Returns when there is doubt whether a server has the wanted weights."""
+        """Returns when a server's weights must be checked."""
         while True:
             try:
                 await asyncio.wait_for(server.doubt.wait(), WATCH_S)
@@ -292,7 +291,7 @@ class ServerPool:
                     return
 
     def move_stragglers(self, server: PooledServer) -> None:
-        """If other servers are idle, requests that take this server much longer than any answer so far wait again."""
+        """If other servers are idle, requeue requests that take this server much longer than any answer so far."""
         idle = [s for s in self.servers if s.takes and not s.calls and s.longest_s]
         if self.queue.waiting or not idle:
             return
@@ -305,7 +304,7 @@ class ServerPool:
         self.hand_out()
 
     def lose(self, server: PooledServer, err: Exception) -> None:
-        """It cannot be reached: all its requests wait again."""
+        """A server cannot be reached: requeue all its requests."""
         self.note_failure(server, err)
         self.take_from(server)
         self.hand_out()
@@ -319,7 +318,7 @@ class ServerPool:
 
     @property
     def left(self) -> list[PooledServer]:
-        """Servers that answer, or that may come back."""
+        """Servers that answer or may come back."""
         return [server for server in self.servers if not (server.is_dropped or server.is_refused)]
 
     def note_failure(self, server: PooledServer, err: Exception) -> None:
@@ -333,7 +332,7 @@ class ServerPool:
             server.pause = min(2 * server.pause, LONGEST_S)
 
     def refuse(self, server: PooledServer, err: Exception) -> None:
-        """It takes no part before the next version, or never again."""
+        """Exclude a server until the next version, or for good."""
         server.takes, server.is_refused = False, True
         self.take_from(server)
         if self.left:
@@ -343,7 +342,7 @@ class ServerPool:
             self.stop(err)
 
     def drop(self, server: PooledServer, lie: str) -> None:
-        """Drop a server whose answers are not of its stated weights."""
+        """Drop a server whose answers are not of the weights that it names."""
         why = f"{server.name}: {lie}"
         self.totals["dropped_servers"] += 1
         server.is_dropped = True
@@ -353,7 +352,7 @@ class ServerPool:
         self.refuse(server, EmbodiedError(f"{why}: it is dropped with these and {len(server.calls)} more requests"))
 
     def take_from(self, server: PooledServer) -> None:
-        """Have its requests wait again; nothing that it still says about them is heard."""
+        """Requeue its requests; its later answers to them are ignored."""
         calls, server.calls, server.unreleased = server.calls, {}, {}
         server.asked_at.clear()
         for call in calls.values():
@@ -362,7 +361,7 @@ class ServerPool:
             self.queue.give_back(number)
 
     def stop(self, err: Exception) -> None:
-        """Nobody can answer: the engine raises this."""
+        """No server can answer: the engine raises this error."""
         self.forget()
         self.error = err
         self.joined.set()
@@ -371,7 +370,7 @@ class ServerPool:
     # Requests
 
     def hand_out(self) -> None:
-        """Let servers take what waits."""
+        """Let servers take waiting requests."""
         taking = [server for server in self.servers if server.takes]
         most = {server.name: server.remote.slots or self.most for server in taking}
         for server in taking:
@@ -391,7 +390,7 @@ class ServerPool:
             found = read_answer(await remote.ask(request.body | {"model": remote.model}))
             check_tokens(found, request.body["max_tokens"], self.settings["vocab_size"])
             has = found.fingerprint if remote.ours else None
-            if remote.owner == "vllm" and self.folder is not None:  # it may have been started again meanwhile
+            if remote.owner == "vllm" and self.folder is not None:  # it may have restarted meanwhile
                 has = await remote.weights()
         except ServerUnavailable as err:
             self.fail(server, number, err, began)
@@ -400,7 +399,7 @@ class ServerPool:
             self.refuse(server, err if isinstance(err, EmbodiedError) else EmbodiedError(f"{server.name}: {err}"))
             return
         finally:
-            if server.calls.get(number) is asyncio.current_task():  # else it was taken from the server meanwhile
+            if server.calls.get(number) is asyncio.current_task():  # otherwise it was taken from the server meanwhile
                 del server.calls[number], server.asked_at[number]
         if not found.dropped and (found.finish == "abort" or (has and not same_numbers(has, self.wanted))):
             self.ask_again(server, number)
@@ -412,7 +411,7 @@ class ServerPool:
         self.done.put((server, number, found))
 
     def fail(self, server: PooledServer, number: int, err: ServerUnavailable, began: float) -> None:
-        """A request has failed: it waits again, and the server is looked at before it takes another."""
+        """A request has failed: requeue it, and check the server before it takes another one."""
         self.totals["asked_again"] += 1
         self.queue.give_back(number)
         self.note_failure(server, err)
@@ -427,7 +426,8 @@ class ServerPool:
             self.hand_out()
 
     def ask_again(self, server: PooledServer, number: int) -> None:
-        """An answer was given up, or is of other weights: the server is looked at before it takes another."""
+        """An answer was aborted or is of other weights: requeue it, and check the server before it takes another
+        one."""
         self.totals["asked_again"] += 1
         self.queue.give_back(number)
         server.takes = False
@@ -439,7 +439,7 @@ class ServerPool:
         return self.queue.answered(number)
 
     def metrics(self) -> dict[str, float]:
-        """The counts since the last call, and the differences between each server's log-probs and ours."""
+        """The counts since the last call, and each server's differences of log-probs."""
         found: dict[str, float] = {name: float(count) for name, count in self.totals.items()}
         self.totals = dict.fromkeys(self.totals, 0)
         for place, server in enumerate(self.servers):
@@ -464,5 +464,5 @@ def check_tokens(found: Read, most: int, vocabulary: int) -> None:
 
 
 def same_numbers(one: str | None, other: str) -> bool:
-    """True if two names are of the same weights, whatever version they are called."""
+    """True if two names are of the same weights, whatever their version numbers."""
     return one is not None and one.partition("-")[2] == other.partition("-")[2]

@@ -1,4 +1,4 @@
-"""Sizes of language models with fresh weights, and what must hold of a model that others made."""
+"""Sizes of language models with fresh weights, and requirements on published models."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import GPT2Config, PreTrainedConfig, Qwen2_5_VLConfig, Qwen3Co
 from embodied.core.errors import ConfigError
 
 DIM, LAYERS, HEADS, MLP, POSITIONS = 128, 3, 4, 384, 1024
-SPREAD = 0.05  # of fresh weights: from 0.02, as in large models, one so narrow learns more slowly
-KINDS = {"full_attention", "sliding_attention"}  # of layers
+SPREAD = 0.05  # deviation of fresh weights; with 0.02, as in large models, such a narrow model learns more slowly
+KINDS = {"full_attention", "sliding_attention"}  # supported kinds of layers
 SCALED = {"logit_scale": "cohere", "logits_scaling": "granite", "final_logit_softcapping": "gemma"}
-"""Keys by which a head is more than a product, and how the types of models begin that know them."""
-UNKNOWN = ("attn_logit_softcapping",)  # of attention, which kernels leave out without a word
+"""Keys of config.json that scale logits, and prefixes of the model types that use them."""
+UNKNOWN = ("attn_logit_softcapping",)  # option of attention that kernels silently ignore
 READERS = "take a model that sees, such as Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
-PATCH = 8  # pixels a side; a place of a picture is two by two of these
+PATCH = 8  # pixels per side of a patch; a place of a picture is two by two patches
 PROCESSED = {"patch_size": PATCH, "size": {"shortest_edge": (4 * PATCH) ** 2, "longest_edge": (16 * PATCH) ** 2}}
 
 
@@ -68,7 +68,7 @@ def fresh_vl_config(text: dict[str, Any]) -> PreTrainedConfig:
 
 
 def scaled(logits: Tensor, shape: PreTrainedConfig) -> Tensor:
-    """Logits as the models make them whose head is more than a product: Cohere, Granite, Gemma."""
+    """The scaled logits of models such as Cohere, Granite and Gemma."""
     if (scale := getattr(shape, "logit_scale", None)) not in (None, 1):
         logits = logits * scale
     if (scale := getattr(shape, "logits_scaling", None)) not in (None, 1):
@@ -79,7 +79,7 @@ def scaled(logits: Tensor, shape: PreTrainedConfig) -> Tensor:
 
 
 def check_kind(model: Any, where: str) -> None:
-    """Refuse a model whose log-probs we would not compute as it does."""
+    """Refuse a model whose log-probs would be computed wrongly here."""
     shape = model.config.get_text_config()
     kinds = set(getattr(shape, "layer_types", None) or ())
     if not getattr(model, "_supports_sdpa", False) or kinds - KINDS:

@@ -1,8 +1,8 @@
-"""How a language model sees: what stands for a picture in a stream of tokens, and the model's vision tower.
+"""Pictures for language models: their tokens in a conversation, and the model's vision tower.
 
 A picture is loaded by its name wherever it is needed, and processed as the model's published folder says. Places of
-pictures are tokens below 0 (`core.conversations`), whatever token the model itself has for them: a policy that writes
-that token shows nothing.
+pictures are tokens below 0 (`core.conversations`), not the model's own picture token: a policy that writes that token
+shows no picture.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from embodied.policies.language.config import SEEING
 from embodied.policies.language.divided_rows import DividedPass, Exchange
 
 PREPROCESSOR = "preprocessor_config.json"
-KEPT_BYTES = 2**28  # of pictures whose pixels are kept, the latest
-BLANK = drawing("count", 0, 16)  # what a rank looks at that must take part and has no picture of its own
+KEPT_BYTES = 2**28  # limit for cached pixels of recent pictures
+BLANK = drawing("count", 0, 16)  # for a rank without a picture of its own that must take part
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture as its model takes it."""
+    """A picture in its model's format."""
 
-    pixels: dict[str, np.ndarray]  # what the image processor made of it
-    tokens: tuple[int, ...]  # that stand for it in a stream, its places below 0
-    grid: tuple[int, int] = (0, 0)  # rows and columns of its places, where positions follow them
+    pixels: dict[str, np.ndarray]  # the image processor's output
+    tokens: tuple[int, ...]  # its tokens in a conversation; places are below 0
+    grid: tuple[int, int] = (0, 0)  # rows and columns of its places, if positions depend on them
 
     @property
     def places(self) -> int:
@@ -46,7 +46,7 @@ class Picture:
 
     @property
     def is_place(self) -> np.ndarray:
-        """bool [n]: which tokens, from the first place to the last, are places."""
+        """bool [n]: True for places, among the tokens from the first place to the last."""
         found = np.array(self.tokens) < 0
         at = np.flatnonzero(found)
         return found[at[0] : at[-1] + 1]
@@ -57,25 +57,25 @@ class Picture:
 
 
 class Sight:
-    """One kind of model. A subclass says how its image processor and its vision tower are used."""
+    """The interface to a kind of model. Subclasses use its image processor and vision tower."""
 
     processor_class: str
     decoder: str  # the name of the part of the model that reads text
-    tower_blocks: str  # of the list of the vision tower's blocks
-    two_axes = False  # whether the places of a picture have positions in rows and columns
+    tower_blocks: str  # name of the list of the vision tower's blocks
+    two_axes = False  # True: places of a picture have positions in rows and columns
 
     def __init__(self, config: Any, own: Any, folder: Path | None = None, **options: Any) -> None:
-        """`own` is the tokenizer; the options of the image processor are those of `folder`, or these."""
+        """`own` is the tokenizer. The image processor's options come from `folder`, or are `options`."""
         self.config, self.own = config, own
         self.placeholder = own.convert_ids_to_tokens(config.image_token_id)
         self.processor = self._processor(folder, options)
         self.kept: OrderedDict[str, Picture] = OrderedDict()
         self.kept_bytes = 0
-        self.reading = threading.Lock()  # a server's threads encode and write at the same time
+        self.reading = threading.Lock()  # a server's threads encode and generate at the same time
 
     @classmethod
     def patches_of_place(cls, config: Any) -> int:
-        """The number of patches that the model makes one place of."""
+        """The number of patches of a place."""
         raise NotImplementedError
 
     @classmethod
@@ -100,7 +100,7 @@ class Sight:
             raise CheckpointError(f"{folder / PREPROCESSOR} cannot be read: {' '.join(str(err).split())}") from None
 
     def save(self, folder: Path) -> None:
-        """Write how pictures are processed as transformers reads it."""
+        """Write the image processor's options in transformers' format."""
         self.processor.save_pretrained(folder)
 
     # Pictures
@@ -123,15 +123,15 @@ class Sight:
             raise PictureError(f"the picture {shown(name)} cannot be processed: {err}") from None
 
     def process(self, pixels: np.ndarray) -> Picture:
-        """The picture that these pixels, uint8 [H, W, 3], are to the model."""
+        """Converts pixels, uint8 [H, W, 3], to the model's format."""
         raise NotImplementedError
 
     def opening(self) -> str:
-        """What stands for a picture in a text without a chat template."""
+        """The text for a picture without a chat template."""
         return self.placeholder
 
     def encode(self, text: str, names: Sequence[str]) -> list[int]:
-        """The tokens of a text that has a placeholder for each of these pictures."""
+        """The tokens of a text with a placeholder for each of these pictures."""
         parts = text.split(self.placeholder)
         if len(parts) - 1 != len(names):
             raise PictureError(
@@ -145,34 +145,34 @@ class Sight:
         return tokens
 
     def for_vllm(self, picture: Picture) -> dict[str, np.ndarray]:
-        """A picture's pixels by the names and in the shapes that vLLM's model takes."""
+        """A picture's pixels with the names and shapes that vLLM's model takes."""
         return picture.pixels
 
-    # What the network makes of them
+    # Features and positions
 
     def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
         """Positions of the tokens of a conversation: int64 [n], or [n, 3] where pictures have rows and columns."""
         return np.arange(len(tokens))
 
     def features(self, model: Any, names: Sequence[str]) -> Tensor:
-        """What the vision tower makes of these pictures [places, D], one after the other."""
+        """The vision tower's features [places, D] of these pictures, one after the other."""
         raise NotImplementedError
 
     def embed(self, model: Any, ids: Tensor, names: Sequence[str], ranks: DividedPass | None = None) -> Tensor:
-        """The embeddings [..., D] of tokens whose places of pictures are numbered over all pictures of these names, as
-        `numbered` does. `ranks` compute them together, where the tokens are this rank's part of the rows."""
+        """The embeddings [..., D] of tokens whose picture places are numbered as by `numbered`. With `ranks`, the
+        tokens are this rank's part of the rows and the ranks compute features together."""
         words = model.get_input_embeddings()(ids.clamp(min=0))
-        if not names:  # ranks that hold shards of the tower's blocks run these equally often
+        if not names:  # ranks with shards of the tower's blocks must run these equally often
             sharded = hasattr(next(tower_blocks_of(model)[0].parameters()), "device_mesh")
             return words + 0 * self.features(model, [BLANK]).sum() if sharded else words
         seen = self.features(model, names) if ranks is None else self.divided_features(model, names, ranks)
         return torch.where((ids < 0)[..., None], seen.to(words.dtype)[(-1 - ids).clamp(min=0)], words)
 
     def divided_features(self, model: Any, names: Sequence[str], ranks: DividedPass) -> Tensor:
-        """The features of these pictures where ranks divide them: each looks at neighbours of about as many places, and
-        gives the others what it sees.
+        """The features of these pictures, divided over ranks: each rank computes a contiguous part with about equally
+        many places, and sends its features to all other ranks.
 
-        Pictures of 2, 1 and 1 places on two ranks: rank 0 looks at the first, rank 1 at the others.
+        Pictures of 2, 1 and 1 places on two ranks: rank 0 computes the first picture, rank 1 the other two.
         """
         group, counts = ranks.group, np.array([self.read(name).places for name in names])
         looks = (np.cumsum(counts) - counts) * group.size // counts.sum()
@@ -184,8 +184,8 @@ class Sight:
         return torch.cat([rows[:size] for rows, size in zip(came, sizes, strict=True)])
 
     def numbered(self, tokens: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, list[str]]:
-        """The tokens of conversations, int64 [n], with their pictures' places numbered over all different pictures: the
-        names of these, each once. Pictures of two and one places, shown in turn, the first twice:
+        """Numbers the picture places in tokens, int64 [n], over all different pictures; returns the tokens and these
+        pictures' names, each once. Example with pictures of two places and one place, the first shown again at the end:
         -1 -2 5 -1 6 -1 -2 becomes -1 -2 5 -3 6 -1 -2.
         """
         found, different = tokens.astype(np.int64).ravel(), list(dict.fromkeys(names))
@@ -198,7 +198,7 @@ class Sight:
 
 
 class QwenSight(Sight):
-    """Qwen2.5-VL: as many places as a picture has patches, two by two, and positions in rows and columns."""
+    """Qwen2.5-VL: a place for every two by two patches, and positions in rows and columns."""
 
     processor_class = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl:Qwen2VLImageProcessorPil"
     decoder = "language_model"
@@ -232,7 +232,8 @@ class QwenSight(Sight):
         return Picture(found, tuple(range(-1, -1 - grid[0] * grid[1], -1)), grid)
 
     def positions(self, tokens: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """A picture's places begin where the text before it ends, and what follows begins behind its longer side.
+        """A picture's positions begin after the text before it; the following text begins after the picture's longer
+        side.
 
         "5 6", a picture of one row and two columns, "7": time and row 0 1 2 2 4, column 0 1 2 3 4.
         """
@@ -258,7 +259,7 @@ class QwenSight(Sight):
 
 
 class IdeficsSight(Sight):
-    """Idefics3 and SmolVLM: a fixed number of places for the whole picture, and for each tile of a large one."""
+    """Idefics3 and SmolVLM: a fixed number of places for the whole picture, and for each tile of a large picture."""
 
     processor_class = "transformers.models.idefics3.image_processing_pil_idefics3:Idefics3ImageProcessorPil"
     decoder = "text_model"
@@ -332,7 +333,7 @@ def tower_blocks_of(model: Any) -> list[Any]:
 
 
 def place_cost(model: Any) -> float:
-    """Products of weights that the vision tower computes for a place of a picture, which stands for several patches."""
+    """Multiplications of the vision tower per place of a picture (several patches)."""
     kind = SIGHTS.get(model.config.model_type)
     weights = sum(p.numel() for block in tower_blocks_of(model) for p in block.parameters())
     return float(weights * kind.patches_of_place(model.config)) if kind else 0.0

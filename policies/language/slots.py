@@ -1,12 +1,12 @@
 """Our own engine: continuous batching over the policy's model, whose weights it shares.
 
-Running conversations are the first rows of a cache of keys and values, without gaps. Of each one all tokens but the
-last are in the cache; a step feeds the last ones, wherever they are in their conversations, and so writes the next. A
-conversation that ends frees its row at once: the last row moves into its place. If another turn may follow, its keys
-and values move to an idle row, and the next turn computes only the new tokens.
+Running conversations are the first rows of the KV cache, without gaps. The cache has all tokens of a conversation
+except the last; a step feeds the last tokens and generates the next ones. A conversation that ends frees its row at
+once: the last row moves into its place. If another turn may follow, its keys and values move to an idle row, and the
+next turn computes only the new tokens.
 
-A token depends on its conversation, its episode and its index there, never on what runs beside it or ran there before:
-its noise is addressed by these, and the model reads nothing else.
+A token depends on its conversation, its episode and its index there, never on other conversations or earlier content of
+the row: its noise is keyed by these, and the model reads nothing else.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from embodied.policies.language.trust import ProofWriter
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
-PREFILL_TOKENS = 8192  # that go through the model at once, padding included
-NOISE_STEPS = 32  # for which the noise of all rows is drawn in one call
-SHORTEST = 64  # tokens that a row of the cache has room for at first; it doubles when needed
+PREFILL_TOKENS = 8192  # tokens per prefill pass, padding included
+NOISE_STEPS = 32  # steps for which the noise of all rows is drawn in one call
+SHORTEST = 64  # initial length of the cache's rows; it doubles when needed
 
 
 class KeyValues:
@@ -45,10 +45,10 @@ class KeyValues:
         self.rows, self.limit = rows, limit
         self.length = 0
         self.layers: list[tuple[Tensor, Tensor]] = []
-        # The rows, and the places there, that the model writes to: one for each row, or several, [rows, new].
+        # The rows and places that the model writes to: one place per row, or several, [rows, new].
         self.at: tuple[Tensor, Tensor | slice] = ()
-        self.seen = 0  # tokens of every row that attention reads; 0: only the new ones
-        self.bias: Tensor | None = None  # [rows, 1, 1, seen], added to attention's scores: 0 for what a row has
+        self.seen = 0  # tokens of every row that attention reads; 0: only the new tokens
+        self.bias: Tensor | None = None  # [rows, 1, 1, seen], added to attention scores: 0 for a row's tokens
 
     def reserve(self, length: int) -> None:
         """Make every row at least this long."""
@@ -65,7 +65,7 @@ class KeyValues:
         return longer
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep new keys and values [rows, heads, new, dim], and return those to attend to. The model calls it."""
+        """Store new keys and values [rows, heads, new, dim]; return those to attend to. Called by the model."""
         if layer_idx == len(self.layers):
             empty = (each.new_empty(self.rows, each.shape[1], 0, each.shape[3]) for each in (keys, values))
             self.layers.append(tuple(self._longer(each, 0) for each in empty))
@@ -108,26 +108,26 @@ class SlotEngine(Engine):
         fit = cache_bytes(config, self.model, self.max_length) // (token_bytes(self.model) * self.max_length)
         self.slots = min(fit, config.max_running)
         self.cache = KeyValues(self.slots, self.max_length)
-        self.rows: list[Request] = []  # that run, by row
+        self.rows: list[Request] = []  # running requests, by row
         self.waiting: list[Request] = []  # added since the last step
-        # By free row, the tokens of a conversation whose keys and values lie there until its next turn, oldest first.
+        # Free row -> tokens of a conversation whose keys and values stay there until its next turn, oldest first.
         self.between_turns: dict[int, np.ndarray] = {}
         self.lengths = np.zeros(self.slots, np.int64)  # tokens in the cache
-        self.pending = np.zeros(self.slots, np.int64)  # the token after them
+        self.pending = np.zeros(self.slots, np.int64)  # the token after the cached tokens
         # Token number minus position, here and for later tokens: pictures take fewer positions than tokens.
         self.behind = np.zeros(self.slots, np.int64)
         self.counts = np.zeros(self.slots, np.int64)  # tokens written
-        self.limits = np.zeros(self.slots, np.int64)  # tokens to be written, at most
+        self.limits = np.zeros(self.slots, np.int64)  # the most tokens to write
         self.noise = np.zeros((self.slots, NOISE_STEPS))
-        self.phase = 0  # the column of the noise that the next token takes
+        self.phase = 0  # the noise column of the next token
         self.written = np.zeros((self.slots, 0), np.int32)
         exact = next(self.model.parameters()).dtype == torch.float64
         self.logprobs = np.zeros((self.slots, 0), np.float64 if exact else np.float32)
-        self.likeliest: list[Any] = [()] * self.slots  # by row, of the tokens written
+        self.likeliest: list[Any] = [()] * self.slots  # by row, for the written tokens
         self.proofs: list[ProofWriter] = [ProofWriter()] * self.slots  # by row
         self.round = Sampling(0, "", SamplingRule(), frozenset())
         self.fast: Step | None = None
-        self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # tokens, whose keys and values were
+        self.totals = dict.fromkeys(("prefilled", "copied", "kept"), 0)  # numbers of tokens whose keys and values were
 
     @property
     def decoder(self) -> Any:
@@ -141,10 +141,10 @@ class SlotEngine(Engine):
     def begin(self, version: int, seed: int, stream: str, rule: SamplingRule) -> None:
         assert not self.running, "a round begins while answers of the one before are being written"
         self.round = Sampling(seed, f"act/{stream}", rule, self.stops)
-        self.between_turns = {}  # of other weights
+        self.between_turns = {}  # of older weights
         self.model.eval()
         self.device = self.model.device
-        if self.decoder.config._attn_implementation != "sdpa":  # learning may choose another
+        if self.decoder.config._attn_implementation != "sdpa":  # learning may have set another kernel
             self.decoder.set_attn_implementation("sdpa")
         with torch.inference_mode(False), torch.no_grad():
             self.fast = fast_step(self.model, self.max_length)
@@ -154,7 +154,7 @@ class SlotEngine(Engine):
         self.waiting.append(request)
 
     def step(self) -> list[Answer]:
-        # Caches made in inference mode could not be written outside of it, so it never is on in here.
+        # Inference mode is not used: caches made in it could not be written outside.
         with torch.inference_mode(False), torch.no_grad():
             ended = self.admit()
             if self.rows:
@@ -162,7 +162,7 @@ class SlotEngine(Engine):
         return ended
 
     def so_far(self) -> list[Answer]:
-        """The answers so far of the begun conversations."""
+        """The partial answers of the running conversations."""
         return [self.answer(row, truncated=True) for row in range(len(self.rows))]
 
     def cancel(self, key: Any) -> Answer | None:
@@ -185,10 +185,10 @@ class SlotEngine(Engine):
     def cache_tensors(self) -> list[Tensor]:
         return [part for layer in self.cache.layers for part in layer]
 
-    # Conversations come in
+    # New conversations
 
     def admit(self) -> list[Answer]:
-        """Give each added conversation a row with its keys and values; returns the ones without room for an answer."""
+        """Give each added conversation a row with its keys and values; returns empty answers to those without room."""
         if not self.waiting:
             return []
         refused = [r for r in self.waiting if self.longest_answer(r) <= 0]
@@ -196,7 +196,7 @@ class SlotEngine(Engine):
         first, known = len(self.rows), {prefix(r): row for row, r in reversed([*enumerate(self.rows)])}
         had = self.move_in([r for r in self.waiting if self.longest_answer(r) > 0])
         self.waiting = []
-        fresh: dict[bytes, int] = {}  # the row that each new prefix is computed for
+        fresh: dict[bytes, int] = {}  # new prefix -> the row that computes it
         copies = []
         for row in range(first, len(self.rows)):
             request = self.rows[row]
@@ -219,13 +219,13 @@ class SlotEngine(Engine):
         return [unanswered(request) for request in refused]
 
     def widen(self) -> None:
-        """Make room to write the longest answer down."""
+        """Widen the buffers for the longest answer."""
         more = int(self.limits[: len(self.rows)].max(initial=0)) - self.written.shape[1]
         if more > 0:
             self.written, self.logprobs = (np.pad(x, ((0, 0), (0, more))) for x in (self.written, self.logprobs))
 
     def prefill(self, rows: list[int]) -> None:
-        """Compute the keys and values of these rows' prefixes, many at a time."""
+        """Compute the keys and values of these rows' prefixes, several rows per pass."""
         rows = [row for row in rows if self.lengths[row]]
         while rows:
             batch = rows[: max(PREFILL_TOKENS // int(self.lengths[rows[-1]]), 1)]
@@ -233,13 +233,13 @@ class SlotEngine(Engine):
             width = int(self.lengths[batch].max())
             self.cache.reserve(width)
             self.cache.at, self.cache.seen = (self.on(np.array(batch)), slice(0, width)), 0
-            # What follows a prefix in its line is seen by nothing: it comes later, and is overwritten.
+            # Tokens after a prefix in its row are masked, and will be overwritten.
             causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()[None, None]
             self.read(batch, np.zeros(len(batch), np.int64), width, causal.expand(len(batch), -1, -1, -1))
             self.totals["prefilled"] += int(self.lengths[batch].sum())
 
     def read(self, rows: list[int], before: np.ndarray, width: int, mask: Tensor) -> None:
-        """Compute the keys and values of the tokens of these rows' prefixes that come behind so many of each."""
+        """Compute the keys and values of these rows' prefixes after their first `before` tokens."""
         ids, shown, names = np.zeros((len(rows), width), np.int64), [], []
         places = before[:, None] + np.arange(width)
         if self.sight:
@@ -271,10 +271,10 @@ class SlotEngine(Engine):
         """Positions of all tokens of a conversation."""
         return self.sight.positions(np.asarray(request.tokens), request.pictures)
 
-    # Conversations that come back for another turn
+    # Conversations with another turn
 
     def kept_of(self, request: Request) -> int | None:
-        """The free row that has the longest beginning of a conversation; None if none has."""
+        """The free row with the longest beginning of a conversation; None if there is none."""
         tokens, best = identity(request)[:-1], None
         for row, kept in self.between_turns.items():
             longer = best is None or len(kept) > len(self.between_turns[best])
@@ -283,12 +283,12 @@ class SlotEngine(Engine):
         return best
 
     def move_in(self, requests: list[Request]) -> dict[int, int]:
-        """Give each of these conversations a row, with the keys and values that were kept of it; returns the number of
-        tokens that each of these rows has."""
+        """Give each of these conversations a row with its kept keys and values; returns the number of kept tokens by
+        row."""
         first, kept = len(self.rows), self.between_turns
         rows = range(first, first + len(requests))
         lies_in = {place: self.kept_of(request) for place, request in enumerate(requests)}
-        at = {row: place for place, row in lies_in.items() if row in rows}  # they stay where they are
+        at = {row: place for place, row in lies_in.items() if row in rows}  # these stay in their row
         others = iter([place for place in range(len(requests)) if place not in at.values()])
         at |= {row: next(others) for row in rows if row not in at}
         had = {}
@@ -305,7 +305,7 @@ class SlotEngine(Engine):
         return had
 
     def prefill_rest(self, rows: list[int], had: dict[int, int]) -> None:
-        """Compute the keys and values of these rows' prefixes but for the tokens that they have."""
+        """Compute the missing keys and values of these rows' prefixes."""
         rows = [row for row in rows if self.lengths[row] > had[row]]
         while rows:
             count = max(PREFILL_TOKENS // int(self.lengths[rows[-1]] - had[rows[-1]]), 1)
@@ -333,13 +333,13 @@ class SlotEngine(Engine):
         self.between_turns[place] = tokens
 
     def share(self, copies: list[tuple[int, int]]) -> None:
-        """Copy common prefixes from the rows that have them to the rows that need them."""
+        """Copy common prefixes between rows."""
         if copies:
             sources, targets = np.array(copies).T
             self.cache.copy(self.on(sources), self.on(targets), int(self.lengths[targets].max()))
             self.totals["copied"] += int(self.lengths[targets].sum())
 
-    # A token is written
+    # Generating a token
 
     def next_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """The next token of every row, and its log-prob."""
@@ -382,7 +382,7 @@ class SlotEngine(Engine):
         return tokens, logprobs
 
     def keep(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Answer]:
-        """Write the tokens down, and take out the rows that end with them."""
+        """Append the tokens, and remove rows that end."""
         count = len(self.rows)
         here = np.arange(count)
         bad = ~np.isfinite(logprobs)
@@ -410,7 +410,8 @@ class SlotEngine(Engine):
         return Answer(self.rows[row].key, written, logprobs, truncated, dropped, *told)
 
     def take_out(self, row: int, clear: bool) -> None:
-        """Free a row; the last one moves into its place. Whatever is not finite has to go: masked it still counts."""
+        """Free a row; the last row moves into its place. `clear` zeroes non-finite values, which would count even if
+        masked."""
         if clear:
             self.cache.clear(row)
         last = len(self.rows) - 1
@@ -424,7 +425,7 @@ class SlotEngine(Engine):
         self.rows.pop()
 
     def draw_noise(self, rows: np.ndarray) -> None:
-        """Draw these rows' noise for the steps that come before it is next drawn for all."""
+        """Draw these rows' noise for the steps until the next draw for all rows."""
         steps = np.arange(NOISE_STEPS - self.phase)
         if not len(rows) or not len(steps):
             return
@@ -443,13 +444,13 @@ class SlotEngine(Engine):
 
 
 def prefix(request: Request) -> bytes:
-    """The key of the tokens that must be in the cache before the first step."""
+    """A key for the tokens that must be cached before the first step."""
     return identity(request)[:-1].tobytes()
 
 
 def identity(request: Request) -> np.ndarray:
-    """The tokens of a conversation, int64 [n], with digests of its pictures' names where these begin: conversations
-    that look alike and show different pictures differ."""
+    """The tokens of a conversation, int64 [n], with digests of picture names where pictures begin, so that
+    conversations with different pictures differ."""
     tokens = np.array(request.tokens, np.int64)
     if request.pictures:
         digests = [hashlib.blake2b(name.encode(), digest_size=7).digest() for name in request.pictures]
@@ -459,7 +460,8 @@ def identity(request: Request) -> np.ndarray:
 
 @contextlib.contextmanager
 def last_states(model: Any) -> Iterator[list[Tensor]]:
-    """A list that gets the last hidden states [N, new, D] of the model's next pass: what its head for words reads."""
+    """Yields a list that receives the last hidden states [N, new, D] of the model's next pass, the input of its
+    head."""
     found: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, given: found.append(given[0]))
     try:

@@ -1,7 +1,7 @@
 """Text to tokens and back: a model's own tokenizer and chat template, or a small one of characters.
 
-A conversation is encoded turn by turn, and what is encoded stays: what a chat template says of a later turn is what it
-writes behind the answer before it. So a template must only ever append.
+A conversation is encoded turn by turn, and encoded tokens never change: a later turn is the text that the chat template
+adds after the previous answer. So a template must only append.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from embodied.policies.language.sight import Sight
 
 END, UNKNOWN, PADDING = "<end>", "<unk>", "<pad>"
-PICTURE = ("<picture>", "<place>", "</picture>")  # what begins one, fills it and ends it
+PICTURE = ("<picture>", "<place>", "</picture>")  # tokens that begin, fill and end a picture
 CHARACTERS = [*map(chr, range(ord(" "), ord("~") + 1)), "\n", "\t"]
-ANSWER = "ANSWER-1"  # of sample conversations; a template that trims texts leaves it as it is
+ANSWER = "ANSWER-1"  # the answer in sample conversations, unchanged by templates that trim texts
 THOUGHT = f"<think>\nTHOUGHT-1\n</think>\n\n{ANSWER}"
 ASKED: Message = {"role": "user", "content": "QUESTION-1"}
 ADVICE = "set policy.chat=false, or put a chat_template.jinja that does into a copy of the folder"
 
 
 class ConversationTokenizer:
-    """A tokenizer of transformers, as conversations use it."""
+    """Wraps a tokenizer of transformers for conversations."""
 
     def __init__(self, own: Any, stops: Iterable[int], chat: bool | None = None) -> None:
         """`stops` end an answer; `chat`: whether messages go through the chat template, None: if there is one."""
@@ -37,17 +37,16 @@ class ConversationTokenizer:
             raise ConfigError("policy.chat=true, but this model has no chat template; leave it out")
         self.chat = bool(own.chat_template) if chat is None else chat
         self.begin = beginning(own)
-        self.sight: Sight | None = None  # of a model that sees
+        self.sight: Sight | None = None  # for a model that reads pictures
 
     def __deepcopy__(self, _: dict) -> ConversationTokenizer:
-        """Nothing changes it: copies of a policy share it."""
+        """Shared by copies of a policy, since it never changes."""
         return self
 
     def encode(self, said: Said, first: bool, ended: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Encodes what is said: at the beginning of a conversation behind the token that begins one, if the model
-        has that, later as what follows an answer. An answer that was cut off has not `ended`: messages end it. A text
-        with more characters than `max_tokens` of the longest token is refused before it is encoded. Places of pictures
-        are tokens below 0."""
+        """Encodes text or messages. The `first` turn begins with the model's initial token, if any; later turns follow
+        an answer. If the answer was cut off (not `ended`), messages end it first. A text that cannot fit into
+        `max_tokens` is refused before it is encoded. Places of pictures are tokens below 0."""
         pictures = pictures_in(said)
         if pictures and self.sight is None:
             raise ConfigError(
@@ -66,11 +65,11 @@ class ConversationTokenizer:
                 "the longest conversation"
             )
         ids = begin + (self.sight.encode(text, pictures) if self.sight and pictures else self.plain(text))
-        # A network needs something to read before it can write.
+        # A network needs at least one input token.
         return ids or ([min(self.stops)] if first else [])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, of those too that end an answer."""
+        """The text of tokens, including tokens that end an answer."""
         return self.own.decode(list(map(int, ids)), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def plain_text(self, ids: Sequence[int]) -> str:
@@ -79,7 +78,7 @@ class ConversationTokenizer:
         return self.own.decode(words, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def check_turns(self) -> None:
-        """Refuse a chat template that would say what was said before in other words, as soon as there is more."""
+        """Refuse a chat template that changes the text of earlier turns when a turn is added."""
         if not self.chat:
             return
         before, more = self.opening((ASKED,)), {"role": "user", "content": "QUESTION-2"}
@@ -93,14 +92,14 @@ class ConversationTokenizer:
                 )
 
     def save(self, folder: Path) -> None:
-        """Write it as transformers reads it."""
+        """Write the tokenizer in transformers' format."""
         self.own.save_pretrained(folder)
 
     # Inside
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters that a token stands for."""
+        """The most characters of a token."""
         return max(map(len, self.own.get_vocab()))
 
     def plain(self, text: str) -> list[int]:
@@ -110,7 +109,7 @@ class ConversationTokenizer:
         return self.render(said)
 
     def continuation(self, said: Iterable[Message], ended: bool) -> str:
-        """The text that a template writes behind an answer, without the token that ends it if it has `ended`."""
+        """The text that a template writes after an answer, without the end token if the answer has `ended`."""
         text = self.render((ASKED, {"role": "assistant", "content": ANSWER}, *said))
         _, found, behind = text.rpartition(ANSWER)
         if not found:
@@ -119,8 +118,8 @@ class ConversationTokenizer:
         return behind.removeprefix(end) if ended else behind
 
     def render(self, messages: Iterable[Message]) -> str:
-        """Renders messages that the model is to answer by the chat template. A message may hold the `tools` that it
-        can call."""
+        """Renders messages by the chat template, as a prompt for an answer. A message may have the `tools` that can be
+        called."""
         plain = [dict(message) for message in messages]
         tools = [tool for message in plain for tool in message.pop("tools", ())]
         try:
@@ -131,13 +130,13 @@ class ConversationTokenizer:
 
 
 def beginning(own: Any) -> list[int]:
-    """The token that this tokenizer puts before a text; empty where it puts none."""
+    """The token that this tokenizer puts before a text; [] if none."""
     plain, usual = (own("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     return usual[:1] if usual[:1] == [own.bos_token_id] != plain[:1] else []
 
 
 def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | None) -> ConversationTokenizer:
-    """The tokenizer of a published model, whose answers end with `stops` or the tokenizer's own end."""
+    """The tokenizer of a published model; answers end with `stops` or the tokenizer's end token."""
     from transformers import AutoTokenizer
 
     try:
@@ -156,8 +155,8 @@ def of_folder(folder: Path, stops: Iterable[int], vocabulary: int, chat: bool | 
 
 
 def of_characters(chat: bool | None = None, sees: bool = False) -> ConversationTokenizer:
-    """A token for every printable ASCII character, newline and tab; all others are one and the same. A model that
-    `sees` has tokens for pictures."""
+    """A tokenizer with a token for every printable ASCII character, newline and tab, and one token for all other
+    characters. With `sees` it has tokens for pictures."""
     from tokenizers import Regex
     from tokenizers import Tokenizer as Fast
     from tokenizers.decoders import Fuse

@@ -1,16 +1,15 @@
-"""Whether the answers of a server are those of the learner's weights.
+"""Checks that a server's answers come from the learner's weights.
 
-Two checks. The gap of log-probs (`GapRecord`) needs nothing of the server but the log-probs that it sends anyway. A
-proof (`policy.verify`) is made in the manner of TOPLOC (arXiv 2501.16007): of every block of tokens that a server wrote
-it sends the largest numbers of the network's last hidden states. The policy worker computes the states of an answer by
-one prefill, and compares the numbers. Since the noise of a token is known, it also sees whether the server drew the
-tokens as it was asked to.
+There are two checks. The gap of log-probs (`GapRecord`) needs only the log-probs that servers send anyway. A proof
+(`policy.verify`) is similar to TOPLOC (arXiv 2501.16007): for every block of generated tokens the server sends the
+largest numbers of the network's last hidden states. The policy worker recomputes the states by one prefill, and
+compares the numbers. Since the noise of a token is known, it also checks whether the server drew the right tokens.
 
     server   writer.add(state) for every token; writer.proof() is sent with the answer
     worker   find_lie(policy, request.tokens, answer, rule, noise)   # "" if the answer is this policy's
 
-Without the weights nobody can make the numbers. A server that has them can still write with others and make the proof
-afterwards; then the tokens are not those that the noise draws.
+Without the weights nobody can compute the numbers. A server with the weights could generate with other weights and
+compute the proof afterwards; then its tokens are not those that the noise draws.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ if TYPE_CHECKING:
     from embodied.policies.language.http_messages import Read
     from embodied.policies.language.policy import LanguagePolicy
 
-JUDGED_TOKENS = 32  # over which the mean gap of a server is taken, at least
-RATIO, SMALL = 10.0, 1e-3  # a mean gap so many times that of the other servers is too large, if it is above SMALL
-BLOCK, KEPT = 32, 128  # tokens of a block of a proof, and numbers that are sent of it
+JUDGED_TOKENS = 32  # the fewest tokens for a server's mean gap
+RATIO, SMALL = 10.0, 1e-3  # a mean gap is too large if it is above SMALL and RATIO times that of the other servers
+BLOCK, KEPT = 32, 128  # tokens of a proof's block, and numbers sent per block
 PLACE, NUMBER = np.dtype("<u4"), np.dtype("<f4")
 
 
 class GapRecord:
-    """How far the log-probs of a server's last answers are from those of the learner's weights."""
+    """Differences between the log-probs of a server's last answers and the learner's."""
 
     def __init__(self) -> None:
-        self.answers: deque[np.ndarray] = deque()  # differences by token; JUDGED_TOKENS of them where there are
+        self.answers: deque[np.ndarray] = deque()  # differences by token, of at least JUDGED_TOKENS tokens if available
         self.tokens = 0
 
     def add(self, differences: np.ndarray) -> None:
@@ -68,8 +67,8 @@ class GapRecord:
         return max((float(each.max()) for each in self.answers), default=0.0)
 
     def limit(self, most: float, others: Sequence[float]) -> float:
-        """The largest mean gap that is not suspicious, beside the mean gaps of other servers. Fewer tokens spread
-        wider: 8 of them may be twice as far as 32."""
+        """The largest acceptable mean gap, given the mean gaps of other servers. Means of fewer tokens vary more: for 8
+        tokens the limit is twice that for 32."""
         widened = most * sqrt(max(1.0, JUDGED_TOKENS / max(self.tokens, 1)))
         relative = max(RATIO * median(others), SMALL) if others and self.tokens >= JUDGED_TOKENS else inf
         return min(widened, relative)
@@ -77,7 +76,7 @@ class GapRecord:
 
 @dataclass(frozen=True)
 class ProofBlock:
-    """The largest numbers of the hidden states [T, D] of T tokens, and where they are there: K of each, by place."""
+    """The K largest numbers of the hidden states [T, D] of T tokens, and their places."""
 
     places: np.ndarray  # uint32 [K], rising; token * D + dimension
     numbers: np.ndarray  # float32 [K]
@@ -93,7 +92,7 @@ class ProofBlock:
 
     @classmethod
     def from_text(cls, text: Any) -> ProofBlock:
-        """Raises ValueError where it is none."""
+        """Raises ValueError if the text is invalid."""
         try:
             data = base64.b64decode(text, validate=True)
             half, odd = divmod(len(data), 2)
@@ -104,8 +103,8 @@ class ProofBlock:
             raise ValueError(f"a block of the proof cannot be read: {err}") from None
 
     def error(self, states: Tensor) -> float:
-        """How far the numbers are from those of these states, relative, on average; what larger numbers were left out
-        counts as well. 1 or more where the block does not fit the states at all."""
+        """The mean relative difference between the block's numbers and these states; omitted larger numbers count, too.
+        1 or more if the block does not match the states at all."""
         flat = states.detach().double().flatten().cpu()
         count, places = min(KEPT, len(flat)), self.places.astype(np.int64)
         if len(places) != count or places[-1] >= len(flat) or (np.diff(places) <= 0).any():
@@ -117,7 +116,7 @@ class ProofBlock:
 
 
 class ProofWriter:
-    """Makes the proof of an answer that is being written, a token's state [D] at a time."""
+    """Builds the proof of an answer, a token's state [D] at a time."""
 
     def __init__(self) -> None:
         self.blocks: list[ProofBlock] = []
@@ -135,7 +134,7 @@ class ProofWriter:
 
 @dataclass(frozen=True)
 class Limits:
-    """What an honest answer stays below."""
+    """Limits for honest answers."""
 
     proof: float  # the largest error of a block
     drawn: float  # the mean error of an answer's draws
@@ -146,7 +145,7 @@ LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.0
 
 
 def find_lie(policy: LanguagePolicy, said: Sequence[int], answer: Read, rule: SamplingRule, uniform: np.ndarray) -> str:
-    """Why an answer to the tokens `said` is not this policy's; empty if it is. `uniform` as for `check_answer`."""
+    """Why an answer to the tokens `said` is not this policy's; "" if it is. `uniform` as for `check_answer`."""
     try:
         proof = [ProofBlock.from_text(text) for text in answer.proof]
     except ValueError as err:
@@ -175,8 +174,8 @@ def check_answer(
     rule: SamplingRule,
     uniform: np.ndarray,
 ) -> tuple[float, float]:
-    """The largest error of a block, and the mean error of the draws, of an answer to the tokens `said`; `uniform` [A]
-    are the numbers that its tokens are drawn with."""
+    """Returns the largest error of a block and the mean error of the draws for an answer to the tokens `said`;
+    `uniform` [A] is the noise of its tokens."""
     states = states_behind(policy, said, written)
     blocks = states.split(BLOCK)
     far = max(block.error(each) for block, each in zip(proof, blocks)) if len(proof) == len(blocks) else 1.0
@@ -189,7 +188,7 @@ def check_answer(
 
 
 def states_behind(policy: LanguagePolicy, said: Sequence[int], written: Sequence[int]) -> Tensor:
-    """The last hidden states [A, D] from which the written tokens are drawn, by the learner's own forward pass."""
+    """The last hidden states [A, D] before each of the `written` tokens, by the learner's forward pass."""
     tokens = np.array([*said, *written], np.int64)
     mask = np.arange(len(tokens)) >= len(said)
     way = attention.attention_kernel(policy.device, policy.dtype)

@@ -1,11 +1,11 @@
 """vLLM as the engine, in the policy worker's own process: fast on GPUs, with weights of its own.
 
-Sampling is vLLM's, seeded by conversation and place; unlike with our own engine, an answer may depend on what runs
-beside it. Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), so that they are those the
-learner computes; sampling that leaves tokens out (top_p, top_k, min_p) is never asked for.
+vLLM samples, with seeds by conversation and index; unlike with our engine, an answer may depend on concurrent answers.
+Log-probs are taken before the temperature is applied (vLLM's `raw_logprobs`), like the learner's. Sampling that
+excludes tokens (top_p, top_k, min_p) is never used.
 
-While learners hold the device, vLLM sleeps at level 2: it keeps neither weights nor keys and values. It wakes up in two
-steps, so that weights are loaded before there is a cache beside them:
+While learners hold the device, vLLM sleeps at level 2: it keeps neither weights nor KV cache. It wakes up in two steps,
+so that weights are loaded before the cache is allocated:
 
     engine.offload()                 # sleep
     engine.onload()                  # memory for the weights
@@ -44,9 +44,9 @@ from embodied.runtime.device_memory import Offloader, num_bytes
 if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of what sleeps
-SETTINGS = {  # of the environment; vLLM reads them while it is imported
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the parts that sleep
+SETTINGS = {  # environment variables that vLLM reads on import
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several workers share the cores
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -78,19 +78,19 @@ class VLLMEngine(Engine):
         self.config, self.policy, self.slots = config, policy, config.max_running
         self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
         self.writing: dict[str, Writing] = {}
-        self.ended: list[Answer] = []  # of conversations that have no room for an answer
+        self.ended: list[Answer] = []  # answers to conversations without room
         self.added = 0
         self.engine, self.sampling = start(config, policy)
         self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
-        self.version: int | None = None  # of the weights; None: there are none
+        self.version: int | None = None  # version of its weights; None: no weights
         (tensors,) = self.engine.collective_rpc(memory_of)
         cache = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors[CACHE]}
         self.part_bytes = {WEIGHTS: num_bytes(policy.model.parameters()), CACHE: sum(cache.values())}
         self.emptied = {part: Offloader(keeps=False) for part in self.part_bytes}  # used on a CPU
-        self.asleep: list[str] = []  # parts that are not on the device now
+        self.asleep: list[str] = []  # parts that are not on the device
         self.is_new = True
         if policy.device.type != "cpu":
-            self.offload()  # until the first weights come: learners are built on the same GPU
+            self.offload()  # sleep until the first weights: learners are built on the same GPU
 
     @property
     def running(self) -> int:
@@ -122,8 +122,8 @@ class VLLMEngine(Engine):
         self.engine.add_request(name, self.prompt_of(request), settings)
 
     def prompt_of(self, request: Request) -> dict[str, Any]:
-        """A conversation as vLLM takes it. Its pictures are processed as for our own network, and their hashes let
-        vLLM reuse keys and values."""
+        """A conversation in vLLM's format. Pictures are processed as for our own network; their hashes let vLLM reuse
+        keys and values."""
         sight, tokens = self.policy.sight, [int(token) for token in request.tokens]
         if not request.pictures:
             return {"prompt_token_ids": tokens}
@@ -179,10 +179,10 @@ class VLLMEngine(Engine):
         pairs = [*as_published(self.policy.model, whole).items()]
         with torch.inference_mode(False), torch.no_grad():
             self.engine.collective_rpc(replace_weights, args=(pairs,))
-        if not self.engine.reset_prefix_cache():  # what it remembers of prompts is of the weights before
+        if not self.engine.reset_prefix_cache():  # cached prefixes are of the previous weights
             raise AssertionError("vLLM did not forget its prefixes")
         if self.policy.sight:
-            self.engine.reset_encoder_cache()  # what its vision tower made of pictures
+            self.engine.reset_encoder_cache()  # cached features of pictures
         self.engine.set_weight_version(str(version))
         self.version = version
         self._wake(CACHE)
@@ -226,7 +226,8 @@ class VLLMEngine(Engine):
 
 
 def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
-    """vLLM's engine for a model of this shape, without weights yet, and how to ask it for an answer."""
+    """Returns vLLM's engine for a model of this shape, still without weights, and a function that requests an
+    answer."""
     bytes_ = cache_bytes(config, policy.model, policy.max_length)
     os.environ.update(SETTINGS)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(bytes_ / 2**30)))
@@ -243,9 +244,9 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
         llm = LLM(
             folder,
             dtype=config.dtype,
-            load_format="dummy",  # ours come with `load`
+            load_format="dummy",  # `load` brings the weights
             skip_tokenizer_init=True,
-            generation_config="vllm",  # not what the folder's authors like to sample with
+            generation_config="vllm",  # not the folder's own sampling settings
             enforce_eager=True,
             max_model_len=policy.max_length,
             max_num_seqs=config.max_running,
@@ -261,9 +262,9 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
 
 
 def take_processed_pictures(architecture: str, most: int) -> None:
-    """Let vLLM's model of this name take pictures as `Sight` processes them, each of at most so many places. vLLM would
+    """Make vLLM's model of this name accept pictures processed by `Sight`, each of at most `most` places. vLLM would
     ask transformers' processors for that number, which need torchvision and a published folder."""
-    if importlib.util.find_spec("torchvision") is None:  # vLLM's Qwen2-VL wants a function that needs none
+    if importlib.util.find_spec("torchvision") is None:  # vLLM's Qwen2-VL imports a function that works without it
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as without
 
         sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", without)
@@ -289,22 +290,22 @@ def take_processed_pictures(architecture: str, most: int) -> None:
 
 
 def on_gpu(cache: int, weights: int) -> dict[str, Any]:
-    """Options by which vLLM takes this much of a GPU for its cache, and sleeps. It starts only where the share of the
-    GPU that it is given is free, 92% unless it is told, and a learner may be there already."""
+    """Options that give vLLM this much GPU memory for its cache, and let it sleep. vLLM starts only if its share of the
+    GPU (92% by default) is free, but a learner may already use some."""
     whole = torch.cuda.get_device_properties().total_memory
     share = min(1.0, (cache + weights) / whole)
     return {"kv_cache_memory_bytes": cache, "enable_sleep_mode": True, "gpu_memory_utilization": share}
 
 
 def memory_of(worker: Any) -> dict[str, list[Tensor]]:
-    """The tensors of vLLM's worker that sleep frees on a GPU."""
+    """The tensors of vLLM's worker that sleeping frees on a GPU."""
     runner = worker.model_runner
     caches = [each if isinstance(each, (list, tuple)) else [each] for each in runner.kv_caches]  # lists of Mamba layers
     return {WEIGHTS: [*runner.get_model().parameters()], CACHE: [tensor for each in caches for tensor in each]}
 
 
 def forget_packed_weights(worker: Any) -> None:
-    """Free the weights that vLLM has packed for its CPU kernels; the next load packs them again."""
+    """Free the weights that vLLM has repacked for its CPU kernels; the next load repacks them."""
     for layer in worker.model_runner.get_model().modules():
         if hasattr(layer, "cpu_linear"):
             layer.cpu_linear = None

@@ -1,6 +1,6 @@
-"""What vLLM's workers need to take weights from a folder: `vllm serve --worker-extension-cls
-embodied.policies.language.vllm_worker.FromFolder`. Weights that are sent, for want of a folder that both see, come in
-the buckets of `runtime/weights.py`; nothing else imports more of the toolkit than this file."""
+"""An extension of vLLM's workers that loads weights from a folder: `vllm serve --worker-extension-cls
+embodied.policies.language.vllm_worker.FromFolder`. Without a common folder, weights arrive in the buckets of
+`runtime/weights.py`; only then more of the toolkit is imported."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def replace_weights(worker: Any, pairs: Iterable[tuple[str, Any]]) -> None:
     runner.reload_weights(weights_iterator=iter(pairs))
     head = getattr(runner.get_model(), "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
-        # A head that is tied to the embeddings is not a weight of the folder, and would stay as it was packed.
+        # A tied head is not in the folder, so its packed weights would stay unchanged.
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 def pack_experts_again(model: Any) -> None:
-    """Have the next load pack the weights of experts for a CPU. vLLM does so only where a layer has no kernel yet, and
-    would give the kernel weights that are not packed."""
+    """Make the next load repack the weights of experts for a CPU. vLLM does so only if a layer has no kernel yet;
+    otherwise it would give the kernel unpacked weights."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and next(layer.parameters()).device.type == "cpu":
@@ -44,19 +44,19 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 class FromFolder:
-    """vLLM mixes it into its workers, whose methods `/collective_rpc` calls by name.
+    """vLLM adds these methods to its workers; `/collective_rpc` calls them by name.
 
     load_folder("/shared/v3")                                  # where sees_folder("/shared/v3")
     receive_bucket(first), ..., receive_bucket(last), load_received()      # elsewhere
     """
 
-    arriving: Any = None  # weights of which some buckets have come
+    arriving: Any = None  # weights of which some buckets have arrived
 
     def sees_folder(self, folder: str) -> bool:
         return Path(folder).is_dir()
 
     def receive_bucket(self, text: str) -> None:
-        """Keep a bucket (`bucket_bytes`, in base64), the next of its version. Damaged ones are refused."""
+        """Keep a bucket (`bucket_bytes`, in base64), the next of its version. Damaged buckets are refused."""
         from embodied.policies.language.arriving_weights import ArrivingWeights
         from embodied.policies.language.http_messages import read_bucket
 

@@ -1,4 +1,4 @@
-"""The folder in which a policy worker leaves new weights for its servers, a version each."""
+"""The folder in which a policy worker writes new weights for its servers, one folder per version."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from embodied.policies.policy_folder import WEIGHTS, write_tensors
 
 
 class WeightFolder:
-    """Keeps the current version, and every one before it until all servers that were told of it have confirmed it or
-    left. All but `write` is called in one thread.
+    """Keeps the current version, and an earlier version until all servers that load it have confirmed it or left. All
+    methods except `write` are called in one thread.
 
         folder.write("v3-5f0c", tensors)
         folder.use("v3-5f0c")
-        with folder.reading() as at:       # a server is told of v3
+        with folder.reading() as at:       # a server loads v3
             ...                            # meanwhile v4 is written and used: v3 stays
                                            # and is removed here
     """
 
     def __init__(self, parent: Path) -> None:
-        """A new folder, with a lock on it that ends with this process: what others left there is removed."""
+        """Creates a folder, with a lock that ends with this process. Unlocked folders of ended processes are
+        removed."""
         try:
             parent.mkdir(parents=True, exist_ok=True)
             for left in parent.glob("weights-*"):
-                with contextlib.suppress(OSError):  # somebody else removes it, or is at work there
+                with contextlib.suppress(OSError):  # another process removes or uses it
                     lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
                     try:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -51,7 +52,7 @@ class WeightFolder:
         self.readers: Counter[str] = Counter()
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Write these tensors, by their published names. Servers are told of them after `use`."""
+        """Write these tensors, by their published names. Servers load them after `use`."""
         if name != self.current:
             aside = self.path / "new"
             aside.mkdir(parents=True, exist_ok=True)
@@ -59,13 +60,13 @@ class WeightFolder:
             aside.rename(self.path / name)
 
     def use(self, name: str) -> None:
-        """Make a version that was written the current one."""
+        """Make a written version the current one."""
         before, self.current = self.current, name
         self.remove(before)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Path]:
-        """The folder of the current version, which stays inside."""
+        """Yields the folder of the current version, which is kept inside."""
         name = self.current
         self.readers[name] += 1
         try:

@@ -1,8 +1,8 @@
 """The policy worker of language models: an engine continues sims' conversations, each answered as soon as it is over.
 
-What it is asked is encoded here, once; the answer goes back as tokens with their log-probs and as text. A token's
-noise is keyed by the episode and the token's place, so an answer depends on the request alone: one that is asked
-again, elsewhere or beside others, is answered alike.
+Prompts are encoded here, once; the answer is returned as tokens with their log-probs and as text. A token's noise is
+keyed by the episode and the token's index, so an answer depends on the request alone: a repeated request gets the same
+answer from any worker.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from embodied.runtime import Channel, Needs
 from embodied.runtime.device_memory import DeviceTensors
 from embodied.runtime.published_weights import Publication
 
-SIGN_OF_LIFE_S = 30.0  # after which a sim that waits for long answers hears from us
+SIGN_OF_LIFE_S = 30.0  # interval of signs of life to sims that wait for long answers
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LanguageWorker(PolicyWorker):
             self.engine.load(self.policy.model_weights(), version)
 
     def needs(self, shared: bool = False) -> Needs:
-        """As of other policies, and the engine's own weights and cache."""
+        """Like other policies, plus the engine's own weights and cache."""
         needs = super().needs(shared)
         return replace(needs, num_bytes=needs.num_bytes + self.engine.num_bytes())
 
@@ -78,7 +78,7 @@ class LanguageWorker(PolicyWorker):
         super().offload()
 
     def begin(self, version: int, rule: SamplingRule) -> None:
-        """Begin a round. An engine that lost its weights when offloaded, and got no newer ones, loads the policy's."""
+        """Begin a round. An engine without weights after offloading loads the policy's."""
         if self.engine.needs_load:
             self._load_engine(version)
         self.engine.begin(version, self.seed, rule.stream, rule)
@@ -94,8 +94,8 @@ class LanguageWorker(PolicyWorker):
         vacancies: Channel | None = None,
     ) -> int:
         """Continue these sources' conversations with this version until the round is over; returns the number of
-        tokens. Prompts of other sources are of an earlier round. `vacancies`, where several engines share the prompts,
-        hears under this `name` how much room there is, and then which prompts were answered."""
+        tokens. Prompts of other sources belong to an earlier round. If several engines share the prompts, `vacancies`
+        receives, under this `name`, the free room and the answered prompts."""
         waiting: deque[tuple[str, Prompt]] = deque()
         before, heard = self.tokens, dict.fromkeys(replies, time.monotonic())
         show = rule.stream == "eval"
@@ -124,7 +124,7 @@ class LanguageWorker(PolicyWorker):
     def go_on(
         self, waiting: deque[tuple[str, Prompt]], version: int, show: bool = False
     ) -> dict[str, list[Completion]]:
-        """Begin waiting prompts as far as there is room, and generate a token for every open answer; returns finished
+        """Begin waiting prompts while there is room, and generate a token for every open answer; returns finished
         answers by source."""
         started, finished = time.perf_counter(), {}
         with self.timers.measure("act"), self.computing.measured():
@@ -134,7 +134,7 @@ class LanguageWorker(PolicyWorker):
         return finished
 
     def _take(self, requests: Channel, known: dict[str, Channel], waiting: deque) -> bool:
-        """Take arrived messages; wait for one if there is nothing to do. False once the round is over."""
+        """Take arrived messages; wait for one if there is no work. False once the round is over."""
         while requests.qsize() or not (self.engine.running or waiting):
             with self.timers.measure("wait"):
                 item = requests.get()
@@ -145,7 +145,7 @@ class LanguageWorker(PolicyWorker):
         return True
 
     def _begin(self, waiting: deque, version: int) -> list[tuple[str, Completion]]:
-        """Give the engine as many prompts as it has room for; returns answers to prompts that cannot be continued."""
+        """Give the engine prompts while it has room; returns answers to prompts that cannot be continued."""
         refused = []
         while waiting and self.engine.room > 0:
             source, prompt = waiting.popleft()
@@ -175,15 +175,15 @@ class LanguageWorker(PolicyWorker):
         return refused
 
     def _no_room(self, asked: OpenPrompt, version: int, why: str) -> Completion:
-        """An opening prompt that is too long counts for nothing. A later message that is too long ends its conversation
-        as truncated and adds no tokens to it: nothing that the policy said follows them."""
+        """A first prompt that is too long drops its conversation. A later message that is too long ends the
+        conversation as truncated and adds no tokens to it."""
         if not len(asked.prompt.tokens):
             return self._completion(asked, NOTHING, version, why)
         self.no_room += 1
         return self._completion(replace(asked, said=()), NOTHING, version)
 
     def _sampling(self, override: SamplingRule | None) -> Sampling | None:
-        """None: that of the round."""
+        """None: the round's settings."""
         if override is None:
             return None
         return Sampling(self.seed, f"act/{override.stream}", override, frozenset(self.policy.tokenizer.stops))
@@ -217,8 +217,7 @@ class LanguageWorker(PolicyWorker):
         )
 
     def engine_numbers(self) -> dict[str, float]:
-        """The engine's numbers since the last call, for the log; none of a worker that waits for its device to be
-        built."""
+        """The engine's counters since the last call, for the log; {} for a worker that is not built yet."""
         if not hasattr(self, "engine"):
             return {}
         rate = self.tokens / self.busy_s if self.busy_s else 0.0
@@ -237,7 +236,7 @@ class LanguageWorker(PolicyWorker):
 
 
 def continued(written: WrittenTokens | None, answer: Answer) -> Answer:
-    """The whole answer, with what an engine before had written of it."""
+    """The whole answer, including the tokens that another engine has written."""
     if written is None:
         return answer
     tokens, logprobs = (written.tokens, answer.tokens), (written.logprobs, answer.logprobs)
@@ -245,7 +244,7 @@ def continued(written: WrittenTokens | None, answer: Answer) -> Answer:
 
 
 def unfinished(answer: Answer) -> tuple[tuple[str, int], WrittenTokens]:
-    """The prompt of a stopped answer, by source and number, and its tokens so far."""
+    """The prompt of a stopped answer (source and number), and its tokens so far."""
     whole = continued(answer.key.prompt.written, answer)
     return (answer.key.source, answer.key.prompt.number), WrittenTokens(whole.tokens, whole.logprobs)
 
