@@ -1,7 +1,7 @@
-"""Parts that OpenVLA-OFT keeps beside its shards, in files such as action_head--150000_checkpoint.pt.
+"""Components that OpenVLA-OFT stores in files beside its shards, such as action_head--150000_checkpoint.pt.
 
-Upstream writes them with torch.save. They are read with a reader that makes tensors and nothing else, and written as
-safetensors: `python -m embodied.policies.openvla.components FOLDER` converts a folder's, with the same names and bytes.
+Upstream writes them with torch.save. They are read with a reader that only makes tensors, and written as safetensors:
+`python -m embodied.policies.openvla.components FOLDER` converts those of a folder, with the same names and bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from embodied.runtime.tensor_bytes import read_safetensors, tensor_of
 FILE = re.compile(
     r"(action_head|proprio_projector|vision_backbone|noisy_action_projector)--.+_checkpoint\.(pt|safetensors)"
 )
-FILM_ALPHA = 16  # the largest alpha that upstream gives the adapters inside a vision_backbone file
+FILM_ALPHA = 16  # upstream's largest alpha for the adapters inside a vision_backbone file
 
 
 def find_components(folder: Path) -> dict[str, Path]:
-    """A folder's components by kind; a converted file comes before the one it was converted from."""
+    """A folder's components by kind; a converted file is preferred to its original."""
     found: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):  # .pt before .safetensors
         match = FILE.fullmatch(path.name)
@@ -41,14 +41,14 @@ def find_components(folder: Path) -> dict[str, Path]:
 
 
 def read_component(path: Path) -> dict[str, Tensor]:
-    """Its tensors, without the prefix that training on several devices leaves."""
+    """A component's tensors, without the prefix that training on several devices adds."""
     if path.suffix == ".safetensors":
         tensors = {name: tensor_of(blob) for name, blob in read_safetensors(path).items()}
     else:
         try:
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as err:  # whatever a damaged file or one that holds code makes the reader say
-            more = type(err).__name__ == "UnpicklingError"  # what torch advises then would run what is in the file
+        except Exception as err:  # any error of the reader for a damaged file or a file with code
+            more = type(err).__name__ == "UnpicklingError"  # torch would advise to run the file's code
             said = "it holds other things too, which could run code" if more else str(err).splitlines()[0]
             raise CheckpointError(f"{path} cannot be read as tensors: {said}") from None
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
@@ -57,7 +57,7 @@ def read_component(path: Path) -> dict[str, Tensor]:
 
 
 def component_weights(kind: str, path: Path) -> dict[str, Tensor]:
-    """A component's weights under the names of our networks. Adapters inside a vision backbone are merged."""
+    """A component's weights with the names of our networks. Adapters inside a vision backbone are merged."""
     tensors = read_component(path)
     if kind != "vision_backbone":
         return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
@@ -66,14 +66,14 @@ def component_weights(kind: str, path: Path) -> dict[str, Tensor]:
 
 
 def scale_of(tensors: dict[str, Tensor]) -> float | None:
-    """The scale that upstream gives the adapters among these tensors; None: there are none."""
+    """Upstream's scale of the adapters among these tensors; None without adapters."""
     rank = next((len(tensor) for name, tensor in tensors.items() if name.endswith(DOWN)), None)
     return None if rank is None else min(rank, FILM_ALPHA) / rank
 
 
 def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A component's weights as the file that it came from holds them: with its adapters where it has some, which stay
-    as they were, and so does every layer that was not trained since."""
+    """A component's weights as in its original file, including adapters. Adapters and layers that were not trained keep
+    their stored values."""
     stored = read_component(path) if path else {}
     scale = scale_of(stored)
     if scale is None:
@@ -91,7 +91,7 @@ def as_stored(path: Path | None, weights: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def convert(folder: Path) -> list[Path]:
-    """Write every .pt component of a folder again as safetensors."""
+    """Convert every .pt component of a folder to safetensors."""
     written = []
     for path in find_components(folder).values():
         if path.suffix == ".pt":

@@ -1,6 +1,6 @@
-"""The published layout on disk: config.json, statistics, tokenizer, image numbers and weights.
+"""The published layout on disk: config.json, statistics, tokenizer, image processor and weights.
 
-Reading checks that everything is there before a weight is touched; writing gives the same keys and bytes back.
+Reading first checks that all files exist; writing reproduces the same keys and bytes.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from embodied.runtime.tensor_bytes import Blob, blob_of
 OFT = "openvla_oft"
 STATISTICS = "dataset_statistics.json"
 PREPROCESSOR = "preprocessor_config.json"
-# Files beside the weights that travel along unchanged
+# Files beside the weights that are copied unchanged
 COMPANIONS = ("generation_config.json", PREPROCESSOR, STATISTICS, *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
 class PublishedOpenVLA:
-    """A folder whose description was read."""
+    """A published folder, without its weights."""
 
     path: Path
     settings: OpenVLASettings
     norm_stats: dict[str, Any]
     preprocessor: dict[str, Any]
     components: dict[str, Path] = field(default_factory=dict)  # files beside the shards, by kind
-    oft: dict[str, Any] = field(default_factory=dict)  # what a folder of ours says of head, proprio and film
+    oft: dict[str, Any] = field(default_factory=dict)  # our settings of head, proprio and film
 
 
 def read_published(path: Path | str) -> PublishedOpenVLA:
@@ -54,11 +54,11 @@ def read_published(path: Path | str) -> PublishedOpenVLA:
         more = ""
         if (path / ADAPTER_CONFIG).is_file():
             more = f"; it holds adapters: policy.lora_path={path}, with the model they are for as policy.pretrained"
-        if (path / "lora_adapter" / ADAPTER_CONFIG).is_file():  # as finetune.py leaves it without merging
+        if (path / "lora_adapter" / ADAPTER_CONFIG).is_file():  # finetune.py without merging writes this
             more = "; it holds adapters that are not merged: upstream's merge_lora_weights_and_save.py writes the rest"
         raise CheckpointError(f"{path} is not an OpenVLA folder: {CONFIG} is missing{more}")
     config = {key: value for key, value in read_json(path / CONFIG).items() if key not in OURS}
-    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # upstream tells them apart by this
+    if "llm_backbone_id" not in config and "v01" in path.resolve().name:  # upstream distinguishes versions by this
         config["llm_backbone_id"] = "vicuna-v15-7b"
     settings = settings_of(config, str(path / CONFIG))
     stats = config.get("norm_stats") or {}
@@ -76,8 +76,8 @@ def read_published(path: Path | str) -> PublishedOpenVLA:
 
 
 def read_stored(published: PublishedOpenVLA, kinds: tuple[str, ...]) -> dict[str, Blob]:
-    """All weights of a folder, with those of these components under the names of our networks. Ranges that a folder of
-    ours has among them are those of its config.json."""
+    """All weights of a folder and of these components, with the names of our networks. Ranges are left out: they are in
+    config.json."""
     stored = {name: blob for name, blob in read_blobs(published.path).items() if not name.startswith(RANGES)}
     for kind in published.components.keys() & set(kinds):
         own = component_weights(kind, published.components[kind])
@@ -88,7 +88,7 @@ def read_stored(published: PublishedOpenVLA, kinds: tuple[str, ...]) -> dict[str
 
 
 def unwrapped(name: str) -> str:
-    """The name of a tower's weight where no FiLM is wrapped around its block."""
+    """The name of a tower's weight without a FiLM wrapper."""
     return name.replace(".block.", ".")
 
 
@@ -100,7 +100,8 @@ def write_published(
     source: PublishedOpenVLA | None,
     shard_bytes: int,
 ) -> None:
-    """Weights in shards of at most `shard_bytes`, components in files of their own, beside them what `source` has."""
+    """Write weights in shards of at most `shard_bytes`, components in separate files, and the other files of
+    `source`."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     if source:

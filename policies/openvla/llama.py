@@ -1,4 +1,4 @@
-"""A Llama decoder with transformers' key names, and the memory of keys and values that lets it write token by token."""
+"""A Llama decoder with transformers' key names, and its KV cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ALL = slice(None)
 
 
 class Cache:
-    """Keys and values of every layer: a batch's are begun, then `length` tokens of up to `width` are filled. The memory
-    is kept for the next batch and grows with the largest."""
+    """The KV cache of every layer: `length` tokens of up to `width` are filled. The memory is reused for later batches
+    and grows to the largest."""
 
     def __init__(self) -> None:
         self.rows = self.width = self.length = 0
@@ -24,7 +24,7 @@ class Cache:
         self.rows, self.width, self.length = rows, width, 0
 
     def add(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new tokens behind those there are; -> all of them."""
+        """Append new tokens; returns all keys and values so far."""
         end = self.length + k.shape[2]
         keys, values = self.room(layer, k)
         keys[:, :, self.length : end] = k
@@ -32,7 +32,7 @@ class Cache:
         return keys[:, :, :end], values[:, :, :end]
 
     def room(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Memory of keys and values for this batch."""
+        """Allocate the memory for this batch."""
         keys, values = self._memory(layer, like)
         return keys[: self.rows, :, : self.width], values[: self.rows, :, : self.width]
 
@@ -103,7 +103,7 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaStack(nn.Module):
-    """Everything up to the last norm."""
+    """The model up to the last norm."""
 
     def __init__(self, settings: LlamaSettings) -> None:
         super().__init__()
@@ -121,11 +121,10 @@ class LlamaStack(nn.Module):
         padded: bool = True,
         read: slice = ALL,
     ) -> Tensor:
-        """Hidden states [N, L, D] of embeddings [N, L, D], or of those at the places that are `read`: the last layer
-        computes no others.
+        """Hidden states [N, L, D] of embeddings [N, L, D]; with `read`, the last layer computes only these places.
 
-        `present` [N, everything so far] is False for padding; tokens of a cache come first in it. `padded` says that
-        there may be any. `bidirectional` lets every token see every other one.
+        `present` [N, all tokens so far] is False for padding; cached tokens come first. `padded`: there may be padding.
+        `bidirectional`: every token attends to every other one.
         """
         new, total = x.shape[1], present.shape[1]
         position = (present.long().cumsum(1) - 1).clamp(min=0)[:, -new:]
@@ -153,7 +152,7 @@ class LanguageModel(nn.Module):
 
 
 def visible(present: Tensor, new: int, bidirectional: bool) -> Tensor:
-    """Attention mask [N, 1, new, everything]; padding sees itself, so that its rows stay finite."""
+    """Attention mask [N, 1, new, all]; padding attends to itself, so that its rows stay finite."""
     total = present.shape[1]
     here = torch.arange(total, device=present.device)
     seen = torch.ones(new, total, dtype=torch.bool, device=present.device)

@@ -1,7 +1,7 @@
 """OpenVLA-OFT as a policy: images, an instruction and perhaps the robot's state in, a whole chunk of actions out.
 
-All numbers of all actions are read in one pass, in which every token sees every other one. What surprises: a number is
-read one place before its own, empty token, where a model that writes word by word would have predicted it.
+All numbers of all actions are read in one pass, in which every token attends to every other one. A number is read one
+place before its own (empty) token, like the prediction of an autoregressive model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from embodied.policies.vla.policy import for_acting
 from embodied.policies.vla.statistics import Statistics, statistics_of
 from embodied.runtime.tensor_bytes import Blob
 
-# The networks that OFT adds: a head that regresses numbers, a projector for the state, FiLM in vision blocks. Key names
-# are upstream's.
+# The networks that OFT adds: a regression head, a projector for the state, FiLM in vision blocks. Key names are
+# upstream's.
 
 
 class ResidualBlock(nn.Module):
@@ -77,7 +77,7 @@ class ProprioProjector(nn.Module):
 
 
 class FiLM(nn.Module):
-    """A vision block whose features the mean word scales and shifts."""
+    """A vision block whose features are scaled and shifted by the mean word embedding."""
 
     def __init__(self, block: VisionBlock, words: int, dim: int) -> None:
         super().__init__()
@@ -98,12 +98,12 @@ def laplace(center: Tensor, log_scale: Tensor, numbers: Tensor) -> tuple[Tensor,
 
 
 def laplace_noise(uniform: Tensor) -> Tensor:
-    """Standard Laplace numbers of uniform ones, by the inverse of the distribution function."""
+    """Converts uniform to standard Laplace numbers, by the inverse distribution function."""
     side = (uniform.double() - 0.5).clamp(-0.5 + 1e-12, 0.5 - 1e-12)
     return -side.sign() * torch.log1p(-2 * side.abs())
 
 
-SLACK = 1e-8  # by which upstream widens every range
+SLACK = 1e-8  # upstream widens every range by this
 LOG_SCALE = "log_scale"
 CENTER = "action_head.model.fc2.weight"
 FILM = (".scale.weight", ".scale.bias", ".shift.weight", ".shift.bias")
@@ -114,8 +114,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     @classmethod
     def choices(cls, config: OpenVLAOFTConfig, task: str) -> dict[str, Any]:
-        """Models of which nothing lies beside the weights are RLinf's, which see the first camera alone and no stop
-        token; others, such as those with a head for actions, are upstream's."""
+        """Folders without components are RLinf's models, which use the first camera and no stop token; folders with
+        components are upstream's."""
         alone = not read_published(config.pretrained).components
         more = {"cameras": config.cameras[:1], "stop_token": False} if alone else {}
         return super().choices(config, task) | more
@@ -144,7 +144,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
                 raise ConfigError("policy.sft_loss is of tokens, but policy.head=l1 writes none; leave it out")
             if config.temperature != 1.0:
                 raise ConfigError("policy.temperature is of tokens, but policy.head=l1 writes none; leave it at 1")
-            self.language_model.lm_head.requires_grad_(False)  # it writes words, and nobody reads them
+            self.language_model.lm_head.requires_grad_(False)  # the l1 head does not use its logits
             self.action_head = L1Head(dim, numbers)
             self.log_scale = nn.Parameter(torch.empty(numbers))
         if self.proprio:
@@ -165,7 +165,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
             )
 
     def _wrap_blocks(self) -> tuple[nn.Module, ...]:
-        """Put FiLM around all vision blocks; -> its layers."""
+        """Wrap all vision blocks in FiLM; returns its layers."""
         layers: list[nn.Module] = []
         for tower, settings in zip(self.vision_backbone.towers(), self.settings.towers, strict=True):
             wrapped = [FiLM(block, self.settings.llama.dim, settings.dim) for block in tower.blocks]
@@ -175,7 +175,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return tuple(layers)
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        """The head's first actions are near the middle: single precision is finer there."""
+        """The head's first actions are near 0, where single precision is finer."""
         first = super().start(name, shape, draw)
         if name == LOG_SCALE:
             return first.fill_(self.config.initial_log_scale)
@@ -214,8 +214,8 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return Scores(*scores, self._value(hidden[:, 0, 0]))
 
     def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
-        """The loss of demonstrated actions: with an l1 head the plain difference, and how well the scale fits it. As a
-        likelihood, numbers that a demonstrator never moves would leave the others no gradient."""
+        """The loss of demonstrated actions. With an l1 head: the absolute difference, plus a loss that fits the scale
+        to it. With a pure likelihood, constant action numbers would suppress the gradients of the others."""
         if self.config.sft_loss == "vocabulary":
             return self._word_losses_of_items(inputs)
         if self.head != "l1":
@@ -226,7 +226,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return (units - center).abs() - logprobs
 
     def _word_losses_of_items(self, inputs: dict[str, Any]) -> Tensor:
-        """[B]: the mean over the demonstrated numbers, and the stop token where one follows."""
+        """Losses [B]: the mean over the demonstrated numbers and the stop token, if any."""
         tokens, more = self.tokens_of(inputs), int(self.config.stop_token)
         losses = self._word_losses(self._states(inputs["obs"], inputs.get(PATCHES), more), tokens.flatten(1))
         there = inputs["mask"].to(losses.device)[:, :, None].expand_as(tokens).flatten(1)
@@ -240,7 +240,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     def _hidden(self, obs: Observation, patches: Tensor | None = None) -> Tensor:
         """Hidden states [N, C, A, D] from which the numbers of the chunk are read; `patches` [N, cameras, P, D] are
-        what frozen towers saw."""
+        features of frozen towers."""
         hidden = self._states(obs, patches)
         return hidden.view(len(hidden), self.config.chunk, self.spec.action.dim, -1)
 
@@ -257,7 +257,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         if self.proprio:
             state = self.felt.to_unit(host(obs["state"]).astype(np.float64))
             seen = torch.cat([seen, self.proprio_projector(tensor_of(state, self.device).to(self.dtype))[:, None]], 1)
-        text = words.shape[1] - self.config.stop_token  # what comes after it follows the actions
+        text = words.shape[1] - self.config.stop_token  # the stop token follows the actions
         blank = words.new_zeros(count, numbers, words.shape[2])
         x = torch.cat([words[:, :1], seen.to(words.dtype), words[:, 1:text], blank, words[:, text:]], dim=1)
         known = present.new_ones(1, 1).expand(count, -1)
@@ -299,7 +299,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
         return super().published_config() | {OFT: {"head": self.head, "proprio": self.proprio, "film": self.film}}
 
     def left_out(self) -> dict[str, str]:
-        """Leaves out no towers with FiLM: the folder's shards hold others than its file of the towers."""
+        """Stores towers with FiLM in full: the folder's shards and its file of the towers differ."""
         return {n: f for n, f in super().left_out().items() if not (self.film and n.startswith("vision_backbone."))}
 
     def components(self) -> tuple[str, ...]:

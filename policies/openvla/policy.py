@@ -1,7 +1,7 @@
 """OpenVLA as a policy: one image and an instruction in, one action out, written token by token.
 
-What surprises: only the 256 action tokens can be written, so only their logits are computed, and the value is read
-where the first action token is about to be written.
+Only the 256 action tokens can be generated, so only their logits are computed. The value is read at the place that
+predicts the first action token.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class OpenVLAPolicy(PrismaticPolicy):
         return self._word_losses(hidden, tokens)[:, None]
 
     def _prefix(self, obs: Observation, patches: Tensor | None = None) -> tuple[Tensor, Tensor, bool]:
-        """Embeddings [N, L, D] of begin, image and text; which of them are there [N, L]; whether any is not. `patches`
-        [N, 1, P, D] are what frozen towers saw."""
+        """Returns embeddings [N, L, D] of begin, image and text, their mask [N, L], and True if there is padding.
+        `patches` [N, 1, P, D] are features of frozen towers."""
         seen = self._see(*self._pixels(obs)) if patches is None else tensor_of(patches, self.device)[:, 0]
         ids, there = self._words(obs, len(seen))
         patches = self.projector(seen)
@@ -124,14 +124,14 @@ class OpenVLAPolicy(PrismaticPolicy):
         return self.language_model.model.embed_tokens(tokens + self.settings.first_action_id)
 
 
-# Decoding action tokens one by one behind a prompt: what a Llama keeps in between, and the fast way to run it. Acting
-# needs no gradients and small batches are bound by the number of operations, so `FastDecoder` computes what
-# `LlamaStack` does in far fewer, in place and on flat rows. It knows plain layers only: with adapters, in autocast and
-# in half precision, whose roundings must be the learner's, `Decoder` runs the stack itself.
+# Decoding of action tokens after a prompt. Acting needs no gradients, and small batches are limited by the number of
+# operations, so `FastDecoder` computes the same as `LlamaStack` in far fewer operations, in place and on flat rows. It
+# supports plain layers only. With adapters, autocast or half precision, whose rounding must equal the learner's,
+# `Decoder` runs the stack itself.
 
 
 class Decoder:
-    """One batch of prompts; `present` [N, L] is False for padding, `more` tokens will follow."""
+    """A batch of prompts; `present` [N, L] is False for padding, `more` tokens will follow."""
 
     def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
         self.stack, self.cache, self.padded = stack, cache, padded
@@ -139,11 +139,11 @@ class Decoder:
         cache.begin(*self.present.shape)
 
     def read(self, x: Tensor) -> Tensor:
-        """Hidden states [N, D] behind prompts, of embeddings [N, L, D]."""
+        """The last hidden states [N, D] of prompts with embeddings [N, L, D]."""
         return self._run(x)
 
     def go_on(self, x: Tensor) -> Tensor:
-        """Hidden states [N, D] behind one more token, of embeddings [N, D]."""
+        """Hidden states [N, D] of one more token with embeddings [N, D]."""
         return self._run(x[:, None])
 
     def _run(self, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class FastDecoder(Decoder):
         self.head_dim = settings.dim // settings.heads
         weight = stack.norm.weight
         self.eps = weight.new_tensor(settings.eps)
-        rows = self.present if padded else self.present[:1]  # else all rows stand at the same places
+        rows = self.present if padded else self.present[:1]  # without padding all rows have the same positions
         position = (rows.long().cumsum(1) - 1).clamp(min=0)
         cos, sin = turns(position, self.head_dim, settings.rope_theta, weight.dtype)
         left, right = sin.chunk(2, dim=-1)
@@ -193,8 +193,8 @@ class FastDecoder(Decoder):
         new: int,
         read_last: bool = False,
     ) -> Tensor:
-        """Rows of embeddings [N * new, D], which are overwritten; -> those behind this layer, of the last tokens only
-        if so asked."""
+        """Runs a layer on embeddings [N * new, D], overwriting them; returns its outputs, on request only of the last
+        tokens."""
         attention, mlp, (cos, sin) = layer.self_attn, layer.mlp, turn
         normed = self._norm(layer.input_layernorm, x)
         k = self._turned(normed @ attention.k_proj.weight.t(), cos, sin)
@@ -224,7 +224,7 @@ class FastDecoder(Decoder):
 
 
 def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Added to attention: nothing where a token is seen."""
+    """A bias for attention scores: 0 for visible tokens."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
@@ -234,21 +234,21 @@ def is_plain(stack: LlamaStack) -> bool:
     return exact and all(type(part) in PLAIN for part in stack.modules())
 
 
-# With torch.compile: the stack's own layers as one program for prompts and one for a token. A program needs memory of
-# one size, so each token attends to all of it, masked where nothing is yet.
+# With torch.compile: one program for prompts and one for a single token, from the stack's own layers. A program needs
+# memory of a fixed size, so each token attends to all of it, with a mask for empty places.
 
 
 class CompiledDecoder(Decoder):
     def __init__(self, stack: LlamaStack, cache: Cache, present: Tensor, padded: bool, more: int) -> None:
         super().__init__(stack, cache, present, padded, more)
-        self.shown = self.present if padded else self.present[:1]  # else all rows are alike
+        self.shown = self.present if padded else self.present[:1]  # without padding all rows are equal
         weight = stack.norm.weight
         half = torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(weight.device.type) if half else weight.dtype
         self.memory = [cache.room(layer, self._one_token(dtype)) for layer in range(stack.settings.depth)]
         for memory in (memory for pair in self.memory for memory in pair):
             torch._dynamo.mark_static_address(memory)  # a CUDA graph may write to it
-            memory[:, :, present.shape[1] :] = 0  # what is masked must still be numbers
+            memory[:, :, present.shape[1] :] = 0  # masked values must be finite
 
     def _one_token(self, dtype: torch.dtype) -> Tensor:
         settings = self.stack.settings
@@ -263,7 +263,7 @@ class CompiledDecoder(Decoder):
 
 
 class Slots:
-    """A cache for layers, whose new tokens come to these places."""
+    """A cache for layers; new tokens are written to these places."""
 
     def __init__(self, memory: Memory, place: Tensor) -> None:
         self.memory, self.place = memory, place
@@ -276,7 +276,7 @@ class Slots:
 
 
 def step(stack: LlamaStack, x: Tensor, place: Tensor, present: Tensor, memory: Memory) -> Tensor:
-    """Hidden states [N, D] behind the last of the tokens x [N, L, D] at places [L]."""
+    """The last hidden states [N, D] of tokens x [N, L, D] at places [L]."""
     head_dim = stack.settings.dim // stack.settings.heads
     position = (present.long().cumsum(1) - 1).clamp(min=0)[:, place]
     turn = turns(position, head_dim, stack.settings.rope_theta, x.dtype)

@@ -1,6 +1,6 @@
-"""What OpenVLA and its successors share: the networks, how a folder becomes weights and back, prompts and images.
+"""Shared by OpenVLA and its successors: the networks, reading and writing folders, prompts and images.
 
-What surprises: weights stay empty until `initialise` or `load_weights`; building a model costs no memory.
+Weights stay empty until `initialise` or `load_weights`, so building a model costs no memory.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ PATCHES = "patches"
 
 
 class PrismaticPolicy(VLAPolicy):
-    """A family says how actions are read from the language model: `act`, `value`, `forward`."""
+    """Families define how actions are read from the language model: `act`, `value`, `forward`."""
 
     own_scales = (RANGES,)
     tokenizers = (LlamaTokenizer, LlamaWords)
-    extras: tuple[str, ...] = (VALUE, RANGES, KEYFRAMES)  # beginnings of names that published folders may lack
+    extras: tuple[str, ...] = (VALUE, RANGES, KEYFRAMES)  # prefixes of weights that published folders may lack
 
     def __init__(self, config: PrismaticConfig, spec: EnvSpec) -> None:
         super().__init__(config, spec)
@@ -87,7 +87,7 @@ class PrismaticPolicy(VLAPolicy):
 
     @classmethod
     def choices(cls, config: PrismaticConfig, task: str) -> dict[str, Any]:
-        """Options for evaluating a published folder on a benchmark's task that the folder decides."""
+        """The options that a published folder decides in evaluations on a benchmark's task."""
         stats, suite = read_published(config.pretrained).norm_stats, task.partition("/")[0]
         if config.statistics is not None:
             return {"statistics": choose_key(stats, config.statistics, config.pretrained)}
@@ -96,7 +96,7 @@ class PrismaticPolicy(VLAPolicy):
 
     @classmethod
     def numbers(cls, config: PrismaticConfig) -> tuple[int, int | None]:
-        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
+        """The numbers of action and state dimensions of a published folder's model (state None: not used)."""
         published = read_published(config.pretrained)
         return len(statistics_of(published.norm_stats, config.statistics, config.pretrained).low), None
 
@@ -127,7 +127,7 @@ class PrismaticPolicy(VLAPolicy):
         )
 
     def adapt(self, whole: tuple[nn.Module, ...] = ()) -> None:
-        """Put LoRA into the published networks, but for these parts of them, which are trained whole."""
+        """Add LoRA to the published networks; `whole` parts are trained in full."""
         config = self.config
         if config.train == "language":
             self.vision_backbone.requires_grad_(False)
@@ -163,11 +163,11 @@ class PrismaticPolicy(VLAPolicy):
     def is_extra(self, name: str) -> bool:
         return name.startswith(self.extras) or is_adapter(name)
 
-    # From actions to what the networks write, and back
+    # Conversion between actions and the networks' outputs
 
     @property
     def norm_stats(self) -> dict[str, Any]:
-        ranges = getattr(self, "ranges", None)  # not there yet while networks are built, nor where they are but counted
+        ranges = getattr(self, "ranges", None)  # missing while networks are built or only counted
         return self.stated if ranges is None or ranges.action_min.is_meta else ranges.norm_stats()
 
     @property
@@ -178,19 +178,19 @@ class PrismaticPolicy(VLAPolicy):
         return statistics_of(self.norm_stats, self.data_set, self.where, part)
 
     def actions_of(self, units: np.ndarray) -> np.ndarray:
-        """Numbers in [-1, 1], [..., A], in the units that the env takes."""
+        """Converts numbers in [-1, 1], [..., A], to the env's units."""
         actions = self.statistics.from_unit(units)
         actions[..., -1] = GRIPPERS[self.config.gripper](actions[..., -1])
         return actions.astype(np.float32)
 
     def units_of(self, actions: Array) -> np.ndarray:
-        """Demonstrated actions [..., A] as numbers in [-1, 1]."""
+        """Converts demonstrated actions [..., A] to numbers in [-1, 1]."""
         stored = host(actions).astype(np.float64)
         stored[..., -1] = STORED_GRIPPERS[self.config.gripper](stored[..., -1])
         return self.statistics.to_unit(stored)
 
     def tokens_of(self, inputs: dict[str, Any]) -> Tensor:
-        """The tokens [B, C, A] that were written, or those of demonstrated actions."""
+        """The generated tokens [B, C, A], or the tokens of demonstrated actions."""
         if "tokens" in inputs:
             return tensor_of(inputs["tokens"], self.device)
         return tensor_of(self.codes.encode(self.units_of(inputs["actions"])), self.device)
@@ -198,7 +198,7 @@ class PrismaticPolicy(VLAPolicy):
     # Prompts and images
 
     def _words(self, obs: Observation, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the prompts [N, L], and which of them are there."""
+        """Ids of the prompts [N, L], and their mask."""
         texts = [prompt(text, self.template) for text in self.instructions(obs, count)]
         return padded([self.tokenizer.encode(text) for text in texts], self.settings.pad_id, in_front=True)
 
@@ -227,8 +227,8 @@ class PrismaticPolicy(VLAPolicy):
         return logits.to(self.exact) / self.config.temperature
 
     def _word_losses(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Cross entropy [B, K] of these tokens [B, K] among all words, from hidden states [B, K, D]; where there is
-        one more of those, the stop token behind them too."""
+        """Cross entropy [B, K] of these tokens [B, K] over the whole vocabulary, from hidden states [B, K, D]; with one
+        more hidden state, of the stop token, too."""
         ids = tokens + self.settings.first_action_id
         ids = nn.functional.pad(ids, (0, hidden.shape[1] - ids.shape[1]), value=STOP)
         logits = self.language_model.lm_head(hidden).to(self.exact)
@@ -246,7 +246,7 @@ class PrismaticPolicy(VLAPolicy):
     # On disk
 
     def description(self) -> dict[str, Any]:
-        """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
+        """The published config plus our settings, so that the folder can be `policy.pretrained` again."""
         ours = super().description()
         ours["policy"] |= {"pretrained": "." if self.origin else None, "statistics": self.origin and self.data_set}
         return self.published_config() | ours
@@ -263,7 +263,7 @@ class PrismaticPolicy(VLAPolicy):
             copy_files(self.origin, Path(folder), COMPANIONS)
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-        """The layout that other programs read: no value head, adapters merged, large weights in shards."""
+        """Write the layout that other programs read: without value head, adapters merged, large weights in shards."""
         weights = self.published_weights()
         known = self.published.components if self.published else {}
         parts = {kind: as_stored(known.get(kind), self.component(kind, weights)) for kind in self.components()}
@@ -271,7 +271,7 @@ class PrismaticPolicy(VLAPolicy):
         write_published(Path(folder), self.published_config(), inside, parts, self.published, shard_bytes)
 
     def components(self) -> tuple[str, ...]:
-        """Parts that upstream keeps in files of their own."""
+        """Parts that upstream stores in separate files."""
         return ()
 
     def component(self, kind: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -279,7 +279,7 @@ class PrismaticPolicy(VLAPolicy):
 
 
 def spread(name: str, shape: torch.Size) -> float:
-    """The deviation of initial weights: what goes through keeps its size. Values begin near zero."""
+    """The deviation of initial weights, which keeps the scale of activations. Values begin near zero."""
     if name.startswith(VALUE):
         return 0.02
     return 1.0 if name.endswith("embed_tokens.weight") else shape[1:].numel() ** -0.5

@@ -1,4 +1,4 @@
-"""Sizes of the networks, and how the published config.json spells them. Free of torch."""
+"""Sizes of the networks, read from the published config.json. No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MODEL_TYPE = "openvla"
 
 @dataclass(frozen=True)
 class TowerSettings:
-    """A vision transformer. `kind` says which extras it has: DINOv2 a class and register tokens and LayerScale, SigLIP
-    an attention pooling that goes unused."""
+    """A vision transformer. Of `kind` DINOv2 it has class and register tokens and LayerScale, of SigLIP an unused
+    attention pooling."""
 
     kind: str  # "dinov2" or "siglip"
     dim: int
@@ -25,7 +25,7 @@ class TowerSettings:
 
     @property
     def prefix(self) -> int:
-        """Tokens in front of the patches."""
+        """Number of tokens before the patches."""
         return 1 + self.registers if self.kind == "dinov2" else 0
 
 
@@ -43,7 +43,7 @@ class LlamaSettings:
 
 @dataclass(frozen=True)
 class OpenVLASettings:
-    """The whole model. The last `bins` ids in front of the vocabulary's `padding` are the action tokens."""
+    """The whole model. The last `bins` ids before the vocabulary's `padding` are the action tokens."""
 
     towers: tuple[TowerSettings, ...]
     llama: LlamaSettings
@@ -53,11 +53,11 @@ class OpenVLASettings:
     padding: int = 64
     pad_id: int = 32000
     tokenizer: str = "folder"  # "folder": tokenizer.json; "words": words hashed to ids, for small models
-    published: dict[str, Any] = field(default_factory=dict)  # the rest of config.json, kept as it is
+    published: dict[str, Any] = field(default_factory=dict)  # the rest of config.json, unchanged
 
     @property
     def vocab(self) -> int:
-        """Ids that mean something."""
+        """Number of ids without padding."""
         return self.llama.vocab - self.padding
 
     @property
@@ -113,7 +113,7 @@ PRESETS = {"tiny": TINY, "full": FULL}
 
 
 def settings_of(config: dict[str, Any], where: str) -> OpenVLASettings:
-    """Read a published config.json; `where` is named in complaints."""
+    """Read a published config.json; errors name `where`."""
     if config.get("model_type") != MODEL_TYPE:
         raise CheckpointError(f"{where} has model_type={config.get('model_type')!r}; an OpenVLA folder says 'openvla'")
     try:
@@ -157,7 +157,7 @@ def counts_of(llama: LlamaSettings) -> tuple[int, ...]:
 
 
 def _llama(text: dict[str, Any], where: str) -> LlamaSettings:
-    """Fields that the file leaves out are those of Llama 2 7B."""
+    """Missing fields are those of Llama 2 7B."""
     usual = LlamaSettings()
     heads = text.get("num_attention_heads", usual.heads)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

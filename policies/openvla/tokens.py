@@ -1,7 +1,7 @@
-"""Tokens that go in and come out: the prompt with its tokenizers, and actions as 256 bins of [-1, 1] on the last ids of
-the vocabulary. `actions_of` in `prismatic.py` turns [-1, 1] into the robot's units.
+"""Input and output tokens: the prompt with its tokenizers, and actions as 256 bins of [-1, 1] on the last ids of the
+vocabulary. `actions_of` in `prismatic.py` turns [-1, 1] into the robot's units.
 
-What surprises: 256 ids share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
+256 ids share 255 bin centres (the two lowest ids mean the same), and ids fall as actions grow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from embodied.policies.openvla.settings import OpenVLASettings
 from embodied.policies.vla.vla_tokenizer import fast_tokenizer, hashed_words
 
 BOS, STOP = 1, 2
-SPACE = 29871  # Llama's "▁", which every published model has seen in front of the first action token
+SPACE = 29871  # Llama's "▁", which precedes the first action token in training
 PURE = "In: What action should the robot take to {}?\nOut:"
 VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
@@ -26,7 +26,7 @@ VICUNA = (
 
 
 def template_of(settings: OpenVLASettings, where: str) -> str:
-    """The sentence that a model was trained with, by the language model it grew from: OpenVLA v0.1's was a chat."""
+    """The prompt template of a model, by its language model: OpenVLA v0.1 uses a chat."""
     backbone = str(settings.published.get("llm_backbone_id", "llama2-7b-pure"))
     if backbone.startswith("vicuna"):
         return VICUNA
@@ -60,7 +60,7 @@ class LlamaTokenizer:
 
 
 class LlamaWords:
-    """Tokenizer of small models without a vocabulary file: a word's id is a hash of it."""
+    """Tokenizer of small models without a vocabulary file: a word's id is its hash."""
 
     def __init__(self, settings: OpenVLASettings) -> None:
         self.words = settings.first_action_id - 3  # 0, 1 and 2 are unknown, begin and end
@@ -86,7 +86,8 @@ class ActionTokens:
 
 
 def pick(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """A token for each of logits [..., bins], by the inverse of the cumulated probabilities; 0: the best."""
+    """Draws a token from logits [..., bins], by the inverse of the cumulative probabilities; temperature 0: the best
+    token."""
     if temperature == 0:
         return logits.argmax(-1)
     steps = (logits.double() / temperature).softmax(-1).cumsum(-1)

@@ -1,7 +1,7 @@
 """The vision towers: DINOv2 and SigLIP transformers with timm's key names, their patch features side by side.
 
-What surprises: features are those of the second to last block, without the final norm. The last block, the norm and
-SigLIP's pooling are kept only because published checkpoints hold them.
+Features are those of the second to last block, without the final norm. The last block, the norm and SigLIP's pooling
+exist only because published checkpoints contain them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PatchEmbed(nn.Module):
 
 
 class UnusedPool(nn.Module):
-    """The weights of SigLIP's attention pooling, so that a checkpoint is saved as it was read."""
+    """The weights of SigLIP's attention pooling, for saving a checkpoint unchanged."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Tower(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """The first tower is `featurizer`, the second, where there is one, `fused_featurizer`."""
+    """The first tower is `featurizer`, an optional second tower `fused_featurizer`."""
 
     def __init__(self, towers: tuple[TowerSettings, ...], image_size: int) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""What goes into the network: images changed at random, and the prompt, for Pi0.5 with the state as numbers from 0 to
-255."""
+"""The network's inputs: augmented images, and the prompt, for Pi0.5 with the state as numbers from 0 to 255."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from embodied.policies.policy_folder import TOKENIZER
 from embodied.policies.vla.vla_tokenizer import fast_tokenizer, hashed_words
 
 BOS = 2
-EDGES = np.linspace(-1, 1, 257)[:-1]  # borders of the state's numbers in the prompt
+EDGES = np.linspace(-1, 1, 257)[:-1]  # bin edges of the state's numbers in the prompt
 
 
-# How openpi changes images at random while it trains, here drawn for each image on its own.
+# openpi's image augmentation, drawn separately for each image.
 #
-# The base camera's are cut to 95% somewhere, stretched to the old size and turned by up to 5 degrees (black comes in);
-# all get another brightness, contrast and saturation.
+# The base camera's images are cropped to 95% at a random place, resized and rotated by up to 5 degrees (with black
+# borders); all images change in brightness, contrast and saturation.
 
-DRAWS = 6  # uniform numbers for an image: down, across, turn, brightness, contrast, saturation
-CUT, DEGREES, STILL = 0.95, 5.0, 0.1  # a turn of less than STILL degrees is none
+DRAWS = 6  # uniform numbers per image: row, column, rotation, brightness, contrast, saturation
+CUT, DEGREES, STILL = 0.95, 5.0, 0.1  # rotations below STILL degrees are skipped
 
 
 def augmented(pixels: Tensor, uniform: Tensor) -> Tensor:
@@ -38,7 +37,7 @@ def augmented(pixels: Tensor, uniform: Tensor) -> Tensor:
 
 
 def cut(pixels: Tensor, uniform: Tensor) -> Tensor:
-    """A part [B, 3, S, S] of images, stretched to their size, bilinear; it begins at one of the whole pixels."""
+    """Crops images [B, 3, S, S] at a whole pixel and resizes them (bilinear)."""
     size = pixels.shape[-1]
     part = int(size * CUT)
     first = (uniform * (size - part + 1)).floor().clamp(max=size - part)  # [B, 2]
@@ -72,7 +71,7 @@ def coloured(pixels: Tensor, uniform: tuple[Tensor, ...]) -> Tensor:
 
 
 def prompt(instruction: str, state: np.ndarray | None) -> str:
-    """`state` in the model's units; None: the prompt does not contain it."""
+    """`state` is in the model's units; None: the prompt has no state."""
     text = instruction.strip().replace("_", " ").replace("\n", " ")
     if state is None:
         return f"{text}\n"
@@ -91,7 +90,7 @@ class GemmaTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
-        body = text.removesuffix("\n")  # the answer begins after a line end, which is a token of its own
+        body = text.removesuffix("\n")  # the answer begins after a newline, which is a separate token
         ids = self._ids(body) + (self._ids("\n") if body != text else [])
         return [BOS, *ids]
 

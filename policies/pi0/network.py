@@ -1,8 +1,8 @@
-"""The whole network: images and words once (the prefix), then state, noisy actions and time (the suffix) as often as
-noise is taken away.
+"""The whole network: images and words are computed once (the prefix), then state, noisy actions and time (the suffix)
+in each denoising step.
 
-Attention: images and words attend to each other; the state attends to them; actions attend to everything and to each
-other. So nothing of the prefix depends on the suffix, and nothing of the state's token on actions or time.
+Attention: images and words attend to each other; the state attends to them; actions attend to all tokens. So the prefix
+does not depend on the suffix, and the state's token does not depend on actions or time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from embodied.policies.vla.siglip import VisionModel
 
 CRITICS = {"pi0": (512, 256, 128), "pi05": (1024, 512, 256)}
 EPS, THETA = 1e-6, 10_000.0
-EXACT = ("embeddings.", "input_layernorm.", "post_attention_layernorm.", "model.norm.")  # float32 in half precision
+# Prefixes of weights that stay float32 in half precision.
+EXACT = ("embeddings.", "input_layernorm.", "post_attention_layernorm.", "model.norm.")
 KeysValues = tuple[Tensor, Tensor]  # [N, kv_heads, tokens, head_dim] each
 
 
@@ -93,7 +94,7 @@ class Pi0Network(nn.Module):
         patches = patches.view(rows, -1, patches.shape[-1])
         words = self.vlm.language_model.embed_tokens(ids) * math.sqrt(self.settings.language.dim)
         present = torch.cat([there.new_ones(rows, patches.shape[1]), there], dim=1)
-        itself = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)  # keeps padding's rows finite
+        itself = torch.eye(present.shape[1], dtype=torch.bool, device=present.device)  # for finite rows of padding
         mask = (present[:, None] | itself)[:, None]
         position = (present.long().cumsum(1) - 1).clamp(min=0)
         x = torch.cat([patches, words.to(patches.dtype)], dim=1)
@@ -102,7 +103,7 @@ class Pi0Network(nn.Module):
 
     def suffix(self, prefix: Prefix, state: Tensor | None, x: Tensor | None, time: Tensor) -> Tensor:
         """Hidden states of the state's token (Pi0 only) and of noisy actions [N, H, D] at `time` [N]; without actions
-        of the state's alone."""
+        only of the state's token."""
         wide = self.action_in_proj.weight
         waves = sines(time, wide.shape[0]).to(wide.dtype)
         tokens, condition = [], None
@@ -123,7 +124,7 @@ class Pi0Network(nn.Module):
         return hidden.to(wide.dtype)
 
     def velocity(self, hidden: Tensor) -> Tensor:
-        """The velocity of the noisy actions [N, H, D], of the suffix's hidden states."""
+        """The velocity of the noisy actions [N, H, D], from the suffix's hidden states."""
         return self.action_out_proj(hidden[:, -self.settings.horizon :])
 
     def blocks(self) -> list[nn.Module]:
@@ -133,12 +134,12 @@ class Pi0Network(nn.Module):
     def _mask(self, present: Tensor, length: int) -> Tensor:
         among = torch.ones(length, length, dtype=torch.bool, device=present.device)
         if not self.settings.adaptive:
-            among[0, 1:] = False  # the state sees no actions
+            among[0, 1:] = False  # the state does not attend to actions
         rows = len(present)
         return torch.cat([present[:, None].expand(-1, length, -1), among.expand(rows, -1, -1)], dim=2)[:, None]
 
     def _freeze_unused(self) -> None:
-        """Freeze what nothing reads: of the language model's last layer only keys and values are used."""
+        """Freeze unused weights: of the language model's last layer only keys and values are used."""
         language = self.vlm.language_model
         last = language.layers[-1]
         attention = last.self_attn
@@ -154,13 +155,13 @@ def in_half(network: nn.Module, dtype: torch.dtype) -> None:
 
 
 def critic(settings: Pi0Settings) -> nn.Sequential:
-    """The value head, in the width of what it reads."""
+    """The value head, as wide as its input."""
     return value_head(settings.language.dim if settings.adaptive else settings.expert.dim, CRITICS[settings.kind])
 
 
-# Gemma with transformers' key names: two stacks of unlike width that share keys and values layer by layer. The prefix
-# is computed once; what comes behind it attends to its keys and values, which stay as they are. Pi0.5's expert has
-# adaptive norms: a condition (the time) scales and shifts what is normed and gates what is added.
+# Gemma with transformers' key names: two stacks of different width that share keys and values layer by layer. The
+# prefix is computed once; the suffix attends to its keys and values. Pi0.5's expert has adaptive norms: a condition
+# (the time) scales and shifts the normed values and gates the residual.
 
 
 class Norm(nn.Module):
@@ -172,7 +173,7 @@ class Norm(nn.Module):
             self.weight = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | float]:
-        """The normed tokens, and the gate of what is made of them."""
+        """Returns the normed tokens and the gate of the residual."""
         exact = normed(x, EPS)
         if condition is None:
             return (exact * (1 + self.weight.to(exact.dtype))).to(x.dtype), 1.0
@@ -213,7 +214,7 @@ class GemmaLayer(nn.Module):
 
 
 class GemmaStack(nn.Module):
-    """`vocab` None: no words go in, only embeddings."""
+    """`vocab` None: the inputs are embeddings only."""
 
     def __init__(self, settings: GemmaSettings, vocab: int | None = None, condition_dim: int | None = None) -> None:
         super().__init__()
@@ -231,8 +232,8 @@ class GemmaStack(nn.Module):
         past: list[KeysValues] | None = None,
         condition: Tensor | None = None,
     ) -> tuple[Tensor, list[KeysValues]]:
-        """Hidden states [N, L, D] and each layer's keys and values, of embeddings [N, L, D] at `position` [N, L];
-        `mask` [N, 1, L, everything], everything of `past` first, says which token attends to which."""
+        """Returns hidden states [N, L, D] and each layer's keys and values, for embeddings [N, L, D] at `position` [N,
+        L]; `mask` [N, 1, L, all tokens, those of `past` first] is the attention mask."""
         x = x.to(self.layers[0].mlp.up_proj.weight.dtype)
         turn = turns(position, self.settings.head_dim, THETA, x.dtype)
         seen = []

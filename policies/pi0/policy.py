@@ -1,7 +1,6 @@
 """Pi0 and Pi0.5 as a policy: images, state and an instruction in, a chunk of actions out of noise (`vla.flow`).
 
-What surprises: the value is read where neither noise nor time reaches, at the state's token (Pi0), or over the prefix
-(Pi0.5).
+The value does not depend on noise or time: it is read at the state's token (Pi0), or over the prefix (Pi0.5).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from embodied.policies.vla.policy import for_acting
 from embodied.policies.vla.vla_tokenizer import padded
 
 SEEN, PRESENT, HIDDEN = "prefix", "prefix_present", "prefix_hidden"
-Seen = tuple[Prefix, Tensor]  # images and words, and the state in the model's units and width
+Seen = tuple[Prefix, Tensor]  # (prefix of images and words, state in the model's units and width)
 
 
 class Pi0Policy(FlowPolicy):
@@ -47,7 +46,7 @@ class Pi0Policy(FlowPolicy):
 
     @classmethod
     def lerobots_own(cls, published: dict[str, Any]) -> dict[str, Any]:
-        """Options in which lerobot differs from openpi on the same task, for a folder that it wrote."""
+        """Options of lerobot's folders that differ from openpi's on the same task."""
         if "type" not in published:
             return {}
         return {"relative_actions": 0, "state_in_prompt": True, "horizon": None} | super().lerobots_own(published)
@@ -62,7 +61,7 @@ class Pi0Policy(FlowPolicy):
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
         opens = name.endswith((".dense.weight", ".dense.bias"))
         if opens or (name.endswith("norm.weight") and "vision" not in name):
-            return torch.zeros(shape)  # where a gate opens or Gemma adds 1
+            return torch.zeros(shape)  # for gates, and norms to which Gemma adds 1
         return super().start(name, shape, draw)
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
@@ -105,8 +104,8 @@ class Pi0Policy(FlowPolicy):
         return hidden[:, 0]
 
     def _prefix(self, obs: Observation, state: Tensor, width: int = 0, draws: Tensor | None = None) -> Prefix:
-        """The prefix of images and prompts of at least `width` tokens, padding included. In half precision all are of
-        one width, as in openpi: rows that are padded otherwise round otherwise, by 0.1 nats of a log-prob."""
+        """The prefix of images and prompts, padded to at least `width` tokens. In half precision all prompts have one
+        width, as in openpi: other padding changes rounding, by 0.1 nats of a log-prob."""
         width = self.settings.max_tokens if self.config.dtype == "bfloat16" else width
         texts = self.instructions(obs, len(state))
         in_prompt = self.settings.adaptive and self.config.state_in_prompt
@@ -127,5 +126,5 @@ class Pi0Policy(FlowPolicy):
         return torch.stack([view / 255 * 2 - 1 for view in frames], dim=1)
 
     def _in_prompt(self, state: Tensor) -> np.ndarray:
-        """The state that the prompt contains; zeros where memory is counted on shapes alone."""
+        """The state for the prompt; zeros when memory is counted by shapes."""
         return np.zeros(state.shape) if state.is_meta else state.cpu().numpy()

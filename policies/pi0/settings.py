@@ -1,4 +1,4 @@
-"""Sizes of the networks, and how published config.json files and weights (openpi's and lerobot's) spell them."""
+"""Sizes of the networks, read from published config.json files and weights (openpi's and lerobot's)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class GemmaSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Pi0Settings(FlowSettings):
-    """The whole model. Of kind "pi0" the state is a token of the expert; of "pi05" it is read in the prompt, and time
-    steers the norms."""
+    """The whole model. With kind "pi0" the state is a token of the expert; with "pi05" it is in the prompt, and the
+    time conditions the norms."""
 
     language: GemmaSettings
     expert: GemmaSettings
@@ -56,7 +56,7 @@ FULL = {
     "action_expert_variant": "gemma_300m",
     "precision": "float32",
 }
-TINY = FULL | {  # a small model has nothing to spare for action numbers that no robot has
+TINY = FULL | {  # a small model does not pad actions
     "action_dim": 8,
     "max_state_dim": 32,
     "action_horizon": 8,
@@ -67,7 +67,7 @@ PRESETS = {"tiny": TINY, "full": FULL}
 
 
 def settings_of(config: dict[str, Any], names: Collection[str], where: str, kind: str | None = None) -> Pi0Settings:
-    """Read a published config.json; `names` of the weights tell Pi0 from Pi0.5 where it does not (openpi's)."""
+    """Read a published config.json; `names` of the weights distinguish Pi0 from Pi0.5 if it does not (openpi)."""
     kind = kind or config.get("type") or kind_of(names, where)
     if kind not in MAX_TOKENS:
         raise CheckpointError(f"{where} says type={kind!r}; known: {', '.join(MAX_TOKENS)}")
@@ -116,10 +116,10 @@ def _gemma(variant: str, where: str) -> GemmaSettings:
     return GEMMAS[variant]
 
 
-# The names of weights in published folders. Upstream ties the word embeddings to an unused output layer and files hold
-# either name; and they hold an unused output layer of the expert.
+# The names of weights in published folders. Upstream ties the word embeddings to an unused output layer, and files use
+# either name; they also have an unused output layer of the expert.
 
-MODEL = "model."  # what our names, and lerobot's, begin with
+MODEL = "model."  # prefix of our and lerobot's names
 WORDS = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
 TIED = "paligemma_with_expert.paligemma.lm_head.weight"
 EXPERT_HEAD = "paligemma_with_expert.gemma_expert.lm_head.weight"

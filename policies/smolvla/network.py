@@ -2,8 +2,8 @@
 
 The language model reads image tokens, words and the state once (the prefix). The expert's even layers attend to the
 prefix's keys and values and, causally, to the actions before; its odd layers attend to the prefix alone, through
-projections of the language model's keys and values. What surprises: all positions turn at a base of 10,000, although
-SmolVLM2 was trained with another.
+projections of the language model's keys and values. Rotary embeddings use the base 10,000, although SmolVLM2 was
+trained with another base.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ FULL = {
 }
 TINY = FULL | {"vlm_model_name": "tiny", "chunk_size": 8, "max_action_dim": 8, "num_vlm_layers": 4}
 PRESETS = {"tiny": TINY, "full": FULL}
-UNLIKE = {  # options of lerobot's that change the network -> the values that this one has
+UNLIKE = {  # options of lerobot that change the network -> supported values
     "attention_mode": ("cross_attn",),
     "add_image_special_tokens": (False,),
     "adapt_to_pi_aloha": (False,),
@@ -196,8 +196,8 @@ class SmolVLANetwork(nn.Module):
         present = torch.cat([there.new_ones(rows, images.shape[1]), there, there.new_ones(rows, 1)], dim=1)
         length = x.shape[1]
         blocks = torch.ones(length, length, dtype=torch.bool, device=x.device)
-        blocks[:-1, -1] = False  # images and words do not see the state
-        itself = torch.eye(length, dtype=torch.bool, device=x.device)  # keeps padding's rows finite
+        blocks[:-1, -1] = False  # images and words do not attend to the state
+        itself = torch.eye(length, dtype=torch.bool, device=x.device)  # keeps the rows of padding finite
         mask = ((blocks & present[:, None]) | itself)[:, None]
         position = (present.long().cumsum(1) - 1).clamp(min=0)
         turn = turns(position, self.settings.language.head_dim, THETA, x.dtype)
@@ -255,7 +255,7 @@ class RootNorm(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """`across`: keys and values are projections of those that were seen before."""
+    """`across`: keys and values are projections of the prefix's."""
 
     def __init__(self, settings: LanguageSettings, across: bool) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """SmolVLA as a policy: images, state and an instruction in, a chunk of actions out of noise (`vla.flow`).
 
-What surprises: the state is a token of the language model, which is where the value is read.
+The state is a token of the language model; the value is read there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CRITIC = (512, 256, 128)
 
 
 class SmolTokenizer:
-    """SmolVLM2's; lerobot's folders lack it."""
+    """SmolVLM2's tokenizer, which lerobot's folders lack."""
 
     def __init__(self, folder: Path | None) -> None:
         advice = "copy it from HuggingFaceTB/SmolVLM2-500M-Video-Instruct, on which the model is built"

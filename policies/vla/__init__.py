@@ -1,4 +1,4 @@
-"""What vision-language-action families share: camera frames, units of actions, tokenizers, LoRA, flow matching."""
+"""Shared by vision-language-action families: image processing, units of actions, tokenizers, LoRA, flow matching."""
 
 __all__ = [
     "config",

@@ -21,7 +21,7 @@ from embodied.core.options import Requirement
 from embodied.policies.common_config import PolicyOptions
 
 TOKENIZERS = Requirement(("tokenizers",), "vla")
-MERGED_ROWS = 64  # of a large network, most of whose time goes into reading its weights
+MERGED_ROWS = 64  # merged env rows; a large network spends most of its time reading weights
 SETS = ("linear", "reference")  # of layers
 
 

@@ -1,9 +1,8 @@
-"""Policies whose actions come out of noise by flow matching: Pi0, SmolVLA and what else has an action expert.
+"""Policies that make actions from noise by flow matching: Pi0, SmolVLA and other models with an action expert.
 
-A family reads an observation once and says the velocity of noisy actions at a time; the rest is here. What surprises:
-the noise that an action begins with is part of acting, also where the best actions are asked for; what `temperature`
-scales is the noise that RL adds on the way. And only actions that are played have log-probs. The value is read where
-neither noise nor time reaches.
+A family reads an observation once and computes the velocity of noisy actions at a time; the rest is here. The initial
+noise is always random, also at temperature 0: `temperature` scales only the noise that RL adds in the steps. Only
+played actions have log-probs. The value does not depend on noise or time.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ MODEL = "model."  # prefix of the names of a published model's weights, here and
 
 
 class FlowPolicy(VLAPolicy):
-    """A family implements `build`, `read`, `denoise` and `judged`, and names what its folders hold."""
+    """Families implement `build`, `read`, `denoise` and `judged`, and describe their folders."""
 
     own_scales = SCALES
     settings: Any
-    settings_of: ClassVar[Callable[..., FlowSettings]]  # of config.json, the weights' names, where, and a kind
+    settings_of: ClassVar[Callable[..., FlowSettings]]  # arguments: config.json, the weights' names, where, kind
     own_name: ClassVar[Callable[[str], str | None]]  # our name of a published weight; None if it is unused
     presets: ClassVar[Mapping[str, dict[str, Any]]]
     model: nn.Module
@@ -79,23 +78,23 @@ class FlowPolicy(VLAPolicy):
             if f"{name}." not in SCALES:
                 part.to_empty(device="cpu")
 
-    # A family's own
+    # Implemented by families
 
     def build(self) -> None:
-        """Make `model` and `value_head`, freeze untrained weights, and call `add_parts`."""
+        """Create `model` and `value_head`, freeze untrained weights, and call `add_parts`."""
         raise NotImplementedError
 
     def halve(self) -> None:
-        """Keep the model's weights in half precision."""
+        """Convert the model's weights to half precision."""
         self.model.to(torch.bfloat16)
 
     def read(self, obs: Observation, known: dict[str, Any] | None = None, draws: Tensor | None = None) -> Any:
-        """Whatever all steps share: images and words, unless `frozen_features` are `known`, and the state. `draws`
-        change the images at random."""
+        """Computes the inputs shared by all steps: images and words, unless `frozen_features` are `known`, and the
+        state. `draws` are random numbers for image augmentation."""
         raise NotImplementedError
 
     def denoise(self, seen: Any, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
-        """The expert's hidden states, with the H actions last, and the velocity [N, H, D] of the points x at the times
+        """Returns the expert's hidden states, with the H actions last, and the velocity [N, H, D] of points x at times
         [N]."""
         raise NotImplementedError
 
@@ -104,7 +103,7 @@ class FlowPolicy(VLAPolicy):
         raise NotImplementedError
 
     def num_draws(self) -> int:
-        """Uniform numbers that change the images of an item of imitation."""
+        """Number of random numbers for augmenting the images of an imitation item."""
         return 0
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
@@ -112,10 +111,10 @@ class FlowPolicy(VLAPolicy):
             return initial_adapter(name, shape, draw, self.config.lora_init)
         return initial_weight(name, shape, draw)
 
-    # Made once
+    # Construction
 
     def add_parts(self, hidden_dim: int, image_tokens: int, token_dim: int, adapted: str) -> None:
-        """Make the noise's and the keyframes' head, and the adapters of the model's part of this name."""
+        """Create the noise head, the keyframe head, and the adapters of the model's part `adapted`."""
         config = self.config
         if self._joint:
             self.noise_head = NoiseHead(hidden_dim, self.settings.action_dim, *config.noise_range).to(self.exact)
@@ -137,7 +136,7 @@ class FlowPolicy(VLAPolicy):
 
     @classmethod
     def choices(cls, config: FlowConfig, task: str) -> dict[str, Any]:
-        """Options for evaluating a published folder on a benchmark's task that the folder decides."""
+        """The options that a published folder decides in evaluations on a benchmark's task."""
         published = cls.folder_of(config)
         found, options = published.figures, cls.lerobots_own(published.settings.published)
         if config.statistics is not None or len(found) == 1:
@@ -147,7 +146,7 @@ class FlowPolicy(VLAPolicy):
 
     @classmethod
     def lerobots_own(cls, published: dict[str, Any]) -> dict[str, Any]:
-        """Options that a folder of lerobot's decides."""
+        """The options that a folder of lerobot's decides."""
         steps = published.get("n_action_steps")
         return {"chunk": steps} if steps and "type" in published else {}
 
@@ -156,12 +155,12 @@ class FlowPolicy(VLAPolicy):
         return True
 
     def state_room(self) -> int | None:
-        """Numbers of a state that the networks have room for; None: as many as there are."""
+        """The largest state dimension of the networks; None: any."""
         return self.settings.state_dim
 
     @classmethod
     def numbers(cls, config: FlowConfig) -> tuple[int, int | None]:
-        """Numbers in an action of a published folder's model, and in the state that it reads (None: it reads none)."""
+        """The numbers of action and state dimensions of a published folder's model (state None: not used)."""
         published = cls.folder_of(config)
         figures = published.figures[choose_key(published.figures, config.statistics, config.pretrained)]
         felt = config.relative_actions or cls.reads_state(config, published.settings)
@@ -174,7 +173,7 @@ class FlowPolicy(VLAPolicy):
 
     def read_folder(self) -> dict[str, Blob]:
         stored = self.source.weights if self.source else {}
-        if self.config.statistics:  # other statistics than those of a folder of ours
+        if self.config.statistics:  # statistics that replace those of our folder
             stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
         return stored
 
@@ -182,7 +181,7 @@ class FlowPolicy(VLAPolicy):
         return not name.startswith(MODEL) or is_adapter(name)
 
     def check_env(self) -> None:
-        """Refuse an env whose actions or state the model has no room for."""
+        """Refuse an env with more action or state numbers than the model supports."""
         super().check_env()
         config, spec, settings = self.config, self.spec, self.settings
         if spec.action.dim > settings.action_dim:
@@ -209,13 +208,13 @@ class FlowPolicy(VLAPolicy):
             )
 
     def adopt_figures(self) -> None:
-        """Take over what states and actions are normalised by."""
+        """Read the statistics that normalise states and actions."""
         source, name = self.source, self.config.statistics
         if source and name is None and SCALED in source.weights:
-            return  # a folder of ours holds them among its weights
+            return  # our folders have them among the weights
         figures, where = figures_of(source.figures if source else {}, str(source and source.path), name)
         mode = self.settings.normalization
-        eps = 1e-8 if "type" in self.settings.published else 1e-6  # as lerobot, as openpi
+        eps = 1e-8 if "type" in self.settings.published else 1e-6  # lerobot's, openpi's
         for scale, part, kind in ((self.action_scale, "actions", "action"), (self.state_scale, "state", "state")):
             if figures:
                 scale.adopt(figures[part], mode, eps, f"the {kind} statistics of {where}")
@@ -300,7 +299,7 @@ class FlowPolicy(VLAPolicy):
         return self.source.names
 
     def description(self) -> dict[str, Any]:
-        """The published config with ours beside it, so that the folder can be `policy.pretrained` again."""
+        """The published config plus our settings, so that the folder can be `policy.pretrained` again."""
         ours = super().description()
         if self.source:
             ours["policy"]["pretrained"] = "."
@@ -314,7 +313,7 @@ class FlowPolicy(VLAPolicy):
             save_beside(Path(folder), self.source, whole=not self.left_out())
 
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
-        """The layout the weights came in, for other programs: no value head, adapters merged."""
+        """Write the original layout, for other programs: without value head, adapters merged."""
         if not (self.source and self.source.layout):
             raise ConfigError("only what came from a published folder can be saved as one; policy.pretrained is unset")
         weights = write_back(Path(folder), self.source, self.published_weights())
@@ -324,14 +323,14 @@ class FlowPolicy(VLAPolicy):
 
     @property
     def _joint(self) -> bool:
-        """True if every step is noisy and the log-prob is that of all."""
+        """True if every step is noisy and the log-prob is of all steps."""
         return self.config.exploration == "flow_noise"
 
     def _noisy_steps(self) -> int:
         return self.config.steps if self._joint else 1
 
     def _split(self, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The noise to begin with [N, H, D], that of each noisy step [N, S, H, D], and which step is noisy [N]."""
+        """Returns the initial noise [N, H, D], the noise of each noisy step [N, S, H, D], and the noisy step [N]."""
         shape = (len(noise), 1 + self._noisy_steps(), self.horizon, self.settings.action_dim)
         points = noise[:, :-1].view(shape).to(self.exact)
         steps = self.config.steps
@@ -345,11 +344,11 @@ class FlowPolicy(VLAPolicy):
         return self.state_scale.to_unit(tensor_of(obs["state"], self.device))
 
     def _padded_state(self, state: Tensor) -> Tensor:
-        """A state in the model's units, in its width."""
+        """A state in the model's units, padded to its width."""
         return F.pad(state.to(self.exact), (0, self.settings.state_dim - state.shape[1]))
 
     def _gaussian(self, x: Tensor, velocity: Tensor, hidden: Tensor, k: Tensor, level: float = 1.0):
-        """Mean and deviation of where a noisy step leads, `level` times as noisy as in training."""
+        """Mean and deviation after a noisy step, with `level` times the noise of training."""
         steps = self.config.steps
         if not self._joint:
             return sde_step(x, velocity, k, steps, self.config.noise_level * level)
@@ -362,7 +361,7 @@ class FlowPolicy(VLAPolicy):
         return torch.where(noisy[:, None, None], mean + deviation * draws, straight)
 
     def _scored(self, numbers: Tensor) -> Tensor:
-        """[N, H, D] -> [N, C, A]: the env's actions."""
+        """[N, H, D] -> [N, C, A]: the played actions."""
         return numbers[:, : self.config.chunk, : self.spec.action.dim]
 
     def _value(self, seen: Any, hidden: Tensor | None) -> Tensor:
@@ -378,7 +377,7 @@ class FlowPolicy(VLAPolicy):
         return {"chain": points.cpu().numpy(), "first": first.cpu().numpy()}
 
     def _played(self, x: Tensor, obs: Observation) -> np.ndarray:
-        """Actions in the env's units, from points in the model's."""
+        """Converts points in the model's units to actions in the env's units."""
         actions = self.action_scale.from_unit(self._scored(x))
         if count := self.config.relative_actions:
             actions[..., :count] += tensor_of(obs["state"], self.device)[:, None, :count]
@@ -387,7 +386,7 @@ class FlowPolicy(VLAPolicy):
         return played.astype(np.float32)
 
     def _unit_actions(self, actions: Tensor, obs: Observation) -> Tensor:
-        """The reverse [B, H, action_dim], padded with zeros."""
+        """The reverse conversion [B, H, action_dim], padded with zeros."""
         actions = actions.to(torch.float64, copy=True)
         actions[..., -1] = STORED_GRIPPERS[self.config.gripper](actions[..., -1])
         if count := self.config.relative_actions:
@@ -397,7 +396,7 @@ class FlowPolicy(VLAPolicy):
 
 
 class CountedFlow(FlowPolicy):
-    """A policy without files, whose memory is counted on shapes alone."""
+    """A policy without files, for counting memory by shapes."""
 
     hashes_words = True
 
@@ -435,7 +434,7 @@ def sde_step(x: Tensor, v: Tensor, step: Tensor, steps: int, level: float) -> tu
 
 
 class NoiseHead(nn.Module):
-    """flow_noise's deviation between `low` and `high`, on a logarithmic scale."""
+    """flow_noise's learned deviation between `low` and `high`, on a logarithmic scale."""
 
     def __init__(self, dim: int, actions: int, low: float, high: float) -> None:
         super().__init__()
@@ -453,7 +452,7 @@ def log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
 
 
 def unit_density(x: Tensor) -> Tensor:
-    """Log-density of the noise that an action begins with."""
+    """Log-density of the initial noise."""
     return -0.5 * x * x - HALF_LOG_2PI
 
 
@@ -462,12 +461,13 @@ def normal_entropy(deviation: Tensor) -> Tensor:
 
 
 def uniform_of(normal: Tensor) -> Tensor:
-    """A uniform number for each standard normal one."""
+    """Converts standard normal to uniform numbers."""
     return torch.special.ndtr(normal.double())
 
 
 def training_time(uniform: Tensor) -> Tensor:
-    """Beta(1.5, 1), of uniform numbers by the inverse of t^1.5, kept above 0.001: early times are trained more."""
+    """Times from Beta(1.5, 1), above 0.001, from uniform numbers by the inverse of t^1.5: times near 1 (noise) are
+    trained more."""
     return uniform ** (1 / 1.5) * 0.999 + 0.001
 
 

@@ -1,8 +1,8 @@
-"""Published folders of flow-matching policies: openpi's and lerobot's names of weights, read as ours and written back
-byte by byte.
+"""Published folders of flow-matching policies: converts openpi's and lerobot's names of weights to ours, and writes
+them back byte by byte.
 
-What surprises: files hold weights that nobody uses, such as output layers of words; they are kept in a file beside our
-weights instead of in memory.
+Published files have unused weights, such as output layers for words. They are kept in a file beside our weights, not in
+memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from embodied.policies.vla.statistics import MEAN_STD, NORM_STATS, QUANTILES, SC
 from embodied.runtime.tensor_bytes import Blob, read_safetensors, tensor_of, write_safetensors
 
 UNUSED = "unused.safetensors"
-LAYOUT = "published_weights"  # in our config.json: the names and precisions of the folder that the weights came from
+LAYOUT = "published_weights"  # key of our config.json: names and precisions of the original weights
 COMPANIONS = (*TOKENIZER_FILES, "policy_*.json", "policy_*.safetensors", *STATS_FILES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSettings:
-    """What the settings of all these models say. `action_dim` numbers are the width of actions inside, and `state_dim`
-    that of states; a robot's are padded."""
+    """Settings of all these models. `action_dim` and `state_dim` are the model's widths; a robot's actions and states
+    are padded."""
 
     kind: str  # policy.name
     horizon: int
@@ -38,17 +38,17 @@ class FlowSettings:
     max_tokens: int
     normalization: str
     tokenizer: str = "folder"  # "folder": tokenizer.json; "words": words hashed to ids, for small models
-    published: dict[str, Any] = field(default_factory=dict)  # config.json as it was read
+    published: dict[str, Any] = field(default_factory=dict)  # the original config.json
 
     def check(self, where: str, *more: int) -> None:
-        """Refuse sizes, these and `more`, that are none."""
+        """Refuse invalid sizes, including `more`."""
         counts = (self.horizon, self.action_dim, self.state_dim, self.max_tokens, *more)
         if odd := [number for number in counts if type(number) is not int or number < 1]:
             raise CheckpointError(f"{where}: its sizes should be whole numbers, one is {odd[0]!r}")
 
 
 def normalization_of(config: dict[str, Any], usual: str, where: str) -> str:
-    """How a config.json of lerobot's normalises; `usual` without one."""
+    """The normalisation in lerobot's config.json, or `usual`."""
     asked = config.get("normalization_mapping")
     if not asked:
         return usual
@@ -61,26 +61,26 @@ def normalization_of(config: dict[str, Any], usual: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class FlowFolder:
-    """A folder whose description was read; bytes are read when they are used."""
+    """A published folder; the weights' bytes are read on access."""
 
     path: Path
     settings: Any
     figures: dict[str, Moments]
-    layout: dict[str, str]  # published name -> precision; empty for what nobody has published
+    layout: dict[str, str]  # published name -> precision; empty for unpublished models
     weights: dict[str, Blob]  # our names
     unused: dict[str, Blob]  # published names
-    names: dict[str, str]  # our name -> that in the folder
+    names: dict[str, str]  # our name -> name in the folder
     own_name: Callable[[str], str | None]
 
     def __deepcopy__(self, _: dict) -> FlowFolder:
-        """Bytes in files are not copied into memory with a policy."""
+        """Copies of a policy share it: bytes in files are not copied into memory."""
         return self
 
     @classmethod
     def read(
         cls, path: Path | str, kind: str, settings_of: Callable[..., Any], own_name: Callable[[str], str | None]
     ) -> FlowFolder:
-        """`kind` is what the recipe takes it for."""
+        """`kind` is the recipe's policy.name."""
         path = Path(path)
         if not (path / CONFIG).is_file():
             raise CheckpointError(f"{path} is not a folder of {kind}: {CONFIG} is missing")
@@ -92,8 +92,8 @@ class FlowFolder:
             names = {own_name(name): name for name in stored if name not in unused}
             weights = {own: stored[name] for own, name in names.items()}
         else:
-            layout = layout or {}  # of what began with fresh weights
-            base = config.get("base")  # a folder of adapters leaves the unused weights in the folder below
+            layout = layout or {}  # {} for fresh weights
+            base = config.get("base")  # a folder of adapters has its unused weights in the base folder
             below = cls.read(base, kind, settings_of, own_name).unused if base else {}
             unused = below or (read_safetensors(path / UNUSED) if (path / UNUSED).is_file() else {})
             weights, names = dict(stored), {name: name for name in stored}
@@ -112,7 +112,7 @@ class FlowFolder:
 
 
 def write_back(path: Path, source: FlowFolder, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Write the files that belong to the weights; -> the weights under published names, in the precision they had."""
+    """Write the files that belong to the weights; returns the weights with published names and precisions."""
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(source.settings.published, indent=2) + "\n", encoding="utf-8")
     copy_files(source.path, path, COMPANIONS)
@@ -122,7 +122,8 @@ def write_back(path: Path, source: FlowFolder, own: dict[str, Tensor]) -> dict[s
 
 
 def save_beside(path: Path, source: FlowFolder, whole: bool) -> None:
-    """Write what a checkpoint needs besides config.json and weights, `whole` or only those that are trained."""
+    """Write a checkpoint's other files besides config.json and weights; `whole`: the checkpoint has all weights, not
+    only trained ones."""
     copy_files(source.path, path, COMPANIONS)
     if whole and source.unused and source.path.resolve() != path.resolve():
         specs = {name: blob.spec for name, blob in source.unused.items()}

@@ -1,4 +1,4 @@
-"""Camera frames as the towers take them, in one batch on the policy's device, as published processors do it."""
+"""Prepares camera frames for the vision towers like published processors, in one batch on the policy's device."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.nn import functional as F
 from embodied.core.arrays import host
 from embodied.core.errors import CheckpointError, ConfigError
 
-# Resizing to the very grey levels that other libraries give, which published models were trained on.
+# Resizing with exactly the grey levels of the libraries with which published models were trained.
 #
-# Pillow sums whole numbers: weights in units of 2^-22, rounded .5 up to grey levels after each of two passes, across
-# and down, so the result is the same on every device. TensorFlow rounds once, at the end.
+# Pillow sums integers: weights in units of 2^-22, rounded (.5 up) to grey levels after each of two passes, columns and
+# rows, so the result is equal on every device. TensorFlow rounds once, at the end.
 
 BITS = 22
-UNITS, HALF = 2.0**BITS, 2 ** (BITS - 1)  # of Pillow's weights
-AT_ONCE = 16  # frames, so that doubles do not fill the memory
-QUALITY = 95  # TensorFlow's default for JPEG; colours are halved in both directions
+UNITS, HALF = 2.0**BITS, 2 ** (BITS - 1)  # units of Pillow's weights
+AT_ONCE = 16  # frames per batch, to limit the memory of doubles
+QUALITY = 95  # TensorFlow's default for JPEG; chroma is subsampled in both directions
 
 
 def bilinear(x: np.ndarray) -> np.ndarray:
@@ -44,7 +44,8 @@ KERNELS = {"bilinear": bilinear, "bicubic": bicubic, "lanczos3": lanczos3}
 
 @lru_cache(maxsize=64)
 def weights(kernel: str, size: int, wanted: int) -> np.ndarray:
-    """[wanted, size]: what every pixel gives to each of a line's new ones; wider where a line shrinks."""
+    """[wanted, size]: the weight of every pixel of a line in each new pixel; the kernel is wider when a line
+    shrinks."""
     scale = size / wanted
     middles = (np.arange(wanted)[:, None] + 0.5) * scale
     given = KERNELS[kernel](np.abs(np.arange(size) + 0.5 - middles) / max(scale, 1.0))
@@ -53,7 +54,7 @@ def weights(kernel: str, size: int, wanted: int) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def taps(kernel: str, size: int, wanted: int) -> tuple[np.ndarray, np.ndarray]:
-    """[wanted, taps]: which pixels of a line make its new ones, and their weights in Pillow's units."""
+    """[wanted, taps]: the pixels of a line for each new pixel, and their weights in Pillow's units."""
     given = weights(kernel, size, wanted)
     units = np.trunc(given * UNITS + np.copysign(0.5, given)).astype(np.int32)
     count = int((units != 0).sum(1).max())
@@ -88,7 +89,7 @@ def as_tensorflow(frames: Tensor, size: int) -> Tensor:
 
 
 def through_jpeg(frames: Tensor) -> Tensor:
-    """uint8 [N, H, W, 3] as they come back from a JPEG file."""
+    """uint8 [N, H, W, 3] after JPEG compression."""
     from PIL import Image
 
     back = np.empty(frames.shape, np.uint8)
@@ -100,7 +101,7 @@ def through_jpeg(frames: Tensor) -> Tensor:
 
 
 def as_in_rlds(frames: Tensor, size: int) -> Tensor:
-    """Frames as data sets in RLDS's layout hold them, which published LIBERO models were tuned on, uint8."""
+    """Frames (uint8) as in RLDS data sets, on which published LIBERO models were tuned."""
     return as_tensorflow(through_jpeg(frames), size)
 
 
@@ -115,15 +116,15 @@ Moments = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """`normalize` holds mean and deviation of each tower's pixels, from 0 to 1; `bars` is the colour of a letterbox."""
+    """`normalize` has mean and deviation of each tower's pixels, from 0 to 1; `bars` is the colour of a letterbox."""
 
     size: int
     strategy: str
     normalize: tuple[Moments, ...]
-    crop_area: float = 1.0  # the part of the frame that is kept, around its middle
+    crop_area: float = 1.0  # the kept part of the frame's area, at its centre
     bars: tuple[int, ...] = (127, 127, 127)
-    rlds: bool = False  # whether frames are first made what they are in data sets of RLDS's layout
-    filter: str = "bicubic"  # that resizes
+    rlds: bool = False  # True: frames are first processed as in RLDS data sets
+    filter: str = "bicubic"  # the filter for resizing
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -143,10 +144,10 @@ class ImageProcessor:
         return torch.cat([(pixels - column(mean)) / column(std) for mean, std in self._moments(pixels)], dim=1)
 
     def _shape(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width that a frame is resized to."""
+        """Height and width of a resized frame."""
         if self.strategy == "resize-naive":
             return self.size, self.size
-        short = min(height, width)  # the short side fits; the long one is cut (of a letterbox by a pixel or two)
+        short = min(height, width)  # the short side fits; the long side is cut (with a letterbox by a pixel or two)
         return int(self.size * height / short), int(self.size * width / short)
 
     def _moments(self, like: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -156,7 +157,7 @@ class ImageProcessor:
 def processor_of(
     published: dict, kinds: list[str], size: int, strategy: str, crop_area: float, rlds: bool = False
 ) -> ImageProcessor:
-    """`published` is preprocessor_config.json (or empty): the numbers it normalises with come before the usual ones."""
+    """`published` is preprocessor_config.json (or empty); its normalisation replaces the default one."""
     usual = {"dinov2": IMAGENET, "siglip": HALVES}
     stored = published.get("tvf_normalize_params")
     if stored is None:
@@ -171,8 +172,8 @@ def processor_of(
 
 
 def filter_of(published: dict, size: int, strategy: str) -> str:
-    """The filter that the file resizes with. Published processors obey the file's steps before the strategy that they
-    were made from, so steps that are not those of the strategy are refused."""
+    """The file's filter for resizing. Published processors follow the file's steps, not its strategy, so files whose
+    steps differ from their strategy are refused."""
     square = [size, size]
     resized, cut = (published.get(key) or [] for key in ("tvf_resize_params", "tvf_crop_params"))
     try:
@@ -193,7 +194,7 @@ def filter_of(published: dict, size: int, strategy: str) -> str:
 
 
 def bars_of(published: dict, moments: tuple[Moments, ...]) -> tuple[int, ...]:
-    """The colour of a letterbox: the file's, else the mean of the last tower's pixels."""
+    """The colour of a letterbox: the file's, else the last tower's mean."""
     fill = published.get("tvf_letterbox_fill")
     if fill is None:
         return tuple(int(255 * part) for part in moments[-1][0])
@@ -224,8 +225,8 @@ def resize(pixels: Tensor, shape: tuple[int, int], mode: str = "bicubic") -> Ten
 
 
 def with_bars(frames: Tensor, size: int, in_middle: bool = True, as_pillow: bool = True) -> Tensor:
-    """uint8 [N, H, W, 3] -> grey levels [N, 3, size, size] without distortion, bilinear: with black bars around, or
-    above and left; as Pillow resizes, or as torch does."""
+    """uint8 [N, H, W, 3] -> grey levels [N, 3, size, size] without distortion (bilinear, like Pillow or torch), with
+    black bars around, or above and left."""
     height, width = frames.shape[1:3]
     ratio = max(height, width) / size
     high, wide = max(1, int(height / ratio)), max(1, int(width / ratio))
@@ -239,8 +240,8 @@ def with_bars(frames: Tensor, size: int, in_middle: bool = True, as_pillow: bool
 
 
 def letterbox(pixels: Tensor, colour: tuple[int, ...]) -> Tensor:
-    """Make frames square with bars, a row or column short of it where an odd number is missing, as the published
-    processor does."""
+    """Make frames square with bars. If an odd number of rows or columns is missing, the result is one short, like the
+    published processor's."""
     height, width = pixels.shape[2:]
     side = max(height, width)
     bars = [(side - width) // 2, (side - height) // 2]
@@ -251,14 +252,14 @@ def letterbox(pixels: Tensor, colour: tuple[int, ...]) -> Tensor:
 
 
 def middle(pixels: Tensor, size: int) -> Tensor:
-    """The square of this size in the middle."""
+    """The central square of this size."""
     top, left = (round((side - size) / 2) for side in pixels.shape[2:])
     return pixels[:, :, top : top + size, left : left + size]
 
 
 def crop(pixels: Tensor, area: float) -> Tensor:
-    """Look at this part of a square frame only: bilinear, from corner pixel to corner pixel, and to whole grey levels
-    as TensorFlow converts them, whose images published models were tuned on."""
+    """Crops this part of a square frame's area and resizes it: bilinear with aligned corners, rounded to grey levels
+    like TensorFlow, with which published models were tuned."""
     reach = math.sqrt(area)
     theta = torch.tensor([[reach, 0.0, 0.0], [0.0, reach, 0.0]], device=pixels.device).expand(len(pixels), 2, 3)
     grid = F.affine_grid(theta, list(pixels.shape), align_corners=True)

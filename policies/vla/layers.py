@@ -1,4 +1,4 @@
-"""What the transformers of several families compute alike; their weights keep the names each family publishes."""
+"""Layers shared by the transformers of several families; weights keep the names that each family publishes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ADAPTER = "default"  # peft's name for a layer's adapter, where it has one
-PERIODS = (4e-3, 4.0)  # shortest and longest of a time's sines
+ADAPTER = "default"  # peft's name of a layer's adapter
+PERIODS = (4e-3, 4.0)  # shortest and longest period of the time embedding's sines
 RotaryTables = tuple[Tensor, Tensor]  # cosines and sines of the rotary embedding [N, 1, L, head_dim]
 
 
 class NamedParts(nn.Module):
-    """A module whose children have these names, to reproduce upstream's nested parameter names."""
+    """A module with children of these names, to reproduce upstream's nested parameter names."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ def patch_tokens(pixels: Tensor, convolution: nn.Module) -> Tensor:
 
 
 def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(None)) -> Tensor:
-    """The output of a layer for `x` [..., numbers in the order of its weights], given that without its adapter, if it
-    has one of plain LoRA; `rows` says which of its outputs y are."""
+    """Adds a layer's plain LoRA adapter, if any, to its output `y` for `x`; `rows` are the outputs that `y`
+    contains."""
     if not hasattr(layer, "lora_A"):
         return y
     down, up = (getattr(layer, part)[ADAPTER].weight.flatten(1) for part in ("lora_A", "lora_B"))
@@ -107,15 +107,15 @@ def with_adapter(y: Tensor, layer: nn.Module, x: Tensor, rows: slice = slice(Non
 
 
 def is_scaled(layer: nn.Module) -> bool:
-    """True if an adapter does more than add to the layer's output (DoRA): then the whole layer has to be called."""
+    """True if an adapter does more than add to the layer's output (DoRA), so the whole layer must be called."""
     return bool(getattr(layer, "lora_variant", None))
 
 
 def smooth_filters(shape: torch.Size, draw: torch.Generator) -> Tensor:
-    """Initial filters [dim, colours, P, P] that vary slowly over a patch and do not see even brightness.
+    """Initial filters [dim, colours, P, P] that vary slowly over a patch and ignore uniform brightness.
 
-    From white noise, what a small thing in a patch adds is little beside the background, and unlike wherever it lies; a
-    small model then learns to look away long before it learns where the thing is.
+    With white-noise filters a small object in a patch adds little to the background, and something different at every
+    place; a small model then learns to ignore images long before it learns the object's position.
     """
     coarse = torch.empty(*shape[:2], 2, 2).normal_(generator=draw)
     filters = F.interpolate(coarse, size=shape[2:], mode="bilinear")
@@ -141,7 +141,7 @@ def value_head(width: int, sizes: tuple[int, ...]) -> nn.Sequential:
 
 
 def initial_weight(name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-    """The initial numbers of a transformer's weight: what goes through keeps its size."""
+    """The initial numbers of a transformer's weight, which keep the scale of activations."""
     if name.endswith("patch_embedding.weight"):
         return smooth_filters(shape, draw)
     if name.endswith("position_embedding.weight"):

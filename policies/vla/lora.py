@@ -1,11 +1,11 @@
-"""LoRA by peft: beside a layer a trainable product of two thin matrices, while the layer itself stays as it is.
+"""LoRA by peft: a layer plus a trainable product of two thin matrices, while the layer itself is frozen.
 
-peft injects the adapters in place and computes them (DoRA and ranks by layer, too). The rest is here for a reason each:
-published recipes name layers as peft 0.11 did ("reference"); initial weights come from the run's own generator; weights
-are merged tensor by tensor, because engines and shards never hold a whole model. peft renames an adapted layer's own
-weight to `x.base_layer.weight`; our policies still call it `x.weight`. Weights that are not trained are shared by all
-copies of a policy, such as the reference of a KL term. peft is imported where adapters are made: it takes 4 s of a
-CPU and 150 MiB, most of both for transformers.
+peft injects the adapters in place and computes them (DoRA and ranks by layer, too). This module adds: layers named as
+in peft 0.11 ("reference"), for published recipes; initial weights from the run's own generator; and merging tensor by
+tensor, since engines and shards never hold a whole model. peft renames an adapted layer's own weight to
+`x.base_layer.weight`; our policies still call it `x.weight`. Frozen weights are shared by all copies of a policy, such
+as the reference of a KL term. peft is imported only for adapters: it takes 4 s of a CPU and 150 MiB, mostly for
+transformers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 DOWN, UP = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
-MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # of DoRA: a length for each row of a layer's weight
-LAYER = ".base_layer.weight"  # peft's name for the weight of a layer that has an adapter
+MAGNITUDE = f".lora_magnitude_vector.{ADAPTER}.weight"  # DoRA's magnitude of each row of a layer's weight
+LAYER = ".base_layer.weight"  # peft's name of the weight of an adapted layer
 WORDS = "lm_head"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-WRAPPED = "base_model.model."  # how peft's names begin
-UNKNOWN = (  # beside peft's variants of LoRA: they change what is adapted, or how
+WRAPPED = "base_model.model."  # prefix of peft's names
+UNKNOWN = (  # options of peft that are not supported: they change what is adapted, or how
     "use_qalora",
     "lora_bias",
     "fan_in_fan_out",
@@ -44,12 +44,12 @@ UNKNOWN = (  # beside peft's variants of LoRA: they change what is adapted, or h
     "trainable_token_indices",
     "megatron_config",
 )
-Scaling = Callable[[str, int], float]  # the factor of an adapter's effect, by its layer's name and its rank
+Scaling = Callable[[str, int], float]  # an adapter's scale, by its layer's name and rank
 
 
 def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterable[nn.Module] = ()) -> None:
-    """Freeze these networks, by name, and give the layers that `policy.lora_targets` names an adapter each. The layers
-    `whole`, and those of modules_to_save, are trained themselves. A network that was frozen before gets no adapters."""
+    """Freeze these networks, by name, and add an adapter to each layer of `policy.lora_targets`. Layers in `whole` and
+    modules_to_save are trained in full. A network that was frozen before gets no adapters."""
     try:
         from peft import inject_adapter_in_model
     except ModuleNotFoundError:
@@ -84,7 +84,7 @@ def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterabl
 
 
 def check_patterns(config: LoraOptions, layers: Collection[str]) -> None:
-    """Refuse a pattern of rank_pattern or alpha_pattern that fits none of these layers, which have adapters."""
+    """Refuse a pattern of rank_pattern or alpha_pattern that matches none of these adapted layers."""
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in config.lora_config.get(key, ()):
             if not any(of_layer({pattern: True}, layer, False) for layer in layers):
@@ -94,9 +94,8 @@ def check_patterns(config: LoraOptions, layers: Collection[str]) -> None:
 
 
 def chosen_layers(layers: Mapping[str, nn.Module], targets: str | Collection[str], prefix: str = "") -> list[str]:
-    """Names of the layers that get adapters. "linear": linear layers that are trained, but for the words' weights.
-    "reference": what peft's all-linear meant when the published recipes were written: whatever is called as a linear
-    layer is, used or not."""
+    """Names of the layers that get adapters. "linear": trained linear layers except lm_head. "reference": peft's
+    all-linear at the time of the published recipes, which includes unused layers."""
     kinds = {name: layer for name, layer in layers.items() if type(layer) in (nn.Linear, nn.Conv2d)}
     if targets == "linear":
         linear = [name for name, layer in kinds.items() if type(layer) is nn.Linear and layer.weight.requires_grad]
@@ -112,13 +111,13 @@ def last_name(name: str) -> str:
 
 
 def saved_layers(part: nn.Module, config: LoraOptions, prefix: str = "") -> list[nn.Module]:
-    """The modules that are trained and saved whole, as modules_to_save names them."""
+    """The modules of modules_to_save, which are trained and saved in full."""
     ends, named = whole_names(config), ((f".{prefix}.{name}", layer) for name, layer in part.named_modules())
     return [layer for name, layer in named if any(name.endswith(f".{end}") for end in ends)]
 
 
 def peft_config(config: LoraOptions, layers: Collection[str], prefix: str = "") -> LoraConfig:
-    """peft's own description of the adapters of these layers, which lie in the network `prefix`."""
+    """peft's config of the adapters of these layers in the network `prefix`."""
     from peft import LoraConfig
 
     extra = config.lora_config
@@ -139,12 +138,12 @@ def peft_config(config: LoraOptions, layers: Collection[str], prefix: str = "") 
 
 
 def of_layer(patterns: Mapping[str, Any] | None, layer: str, usual: Any) -> Any:
-    """What the first pattern that fits a layer's name says of it, as peft matches rank_pattern and alpha_pattern."""
+    """The value of the first pattern that matches a layer's name, else `usual`; matching like peft's rank_pattern."""
     return next((each for end, each in (patterns or {}).items() if re.match(rf"(.*\.)?({end})$", layer)), usual)
 
 
 def scaling_of(config: LoraOptions) -> Scaling:
-    """peft's factor of an adapter's effect: alpha / rank, or with use_rslora alpha / sqrt(rank)."""
+    """peft's scale of an adapter: alpha / rank, or with use_rslora alpha / sqrt(rank)."""
     extra, alpha = config.lora_config, config.lora_scale * (config.lora_rank or 0)
 
     def scaling(layer: str, rank: int) -> float:
@@ -154,9 +153,9 @@ def scaling_of(config: LoraOptions) -> Scaling:
 
 
 def initial_adapter(name: str, shape: torch.Size, draw: torch.Generator, way: str = "kaiming") -> Tensor:
-    """An adapter's initial matrix, without effect: the second one is zero. The first is uniform as peft's default
-    (kaiming_uniform with a = sqrt(5)), or normal as the published recipes ask it for ("gaussian"). DoRA's lengths are
-    set by `set_magnitudes` once the layers have their weights."""
+    """An adapter's initial matrix. The second matrix is zero, so the adapter has no effect at first. The first matrix
+    is uniform like peft's default (kaiming_uniform with a = sqrt(5)), or normal ("gaussian"). `set_magnitudes` sets
+    DoRA's magnitudes once the layers have their weights."""
     if name.endswith((UP, MAGNITUDE)):
         return torch.zeros(shape)
     if way == "gaussian":
@@ -166,7 +165,7 @@ def initial_adapter(name: str, shape: torch.Size, draw: torch.Generator, way: st
 
 
 def set_magnitudes(weights: Mapping[str, Tensor], fresh: Collection[str]) -> None:
-    """Give these of DoRA's lengths their initial numbers, with which adapters have no effect."""
+    """Set these DoRA magnitudes to initial numbers with which adapters have no effect."""
     for name in fresh:
         if name.endswith(MAGNITUDE):
             rows = weights[name.removesuffix(MAGNITUDE) + ".weight"].flatten(1)
@@ -178,8 +177,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weights: Iterable[tuple[str, Tensor]], scaling: Scaling) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their layers' own names, each adapter added to its layer; a tensor without adapter is passed on as
-    it is."""
+    """Yields weights with their layers' own names, each adapter added to its layer; other tensors are unchanged."""
     named = dict(weights)
     for name, tensor in named.items():
         if is_adapter(name):
@@ -197,7 +195,7 @@ def merged(weights: Iterable[tuple[str, Tensor]], scaling: Scaling) -> Iterator[
 
 
 def product(up: Tensor, down: Tensor, weight: Tensor, name: str) -> Tensor:
-    """The matrix that an adapter adds to a layer's weight, before its scale; for convolutions, too."""
+    """The matrix that an adapter adds to a layer's weight, before scaling; also for convolutions."""
     if up.ndim < 2 or down.ndim < 2 or (up.shape[0], down[0].numel()) != (weight.shape[0], weight[0].numel()):
         sizes = [list(tensor.shape) for tensor in (up, down, weight)]
         raise CheckpointError(f"the adapter {sizes[0]} x {sizes[1]} does not fit its layer {name} of {sizes[2]}")
@@ -207,8 +205,8 @@ def product(up: Tensor, down: Tensor, weight: Tensor, name: str) -> Tensor:
 
 
 def save_adapters(folder: Path, weights: Iterable[tuple[str, Tensor]], config: LoraOptions, base: str) -> None:
-    """Write adapters, and what modules_to_save names, as peft does: adapter_config.json and adapter_model.safetensors.
-    `weights` are those that are trained."""
+    """Write adapters and the modules of modules_to_save in peft's format: adapter_config.json and
+    adapter_model.safetensors. `weights` are the trained weights."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = whole_names(config)
     kept = {name: tensor for name, tensor in weights if is_adapter(name) or is_saved(name, ends)}
@@ -224,16 +222,16 @@ def whole_names(config: LoraOptions) -> tuple[str, ...]:
 
 
 def is_saved(name: str, ends: Collection[str]) -> bool:
-    """True if a weight is of a module that modules_to_save names."""
+    """True if a weight belongs to a module of modules_to_save."""
     return any(f".{end}." in f".{name}" for end in ends)
 
 
-# Adapters of others, as peft saves them. Rank, scale and targets are the folder's; what is not supported
-# is refused by name.
+# Adapters from folders that peft saved. Rank, scale and targets come from the folder; unsupported options are refused
+# by name.
 
 
 def adapted(config: Any) -> Any:
-    """A policy's options with what its folder of adapters says, if it has one."""
+    """A policy's options, updated by its folder of adapters, if any."""
     if config.lora_path is None:
         return config
     folder = Path(config.lora_path)
@@ -245,7 +243,7 @@ def adapted(config: Any) -> Any:
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or alpha <= 0:
         raise CheckpointError(f"{damaged} its rank r is {rank!r} and its lora_alpha {alpha!r}")
     if isinstance(targets, str) or described.get("layers_to_transform") or described.get("exclude_modules"):
-        names = map(own_name, weights_in(folder))  # chosen by a pattern of peft's
+        names = map(own_name, weights_in(folder))  # target_modules is a pattern of peft's
         targets = sorted({name.removesuffix(DOWN) for name in names if name.endswith(DOWN)})
     if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
         raise CheckpointError(
@@ -281,8 +279,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob], config: LoraOptions) -> dict[str, Blob]:
-    """Adapters by our names, which must be `wanted`, and the modules that were saved beside them; `stored` are the
-    weights of the model that they are for."""
+    """Returns adapters by our names, which must equal `wanted`, and the modules saved with them; `stored` are the
+    weights of the base model."""
     named, ends = {own_name(name): blob for name, blob in weights_in(folder).items()}, whole_names(config)
     found = {name: named.pop(name) for name in [*named] if is_adapter(name)}
     if odd := sorted(found.keys() ^ wanted):
@@ -293,7 +291,7 @@ def read_adapters(folder: Path, wanted: set[str], stored: dict[str, Blob], confi
         if own in stored and is_saved(own, ends):
             found[own] = blob
         elif own not in stored or not torch.equal(tensor := tensor_of(blob), tensor_of(stored[own]).to(tensor.dtype)):
-            # words' weights, say, which peft saves beside their adapters as they were
+            # e.g. embeddings, which peft saves unchanged beside their adapters
             raise CheckpointError(f"{folder} changes {own}, which is not an adapter; merge it with peft")
     return found
 
@@ -306,7 +304,7 @@ def weights_in(folder: Path) -> dict[str, Blob]:
     return read_safetensors(folder / ADAPTER_WEIGHTS)
 
 
-# In its files peft leaves out which adapter a weight is of.
+# peft's files omit the adapter's name.
 
 
 def own_name(saved: str) -> str:

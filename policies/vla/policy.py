@@ -1,7 +1,8 @@
-"""What OpenVLA and Pi0 share as policies: cameras, instructions, compiled acting, the keyframe head of imitation.
+"""Shared by VLA policies: cameras, instructions, compiled acting, the keyframe head of imitation.
 
-Actions teach small vision encoders little about where things are. With `policy.keyframes` imitation also asks the image
-tokens where the robot will be when its gripper opens or closes next, and at the end: there the things are.
+Actions teach small vision encoders little about the positions of objects. With `policy.keyframes` imitation also trains
+image tokens to predict the robot's state at the next opening or closing of its gripper, and at the end: near the
+objects.
 """
 
 from __future__ import annotations
@@ -31,25 +32,25 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 class VLAPolicy(PublishedPolicy):
-    """A published policy that sees images and is given an instruction. A family implements `read_folder`,
-    `imitate_actions`, `vision_encoder` and `unit_state`."""
+    """A published policy with images and an instruction. Families implement `read_folder`, `imitate_actions`,
+    `vision_encoder` and `unit_state`."""
 
     takes_device_noise = True
     any_image_size = True
     value_names = ("value_head.",)
-    tokenizers: tuple[Callable[..., Tokenizer], Callable[..., Tokenizer]]  # of a published folder; of a small model
-    hashes_words = False  # as a small model's tokenizer does, whatever the size
+    tokenizers: tuple[Callable[..., Tokenizer], Callable[..., Tokenizer]]  # of published folders, of small models
+    hashes_words = False  # True: always the tokenizer of small models
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:
         super().__init__(adapted(config), spec)
         self.adapters = config.lora_path and Path(config.lora_path)
 
     def read_folder(self) -> dict[str, Blob]:
-        """The published folder's weights by our names; empty without one."""
+        """The published folder's weights by our names; {} without a folder."""
         raise NotImplementedError
 
     def read_stored(self) -> dict[str, Blob]:
-        """The folder's weights, and the adapters that were made elsewhere."""
+        """The folder's weights and those of `policy.lora_path`."""
         stored = self.read_folder()
         if self.adapters is None or not stored:
             return stored
@@ -63,7 +64,7 @@ class VLAPolicy(PublishedPolicy):
         return of_words(self.settings) if small else of_folder(self.origin)
 
     def vision_encoder(self) -> nn.Module:
-        """The module that returns image tokens, those of a row's cameras one after the other."""
+        """The module that returns image tokens, camera by camera."""
         raise NotImplementedError
 
     def unit_state(self, state: Tensor) -> Tensor:
@@ -75,7 +76,7 @@ class VLAPolicy(PublishedPolicy):
         return super().imitate(inputs, noise)
 
     def add_keyframe_head(self, image_tokens: int, dim: int) -> None:
-        """Make the head, if it is asked for."""
+        """Create the head with `policy.keyframes`."""
         places, there = self.config.keyframes, self.spec.state_dim or 0
         if not places:
             return
@@ -101,21 +102,21 @@ class VLAPolicy(PublishedPolicy):
         return losses, self._keyframe_loss(seen[0], inputs["keyframes"])
 
     def _keyframe_loss(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Squared errors [B], in the model's units, of what image tokens say of states ahead [B, 2, S]."""
+        """Squared errors [B], in the model's units, of the predicted states ahead [B, 2, S]."""
         wanted = self.unit_state(tensor_of(states, self.device))[..., list(self.config.keyframes)].flatten(1)
         head = self.keyframe_head
         found = head(tokens.reshape(len(wanted), head.in_features).to(head.weight.dtype))
         return (found.to(torch.float32) - wanted.to(torch.float32)).square().mean(1)
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
-        """RL may do without the head, and imitation may begin with weights that had none."""
+        """Accepts weights with or without the keyframe head."""
         own = self.state_dict()
         kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(KEYFRAMES) or name in own}
         fresh = {name: tensor.float() for name, tensor in own.items() if name.startswith(KEYFRAMES)}
         self.load_weights(fresh | kept)
 
     def check_env(self) -> None:
-        """Refuse an env in which no policy of these families can act."""
+        """Refuse an env in which these families cannot act."""
         config, spec = self.config, self.spec
         if spec.action.discrete:
             raise ConfigError(f"policy.name={config.name} makes continuous actions, but this env takes a choice")
@@ -138,23 +139,23 @@ class VLAPolicy(PublishedPolicy):
 
     def description(self) -> dict[str, Any]:
         ours = super().description()
-        ours["policy"] |= {"compile": False}  # how it acts here, not what it is
+        ours["policy"] |= {"compile": False}  # a setting of acting, not of the policy
         return ours
 
 
-# Acting with functions that torch.compile has fused, on GPUs also replayed as CUDA graphs. Learning is not compiled.
-# What is fused rounds as separate operations do, so that log-probs are still the learner's; for other numbers of rows
-# or lengths of prompts a function is compiled once more, and then for any.
+# Acting with functions compiled by torch.compile, on GPUs also replayed as CUDA graphs. Learning is not compiled. Fused
+# operations round like separate ones, so log-probs still equal the learner's. For a second number of rows or length of
+# prompts a function is compiled again, then for all sizes.
 
 
 def for_acting(config: Any, function: Callable, device: torch.device) -> Callable:
-    """The function, compiled where this policy acts so."""
+    """The function, compiled with `policy.compile=true`."""
     return compiled(function, device.type) if config.compile and torch.is_inference_mode_enabled() else function
 
 
 @cache
 def compiled(function: Callable, device: str) -> Callable:
-    """A function of modules and tensors on this kind of device; a module comes as an argument, so that copies of a
+    """A compiled function of modules and tensors for this kind of device. Modules are arguments, so that copies of a
     policy share the program."""
     if device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
         raise ConfigError(

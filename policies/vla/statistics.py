@@ -1,9 +1,9 @@
-"""The ranges or moments of the numbers a model was trained on, and how its units become the robot's and back.
+"""The ranges or moments of a model's training data, and the conversion between its units and the robot's.
 
-Of a model that was not published the ranges are those of some demonstrations, or plain ones. They are buffers of the
-policy and so travel with its weights, from imitation to RL and to acting.
+For an unpublished model the ranges come from demonstrations, or are [-1, 1]. They are buffers of the policy, so they
+are stored with its weights, from imitation to RL and acting.
 
-What surprises: some families add a small number to the width of a range (`slack`), others do not.
+Some families add a small number to the width of a range (`slack`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BOUNDS = {"quantiles": ("q01", "q99"), "extremes": ("min", "max")}
 
 GRIPPERS = {
     "as_is": lambda x: x,
-    "libero": lambda x: -np.sign(2 * x - 1),  # stored 0 closed, 1 open; the robot takes 1 to close
+    "libero": lambda x: -np.sign(2 * x - 1),  # stored: 0 closed, 1 open; the robot closes with 1
     "bridge": lambda x: np.where(x > 0.5, 1.0, -1.0),
 }
 STORED_GRIPPERS = {"as_is": lambda x: x, "libero": lambda x: (1 - x) / 2, "bridge": lambda x: (1 + x) / 2}  # and back
@@ -34,13 +34,13 @@ DATA_SET = Path("meta", "stats.json")  # in LeRobot's layout
 FEATURES = {"action": "action", "proprio": "observation.state"}
 FIGURES = ("q01", "q99", "min", "max")
 OWN = "own"
-RANGES = "ranges."  # how the names of these buffers begin
+RANGES = "ranges."  # prefix of these buffers' names
 Figures = dict[str, dict[str, Any]]  # "action" and "proprio" -> FIGURES -> numbers
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """The range that [-1, 1] stands for; numbers whose mask is False are not scaled. `slack` widens every range."""
+    """The range that is scaled to [-1, 1]; numbers whose mask is False are not scaled. `slack` widens every range."""
 
     low: np.ndarray
     high: np.ndarray
@@ -55,13 +55,13 @@ class Statistics:
         return np.where(self.mask, 0.5 * (numbers + 1) * self.width + self.low, numbers)
 
     def to_unit(self, numbers: np.ndarray) -> np.ndarray:
-        """Cut off at -1 and 1; -1 where a range has no width."""
+        """Scales to [-1, 1] with clipping; -1 if a range has no width."""
         width = np.where(self.width == 0, 1.0, self.width)
         return np.clip(np.where(self.mask, 2 * (numbers - self.low) / width - 1, numbers), -1, 1)
 
 
 def choose_key(norm_stats: dict[str, Any], key: str | None, where: str) -> str:
-    """The data set named `key`, which may be left out where there is only one."""
+    """The data set named `key`, which may be omitted if there is only one."""
     if key is None and len(norm_stats) > 1:
         raise ConfigError(
             f"{where} was trained on several data sets; choose one: policy.statistics="
@@ -102,7 +102,7 @@ def statistics_of(
 
 
 class Ranges(nn.Module):
-    """The ranges of a model that was not published."""
+    """The ranges of an unpublished model."""
 
     def __init__(self, figures: Figures) -> None:
         super().__init__()
@@ -120,7 +120,8 @@ class Ranges(nn.Module):
 
 
 def stated_ranges(published: dict[str, Any], asked: str | None, spec: EnvSpec) -> tuple[dict[str, Any], str | None]:
-    """Ranges by data set, and the chosen one: `asked` is one of those published, or the folder of a dataset."""
+    """Returns the ranges by data set, and the chosen data set: `asked` is a published one, or the folder of a
+    dataset."""
     folder = Path(asked) if asked and asked not in published and (not published or Path(asked).is_dir()) else None
     figures = demonstrated(folder, spec) if folder else {}
     if not published:
@@ -129,7 +130,7 @@ def stated_ranges(published: dict[str, Any], asked: str | None, spec: EnvSpec) -
 
 
 def plain(spec: EnvSpec) -> Figures:
-    """Actions are from -1 to 1, and what a robot feels within half a turn."""
+    """Default ranges: actions from -1 to 1, states within half a turn."""
     limits = {"action": (spec.action.dim, 1.0), "proprio": (spec.state_dim or 0, np.pi)}
     return {
         part: {name: [limit if name in ("q99", "max") else -limit] * count for name in FIGURES}
@@ -138,7 +139,7 @@ def plain(spec: EnvSpec) -> Figures:
 
 
 def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
-    """The figures of a dataset's actions and states."""
+    """The statistics of a dataset's actions and states."""
     counted = f"python -m embodied.datasets.quantiles {folder} writes it"
     if not (folder / DATA_SET).is_file():
         if (folder / "meta" / "info.json").is_file():
@@ -171,22 +172,22 @@ def are_finite(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(n) in (int, float) and np.isfinite(n) for n in numbers)
 
 
-# Flow matching normalises by affine scales: by mean and deviation, or from quantile to quantile, without a limit. Their
-# numbers are found in a published folder (openpi's assets/NAME/norm_stats.json, lerobot's normalising step), or in any
+# Flow matching normalises by affine scales: by mean and deviation, or from quantile to quantile, without clipping. The
+# numbers come from a published folder (openpi's assets/NAME/norm_stats.json, lerobot's normalisation step), or from a
 # dataset in LeRobot's layout.
 
 MEAN_STD, QUANTILES = "mean_std", "quantiles"
-SCALES = ("action_scale.", "state_scale.")  # how the names of these buffers begin
-SCALED = "action_scale.scale"  # a folder of ours has the numbers among its weights
+SCALES = ("action_scale.", "state_scale.")  # prefix of these buffers' names
+SCALED = "action_scale.scale"  # our folders have the numbers among their weights
 NORM_STATS, STEPS = "norm_stats.json", "policy_preprocessor.json"
 STATS_FILES = (NORM_STATS, f"assets/**/{NORM_STATS}", f"*/*/{NORM_STATS}")  # the last is RLinf's, ORG/NAME
 WANTED = {"state": ("state", "observation.state"), "actions": ("actions", "action")}  # openpi's name, lerobot's
-ZERO = 1e-9  # openpi's quantiles of zeros are about as far from zero as its histogram is fine
+ZERO = 1e-9  # tolerance: openpi's quantiles of constant zeros differ from zero by a histogram bin
 Moments = dict[str, dict[str, list[float]]]  # "state" and "actions" -> "mean", "std", "q01", "q99" -> numbers
 
 
 class Scale(nn.Module):
-    """Numbers of a robot are `unit * scale + shift`."""
+    """Converts: robot numbers are `unit * scale + shift`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ class Scale(nn.Module):
 
 
 def read_figures(path: Path) -> dict[str, Moments]:
-    """All that a folder holds, by name; empty where it holds none."""
+    """All statistics in a folder, by name; {} if there are none."""
     found = {}
     for file in sorted({file for pattern in STATS_FILES for file in path.glob(pattern)}):
         name = str(file.parent.relative_to(path)).removeprefix("assets").strip("/.")
@@ -230,7 +231,8 @@ def read_figures(path: Path) -> dict[str, Moments]:
 
 
 def figures_of(found: dict[str, Moments], where: str, name: str | None) -> tuple[Moments | None, str]:
-    """The figures `name` of those `found` at `where`, or of a dataset's folder of this name, and whose they are."""
+    """Returns the statistics `name` among those `found` at `where`, or in a dataset's folder of this name, and their
+    origin."""
     if name and name not in found and Path(name).is_dir():
         found, where, name = read_figures(Path(name)), name, None
         if not found:
@@ -244,13 +246,13 @@ def figures_of(found: dict[str, Moments], where: str, name: str | None) -> tuple
 
 
 def width_of(figures: dict[str, list[float]]) -> int:
-    """The count of numbers that the figures describe, without the zeros that fill them up to a model's width."""
+    """The number of dimensions of the statistics, without padding zeros."""
     columns = [enumerate(column, 1) for column in figures.values()]
     return max((at for column in columns for at, number in column if abs(number) > ZERO), default=0)
 
 
 def _state_files(path: Path) -> list[Path]:
-    """Files of the steps that normalise."""
+    """The files of normalisation steps."""
     try:
         steps = read_json(path).get("steps", [])
         files = [step.get("state_file") for step in steps if step.get("registry_name") == "normalizer_processor"]

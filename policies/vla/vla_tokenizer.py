@@ -1,4 +1,4 @@
-"""Words to ids: the tokenizer of a folder, hashed words for small models, and rows of unequal length side by side."""
+"""Words to ids: the tokenizer of a folder, hashed words for small models, and padding."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from embodied.policies.policy_folder import TOKENIZER
 
 class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, behind that of the beginning."""
+        """The ids of a text, after the begin token."""
         ...
 
 
 def fast_tokenizer(folder: Path | None, model: str, advice: str):
-    """The tokenizer that tokenizer.json of a published folder describes; `advice` says how to come by that file."""
+    """The tokenizer of a published folder's tokenizer.json; `advice` says where to get that file."""
     if folder is None:
         raise ConfigError(f"policy.preset=full has no vocabulary of its own; give policy.pretrained=FOLDER of {model}")
     path = folder / TOKENIZER
@@ -33,9 +33,9 @@ def fast_tokenizer(folder: Path | None, model: str, advice: str):
         ) from None
     try:
         found = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as err:  # the package knows no narrower one
+    except Exception as err:  # the package raises nothing more specific
         raise CheckpointError(f"{path} is damaged: {err}") from None
-    found.no_padding()  # a saved tokenizer may still pad or cut as it did in training
+    found.no_padding()  # a saved tokenizer may still pad or truncate as in training
     found.no_truncation()
     return found
 
@@ -48,8 +48,8 @@ def hashed_words(text: str, count: int) -> list[int]:
 def padded(
     sequences: list[list[int]], pad: int = 0, most: int | None = None, least: int = 0, in_front: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids [N, L] and which of them are there, of at most so many a row, and rows of at least so many. Padding comes
-    last, or with `in_front` right behind a row's first id."""
+    """Pads rows to ids [N, L] and a mask, with at most and at least so many ids per row. Padding comes last, or with
+    `in_front` after a row's first id."""
     rows = [sequence[:most] for sequence in sequences]
     width = max(least, *map(len, rows))
     ids, present = np.full((len(rows), width), pad, np.int64), np.zeros((len(rows), width), bool)
