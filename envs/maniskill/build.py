@@ -1,4 +1,4 @@
-"""Makes ManiSkill's own env for a config, and reads the numbers that it observes."""
+"""Builds ManiSkill's own env for a config."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ DOWNLOADS = "https://github.com/sapien-sim/physx-precompiled/releases/download"
 
 
 def draws_on_gpu() -> bool:
-    """True if this process has a GPU to draw on, and a driver for it; SAPIEN finds the one that CUDA sees. Containers
-    often lack the driver's graphics part: images are drawn on cores then."""
+    """True if this process can render on a GPU; SAPIEN uses the GPU that CUDA sees. Containers often lack the driver's
+    graphics part; images are then rendered on cores."""
     return bool(os.environ.get("EMBODIED_RENDER")) and has_nvidia()
 
 
 def gpu_draws() -> bool:
-    """Asks the simulator's GPU itself: its driver may compute alone."""
+    """True if the simulator's GPU can render: its driver may support computing only."""
     import sapien
 
     try:
         return sapien.Device("cuda").can_render()
-    except RuntimeError:  # there is none, which ManiSkill says when it looks for its physics
+    except RuntimeError:  # without a GPU ManiSkill raises its own error later
         return False
 
 
 def load_gpu_physics() -> None:
-    """Loads PhysX's library for GPUs, which SAPIEN downloads when it is first used: here by one process at a time."""
+    """Loads PhysX's library for GPUs. SAPIEN downloads it on first use, so one process loads it at a time."""
     import sapien.physx
 
     version = sapien.physx.version()
@@ -61,7 +61,7 @@ def load_gpu_physics() -> None:
 
 
 def render_backend(config: ManiSkillConfig) -> str:
-    """The device that draws, by ManiSkill's name. On a GPU that does not draw, states are observed without one."""
+    """ManiSkill's name of the render device; none for states on a GPU that cannot render."""
     if config.backend != "cuda":
         return "gpu" if draws_on_gpu() else "cpu"
     if gpu_draws():
@@ -104,7 +104,7 @@ def build(config: ManiSkillConfig, num_envs: int) -> list[Any]:
                     **({"object_set": config.object_set} if config.object_set else {}),
                     **({"image_region": config.image_region} if is_bridge(config.task) and config.image_region else {}),
                 )
-            except (AssertionError, NotImplementedError) as err:  # ManiSkill's words for options a task does not have
+            except (AssertionError, NotImplementedError) as err:  # raised by ManiSkill for options that a task lacks
                 raise refused(config, err) from None
 
         check_choices(config)

@@ -12,7 +12,7 @@ from embodied.core.options import Requirement
 from embodied.envs.common_config import PRIVILEGED, SIZE_HELP, CommonEnvConfig, ImageSize, Region, Tasks
 from embodied.envs.maniskill.bridge.bridge_tasks import asset_folder
 
-REWARD_MODES = ("normalized_dense", "dense", "sparse")  # of ManiSkill's own tasks
+REWARD_MODES = ("normalized_dense", "dense", "sparse")  # reward modes of ManiSkill's own tasks
 
 
 class ManiSkillConfig(CommonEnvConfig):
@@ -112,7 +112,7 @@ class ManiSkillConfig(CommonEnvConfig):
         return dict.fromkeys(self.cameras, self.image_size)
 
     def conflicts(self) -> Iterator[str]:
-        """Unknown modes as far as they are known without the simulator: a user's tasks may have others."""
+        """Yields mistakes that can be found without the simulator; a user's tasks may have other modes."""
         tasks = (self.task,) if isinstance(self.task, str) else self.task
         if self.reward_mode not in REWARD_MODES and not self.modules and not any(":" in task for task in tasks):
             yield (

@@ -1,8 +1,8 @@
-"""Building a ManiSkill env whose batched code runs on N CPU scenes in one process.
+"""Builds a ManiSkill env whose batched code runs on N CPU scenes in one process.
 
-ManiSkill refuses more than one env per process on a CPU, although its batched code would do. While an env is built, a
-few names of its modules are replaced so that it gets `BatchedCpuPhysics` where it expects the GPU's; then everything is
-put back. What the env looks up lazily is looked up once before that, so nothing of the replacement is needed later.
+ManiSkill refuses more than one env per process on a CPU, although its batched code would work. While an env is built,
+some names in its modules are replaced, so that it gets `BatchedCpuPhysics` instead of the GPU's physics. Lazy lookups
+are triggered before the names are restored.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from embodied.envs.maniskill.episode_draws import EpisodeDraws, RowsOfNormals, R
 from embodied.envs.maniskill.state_numbers import action_bounds, for_robots
 from embodied.envs.maniskill.tasks import DRAWING
 
-BETWEEN_STEPS = ("_before_simulation_step", "_after_simulation_step")  # what a task may do between physics steps
+BETWEEN_STEPS = ("_before_simulation_step", "_after_simulation_step")  # a task's code between physics steps
 RigidBody = sys.modules["mani_skill.utils.structs.base"].PhysxRigidBodyComponentStruct
 
 
 def make_batched(make, num_envs: int, look, trimmed: bool = True, planes: bool = False) -> Any:
-    """The env that `make(num_envs=...)` builds, unwrapped, reset once and ready; `look(env, info)` observes it.
-    `trimmed`: fetch only what the first steps read, for tasks that are known to read the same in all steps.
+    """Returns the env built by `make(num_envs=...)`, unwrapped and reset once; `look(env, info)` observes it.
+    `trimmed`: fetch only the values that the first steps read, for tasks that read the same values in all steps.
     `planes`: as in `replaced_names`."""
     with replaced_names(planes):
         env = make(num_envs=num_envs).unwrapped
@@ -51,7 +51,7 @@ def make_batched(make, num_envs: int, look, trimmed: bool = True, planes: bool =
         if trimmed:
             physics.watch()
         action = for_robots(env, torch.zeros((num_envs, len(action_bounds(env)[0]))))
-        for _ in range(2):  # everything that is looked up lazily, by the code that a rollout runs
+        for _ in range(2):  # triggers all lazy lookups by running a rollout's code
             look(env, env.step(action)[-1])
         env.reset(seed=0, options={"env_idx": torch.arange(num_envs)})
         if trimmed:
@@ -61,8 +61,8 @@ def make_batched(make, num_envs: int, look, trimmed: bool = True, planes: bool =
 
 @contextmanager
 def replaced_names(planes: bool) -> Iterator[None]:
-    """`planes`: the ground is in every scene. ManiSkill puts it into the first alone, since a GPU's scenes share it;
-    most listed tasks play on a table and never touch it."""
+    """Inside, names are replaced. `planes`: put the ground into every scene. ManiSkill puts it only into the first
+    scene, since scenes share it on a GPU; most listed tasks play on a table and never touch the ground."""
     changes = [
         (sapien.physx, "PhysxGpuSystem", BatchedCpuPhysics),
         (sapien_env, "CPU_SIM_BACKENDS", frozenset()),
@@ -115,8 +115,8 @@ SETUP_KINEMATICS = Kinematics._setup_cpu
 
 
 def solve_row_by_row(kinematics: Kinematics) -> None:
-    """Inverse kinematics as a single env has them on a CPU, one row after the other: where a pose is out of reach, the
-    arm stays where it is. ManiSkill's batched solver takes one step towards it instead, however far that leads."""
+    """Use a single env's inverse kinematics on a CPU, row by row: if a pose is out of reach, the arm does not move.
+    ManiSkill's batched solver would take an unlimited step towards the pose."""
     SETUP_KINEMATICS(kinematics)
     kinematics.compute_ik = partial(compute_ik, kinematics)
 
@@ -129,7 +129,7 @@ def compute_ik(
     current_pose: Any = None,
     solver_config: Any = None,
 ) -> torch.Tensor:
-    """Joint positions [N, J] that bring the hand to a pose, or a movement [N, 6] away from where it is."""
+    """Joint positions [N, J] that bring the hand to a pose, or by a movement [N, 6] from its current pose."""
     if is_delta_pose:
         turn = matrix_to_quaternion(euler_angles_to_matrix(pose[:, 3:], "XYZ"))
         pose = Pose.create_from_pq(current_pose.p + pose[:, :3], quaternion_multiply(turn, current_pose.q))
@@ -166,13 +166,13 @@ def named(prop: cached_property, name: str) -> cached_property:
     return prop
 
 
-# Beginning episodes in some rows, each from its own seed.
+# Resets of some rows, each from its own seed.
 #
-# ManiSkill's reset seeds one generator for all rows it resets together. Here every row is drawn alone from its own seed
-# (the same draws a single env seeded with it would make) and everything else is done once for all rows. Where a task's
-# code draws for all rows in one call, the rows' own draws are handed to it side by side.
+# ManiSkill's reset seeds one generator for all rows that it resets together. Here every row has its own seed and gets
+# the same draws as a single env with that seed; the rest is done once for all rows. If a task draws for all rows in one
+# call, it gets the rows' own draws stacked.
 
-# Tasks that draw once for all rows, in calls that follow on one another whatever was drawn.
+# Tasks that draw once for all rows, in a fixed sequence of calls.
 DRAWN_TOGETHER = (
     "PushCube-v1",
     "PullCube-v1",
@@ -186,7 +186,7 @@ DRAWN_TOGETHER = (
 
 @torch.no_grad()
 def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int], states: list[int]) -> dict[str, Any]:
-    """Reset these rows, to a task's stored states where these are not -1; returns ManiSkill's info of all rows."""
+    """Reset these rows, to a task's stored states if `states` are not -1; returns ManiSkill's info of all rows."""
     scene, physics = env.scene, env.scene.px
     on_cpu = isinstance(physics, BatchedCpuPhysics)
     mask = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
@@ -212,19 +212,19 @@ def begin_episodes(env: Any, rows: np.ndarray, seeds: list[int], states: list[in
         scene._gpu_fetch_all()
     controllers = env.agent.controller.values() if isinstance(env.agent.controller, dict) else [env.agent.controller]
     for controller in controllers:
-        controller.reset()  # with the mask: targets of rows that go on are theirs
+        controller.reset()  # with the mask: other rows keep their targets
     scene._reset_mask = torch.ones_like(mask)
     return env.get_info()
 
 
 def initialize_together(env: Any, rows: np.ndarray, seeds: list[int]) -> None:
-    """The very draws of `initialize_one_by_one`, in one call of the task's code."""
+    """The same draws as `initialize_one_by_one`, in one call of the task's code."""
     draws, before = EpisodeDraws(np.array(seeds)), env._episode_rng
     env._episode_seed[rows] = seeds
     env._episode_rng = RowsOfNormals(draws)
     with replaced_rand(RowsOfUniforms(draws, env.device)):
         env._initialize_episode(torch.as_tensor(rows, device=env.device), {})
-    env._episode_rng = before  # these tasks draw from it here only, and from the generators of single rows never
+    env._episode_rng = before  # these tasks use this generator only here, and never the generators of single rows
 
 
 def initialize_one_by_one(env: Any, rows: np.ndarray, seeds: list[int], states: list[int], mask: torch.Tensor) -> None:
@@ -255,7 +255,7 @@ def replaced_rand(rand: Any) -> Iterator[None]:
 
 @contextmanager
 def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
-    """A function that seeds what ManiSkill draws from; afterwards torch's generators are as they were."""
+    """Yields a function that seeds ManiSkill's generators; afterwards torch's generators are restored."""
     with DRAWING:
         if device.type == "cpu":  # torch.manual_seed would also write a stack trace for an absent GPU: 0.5 ms
             before = torch.default_generator.get_state()

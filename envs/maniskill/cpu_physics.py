@@ -1,10 +1,10 @@
 """N PhysX CPU scenes behind the buffer interface of SAPIEN's GPU physics system.
 
-ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on)
-and asks the physics system to fetch them from, or apply them to, the simulator. Here the arrays are plain memory and
-fetch and apply copy row by row. Only rows that changed are applied, and after a step only what moves and is read is
-fetched: see `watch`, `settle` and `refresh`. A scene takes all physics steps of an env step in a row, while its data
-are in the core's cache: see `step`.
+ManiSkill's batched code reads and writes whole arrays of poses and joint positions ("cuda_rigid_body_data" and so on),
+and calls the physics system to fetch them from the simulator or apply them to it. Here the arrays are ordinary memory,
+and fetch and apply copy row by row. Only changed rows are applied, and after a step only moving values that are read
+are fetched: see `watch`, `settle` and `refresh`. A scene takes all physics steps of an env step in sequence, while its
+data are in the core's cache: see `step`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ POSE, TWIST = slice(0, 7), slice(7, 13)
 
 
 class Buffer:
-    """One array with ManiSkill's accessor; `readers`, where set, collects (row read, whether its velocity as well)."""
+    """An array with ManiSkill's accessor; `readers`, if set, collects (row read, True if also its velocity)."""
 
     def __init__(self, rows: int, width: int) -> None:
         self.np = np.zeros((rows, width), np.float32)
-        self.applied = np.zeros_like(self.np)  # the simulator's last known values
+        self.applied = np.zeros_like(self.np)  # last values in common with the simulator
         self.tensor = torch.from_numpy(self.np)
         self.readers: set[tuple[int, bool]] | None = None
 
@@ -34,7 +34,7 @@ class Buffer:
         return Watched.over(self)
 
     def changed(self) -> np.ndarray:
-        """Rows that were written since the simulator last agreed."""
+        """Rows that were written since the last apply or fetch."""
         rows = np.flatnonzero(self.differs().any(axis=1))
         self.applied[rows] = self.np[rows]
         return rows
@@ -45,7 +45,7 @@ class Buffer:
 
 
 class Watched(torch.Tensor):
-    """A view of the body buffer that notes which rows it is read with, and whether beyond the pose."""
+    """A view of the body buffer that records the rows that are read, and whether velocities are read."""
 
     buffer: Buffer
 
@@ -67,13 +67,13 @@ class Watched(torch.Tensor):
 
 
 class BatchedCpuPhysics:
-    """Looks to ManiSkill like `sapien.physx.PhysxGpuSystem`; `scenes[i]` is env i with a PhysxCpuSystem of its own."""
+    """Has the interface of `sapien.physx.PhysxGpuSystem`; `scenes[i]` is env i with its own PhysxCpuSystem."""
 
     def __init__(self, scenes: list[sapien.Scene]) -> None:
         self.scenes = scenes
         self.systems = [scene.physx_system for scene in scenes]
-        self.owed = 0  # steps that the active envs have not taken yet
-        self.puts_off = True  # false: every step at once, for a task with code between steps, which may read anything
+        self.owed = 0  # postponed steps of the active envs
+        self.puts_off = True  # False: take every step at once, for tasks with code between steps
 
     @property
     def timestep(self) -> float:
@@ -117,7 +117,7 @@ class BatchedCpuPhysics:
         for name in ("target_qpos", "target_qvel"):
             self._buffer(name).applied[:] = np.nan  # the simulator's drive targets are unknown
         self.is_kinematic = [bool(body.kinematic) for body in self.bodies[: self.num_free]]
-        self.rows_of: list[list[int]] = [[] for _ in self.systems]  # bodies of each env
+        self.rows_of: list[list[int]] = [[] for _ in self.systems]  # body rows of each env
         for row, env in enumerate(self.env_of):
             self.rows_of[env].append(row)
         data = self.cuda_rigid_body_data.np
@@ -129,8 +129,7 @@ class BatchedCpuPhysics:
         self.refresh(range(len(self.systems)))
 
     def advance_only(self, envs: list[int]) -> None:
-        """Let `step` advance these envs alone from now on; other envs stand still, and none of their values are
-        fetched."""
+        """From now on `step` advances only these envs; other envs stand still, and their values are not fetched."""
         if envs == self.active:
             return
         self.catch_up()
@@ -150,7 +149,8 @@ class BatchedCpuPhysics:
         self.cuda_rigid_body_data.readers = set()
 
     def settle(self) -> None:
-        """Let a step fetch only what moves and was read. The rest shows NaN: a late reader fails loudly."""
+        """From now on a step fetches only moving values that were read before. Other values are NaN, so that later
+        reads are noticed."""
         noted = self.cuda_rigid_body_data.readers or set()
         self.cuda_rigid_body_data.readers = None
         still = {row for row in range(self.num_free) if self.is_kinematic[row]}
@@ -167,7 +167,7 @@ class BatchedCpuPhysics:
         self._hide(self.all_rows)
 
     def refresh(self, envs: Iterable[int]) -> None:
-        """Fetch all values of these envs, also those that a step leaves out: before and after writes."""
+        """Fetch all values of these envs, also those that steps omit: before and after writes."""
         chosen = set(envs)
         rows = [row for env in chosen for row in self.rows_of[env]]
         self._fetch_poses(rows, chosen)
@@ -177,7 +177,7 @@ class BatchedCpuPhysics:
         self._fetch_joints("qvel", articulations)
 
     def hide_unread(self, envs: Iterable[int]) -> None:
-        """Put NaN back where a step would leave yesterday's values."""
+        """Set values that steps do not fetch to NaN again."""
         self._hide([row for env in envs for row in self.rows_of[env]])
 
     def _hide(self, rows: list[int]) -> None:
@@ -192,12 +192,12 @@ class BatchedCpuPhysics:
         self._fetch_velocities(self._moving_now)
 
     def gpu_fetch_articulation_link_pose(self) -> None:
-        """Comes with the bodies; where all of them are links, nobody asks for those."""
+        """Fetched with the bodies; if all bodies are links, ManiSkill does not request those."""
         if not self.num_free:
             self.gpu_fetch_rigid_dynamic_data()
 
     def gpu_fetch_articulation_link_velocity(self) -> None:
-        """Comes with the bodies."""
+        """Fetched with the bodies."""
 
     def gpu_update_articulation_kinematics(self) -> None:
         """The CPU's articulations follow their joints at once."""
@@ -212,10 +212,10 @@ class BatchedCpuPhysics:
         """Nothing in the allowed tasks reads accelerations."""
 
     def gpu_fetch_articulation_target_qpos(self) -> None:
-        """Targets are only written by us."""
+        """Nothing else writes targets."""
 
     def gpu_fetch_articulation_target_qvel(self) -> None:
-        """Targets are only written by us."""
+        """Nothing else writes targets."""
 
     def _fetch_joints(self, name: str, rows: list[int]) -> None:
         self.catch_up()
@@ -311,7 +311,7 @@ class BatchedCpuPhysics:
     # stepping and contacts
 
     def step(self) -> None:
-        """Postpone a step until the next read or write of the simulator's state."""
+        """Postpone a step until the simulator's state is next read or written."""
         self.gpu_apply_articulation_target_position()
         self.gpu_apply_articulation_target_velocity()
         self.owed += 1
@@ -319,7 +319,7 @@ class BatchedCpuPhysics:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Take the steps that were put off, all of one env's before the next one's."""
+        """Take the postponed steps, all of one env before those of the next."""
         steps, self.owed = range(self.owed), 0
         if steps:
             for env in self.active:
@@ -350,7 +350,7 @@ class BatchedCpuPhysics:
 
 
 class PairImpulses:
-    """A query of ManiSkill's: the impulse between two bodies in every env."""
+    """ManiSkill's query for the impulse between two bodies in every env."""
 
     def __init__(self, pairs: list[tuple[Any, Any]], envs: list[int]) -> None:
         self.pairs, self.envs = pairs, envs

@@ -1,10 +1,10 @@
 """ManiSkill tasks from states and images, on the CPU or on ManiSkill's own GPU physics.
 
-Three backends: `cpu_batched` (many envs in one process, for tasks where that was proven equal), `cpu` (plain ManiSkill
-envs one after the other) and `cuda`. No row is reset here by itself: `vector_env.py` lets a finished one stand still,
-`episode_player.py` keeps its final observation and begins the next episode. Whatever the backend, an episode's initial
-state follows from its own seed, never from which other rows are reset with it: ManiSkill draws from torch's global
-generator, so each row's draw gets a generator of its own.
+There are three backends: `cpu_batched` (many envs in one process, for tasks for which this is proven equal), `cpu`
+(plain ManiSkill envs one after the other) and `cuda`. Rows are not reset automatically: `vector_env.py` lets a finished
+row stand still, `episode_player.py` keeps its final observation and begins the next episode. With every backend an
+episode's initial state depends only on its own seed: ManiSkill draws from torch's global generator, so each row gets a
+generator of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from embodied.envs.own_modules import explained, try_out
 from embodied.envs.vector_env import StepResult, VectorEnv
 from embodied.system.vulkan_driver import ensure_vulkan
 
-PROOF_S = 60.0  # for which a training looks whether batched physics is equal for its task
+PROOF_S = 60.0  # time limit of a training run for proving that batched physics is equal for its task
 RULES = "every episode is played to the step limit, whatever happens; objects that a task draws are drawn anew"
 TO_THE_END = {"on_success": "continue", "on_failure": "continue", "solver_iterations": None}
 PROTOCOL = EvaluationProtocol("maniskill-v1", RULES, TO_THE_END)
@@ -53,7 +53,7 @@ class ManiSkillEnv(VectorEnv):
     catalogue = "ManiSkill"
     other_folder = "MS_ASSET_DIR=folder with data/"
 
-    # What the class knows of a recipe, before anything is built
+    # Class methods, before an env is built
 
     @classmethod
     def plays_together(cls, config: ManiSkillConfig) -> bool:
@@ -65,7 +65,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def missing_files(cls, config: ManiSkillConfig, machine: Any) -> dict[str, str]:
-        """Files of the bridge tasks; what others need only ManiSkill knows."""
+        """Missing files of the bridge tasks; only ManiSkill knows those of other tasks."""
         here = asset_folder(machine.environ)
         tasks = [task for task in cls.tasks(config) if is_bridge(task)]
         return {asset: source_of(asset) for task in tasks for asset in absent(task, here, machine.exists)}
@@ -99,7 +99,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def proven(cls, config: ManiSkillConfig, proofs: Path) -> ManiSkillConfig:
-        """The config with batched physics where a proof is kept here; refused where it is asked for without one."""
+        """The config with batched physics if there is a stored proof; refuses cpu_batched without a proof."""
         if config.backend not in ("cpu_batched", "auto") or not isinstance(config.task, str) or is_listed(config):
             return config
         from embodied.envs.maniskill.equality_proof import read_proof
@@ -119,7 +119,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def seek_proof(cls, config: ManiSkillConfig, proofs: Path, say: Callable[[str], object]) -> None:
-        """Find out, for at most PROOF_S, whether batched physics is equal for a task of which nothing is known yet."""
+        """For an unproven task, find out within PROOF_S whether batched physics is equal."""
         if config.backend != "auto" or not isinstance(config.task, str) or is_listed(config):
             return
         from embodied.envs.maniskill.equality_proof import prove_within, read_proof
@@ -137,7 +137,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def remarks(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
-        """Step limits that are not the task's, and what playing single envs costs."""
+        """Remarks on changed step limits and on the cost of single envs."""
         lines = []
         own = BATCHED_TASKS.get(config.task) or find_task(config.task).max_episode_steps
         if config.max_episode_steps not in (None, own):
@@ -156,7 +156,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def rehearse(cls, config: ManiSkillConfig) -> None:
-        """Build one env, which only then knows its control modes and cameras; of listed tasks they are known."""
+        """Build one env to check control modes and cameras, unless the task is listed."""
         plain = config.reward == "own" and not (config.cameras or config.modules or config.robot)
         if plain and is_listed(config):
             return
@@ -178,7 +178,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def prove(cls, config: ManiSkillConfig, proofs: Path) -> list[str]:
-        """Play batched and single envs, and keep whether they are equal."""
+        """Compare batched with single envs, and store the result."""
         from embodied.envs.maniskill.equality_proof import figures, prove
 
         config = config.model_copy(update={"control_mode": control_of(config)})
@@ -208,7 +208,7 @@ class ManiSkillEnv(VectorEnv):
         from embodied.envs.maniskill.expert import ManiSkillExpert
         from embodied.envs.maniskill.motion_planner import PlannerExpert
 
-        config = cls.resolve(config)  # experts look at the control mode
+        config = cls.resolve(config)  # experts need the control mode
         if kind == "planner":
             PlannerExpert.check(config)
         elif not all(is_bridge(task) for task in cls.tasks(config)):
@@ -261,7 +261,7 @@ class ManiSkillEnv(VectorEnv):
         for each in self.envs:
             self._prepare(each)
         self._numbers = {name: np.zeros((num_envs, part.shape[-1]), np.float32) for name, part in seen.items()}
-        self._info_now: dict[str, Any] | None = None  # of the batched env, while its state is not observed yet
+        self._info_now: dict[str, Any] | None = None  # info of the batched env until its state is observed
         self._cameras: dict[int, Any] = {}
 
     @property
@@ -289,7 +289,7 @@ class ManiSkillEnv(VectorEnv):
             with DRAWING:
                 obs, info = self.envs[row].reset(seed=episode.seed, options=chosen)
             if info["reconfigure"]:
-                self._cameras.pop(row, None)  # it looked into the scene that is gone
+                self._cameras.pop(row, None)  # its scene no longer exists
                 self._prepare(self.envs[row])
             self._see(row, obs, info)
             success[i] = bool(info.get("success", False))
@@ -308,7 +308,7 @@ class ManiSkillEnv(VectorEnv):
         return StepResult(rewards, self._ends(failed), success if self.env_spec.has_success else None)
 
     def _step_batch(self, actions: np.ndarray, active: np.ndarray) -> StepResult:
-        """ManiSkill's own step without the observation, which is wanted only at the end of a chunk."""
+        """ManiSkill's own step without an observation, which is needed only at the end of a chunk."""
         import torch
 
         env = self.envs[0]
@@ -328,7 +328,7 @@ class ManiSkillEnv(VectorEnv):
         return StepResult(given(reward), self._ends(failed), success)
 
     def _ends(self, failed: Array | None) -> Array:
-        """Failures that end episodes; nothing on a device where there are none."""
+        """Failures that end episodes; without failures no data leaves the device."""
         ends = failed is not None and self.config.on_failure == "terminate"
         return failed if ends else np.zeros(self.num_envs, bool)
 
@@ -353,14 +353,14 @@ class ManiSkillEnv(VectorEnv):
         return [text for env in self.envs for text in env.get_language_instruction()]
 
     def _see(self, row: int, obs: Any, info: dict[str, Any]) -> None:
-        """Keep the numbers of a plain env, which has computed all of a full state already."""
+        """Keep the numbers of a plain env, which has already computed a full state."""
         whole = self.config.state == "full" and not self.config.relative_positions
         seen = {"state": obs} if whole else self._numbers_of(self.envs[row], info)
         for name, part in seen.items():
             self._numbers[name][row] = host(part)[0]
 
     def _prepare(self, env: Any) -> None:
-        """Change what a scene needs changed after ManiSkill has built it."""
+        """Adjust a scene after ManiSkill has built it."""
         if self.config.fast_images:
             from embodied.envs.maniskill.images import thin
 

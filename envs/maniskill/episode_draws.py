@@ -1,8 +1,8 @@
 """The first random numbers of many generators at once, each seeded for one env row.
 
-ManiSkill draws initial states with `torch.rand` and with `numpy.random.RandomState.normal`. Both are Mersenne Twisters,
-and both turn a seed into the same words. Building two generators a row costs 150 us; the words of all rows together
-cost about a microsecond a row. The numbers are the generators' own, bit for bit.
+ManiSkill draws initial states with `torch.rand` and with `numpy.random.RandomState.normal`. Both are Mersenne Twisters
+with the same words for a seed. Building two generators per row takes 150 us; computing the words of all rows together
+takes about a microsecond per row. The numbers equal the generators' bit for bit.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from scipy.special import xlogy
 
-FEW_ROWS = 96  # below, a generator seeded again for each row is faster
-STATE, SHIFT = 624, 397  # words of a Mersenne Twister, and how far apart it mixes them
-WORDS = STATE - SHIFT  # that depend on the seed's own state alone
-SPARE_PAIRS = 7  # attempts beyond the wanted pairs of normal numbers; about one row in 1,000 needs more
+FEW_ROWS = 96  # with fewer rows, reseeding a generator for each row is faster
+STATE, SHIFT = 624, 397  # words of a Mersenne Twister's state, and the offset at which it mixes them
+WORDS = STATE - SHIFT  # number of first words that depend only on the initial state
+SPARE_PAIRS = 7  # extra attempts at pairs of normal numbers; about one row in 1,000 needs more
 TORCH_RAND = torch.rand
 
 
@@ -52,7 +52,7 @@ class EpisodeDraws:
         complete = order[-1] >= pairs
         row, attempt = np.nonzero((accepted & (order <= pairs) & complete).T)
         chosen = radius[attempt, row]
-        logs = xlogy(1.0, chosen)  # the C library's, as generators take them; NumPy's own differ in the last bit
+        logs = xlogy(1.0, chosen)  # the C library's log, as in the generators; NumPy's differs in the last bit
         factor = np.sqrt(-2.0 * logs / chosen)
         numbers = np.stack([factor * second[attempt, row], factor * first[attempt, row]], axis=1)
         numbers = numbers.reshape(-1, 2 * pairs)[:, :count]
@@ -79,13 +79,13 @@ def normals_one_by_one(seeds: np.ndarray, count: int) -> np.ndarray:
 
 
 def halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """27 and 26 bits of each pair of words, which make a number of 53 bits."""
+    """27 and 26 bits of each pair of words, which form a number of 53 bits."""
     return words[0::2] >> np.uint32(5), words[1::2] >> np.uint32(6)
 
 
 def twister_words(seeds: np.ndarray, count: int) -> np.ndarray:
     """uint32 [count, rows], of Mersenne Twisters seeded with `seeds`; `count` is at most WORDS."""
-    block = np.empty((2 * count + 4, len(seeds)), np.uint32)  # of one piece: apart they were twice as slow
+    block = np.empty((2 * count + 4, len(seeds)), np.uint32)  # one array: separate arrays were twice as slow
     first, passed, later, mixed = block[: count + 1], block[count + 1 : count + 3], block[count + 3 : -1], block[-1]
     state = [*first, *(passed[place % 2] for place in range(SHIFT - count - 1)), *later]
     first[0] = seeds
@@ -112,7 +112,7 @@ class RowsOfUniforms:
 
     def __init__(self, draws: EpisodeDraws, device: torch.device) -> None:
         self.draws, self.device = draws, device
-        self.num_drawn = 0  # by each row
+        self.num_drawn = 0  # numbers drawn by each row
 
     def __call__(self, *size: Any, **options: Any) -> torch.Tensor:
         size = options.get("size", size)
@@ -127,7 +127,7 @@ class RowsOfNormals:
 
     def __init__(self, draws: EpisodeDraws) -> None:
         self.draws = draws
-        self.num_drawn = 0  # by each row
+        self.num_drawn = 0  # numbers drawn by each row
 
     def normal(self, mean: float, deviation: float, size: tuple[int, ...]) -> np.ndarray:
         check_rows(size, self.draws)

@@ -1,8 +1,9 @@
-"""Is batched physics equal to single envs for a task? Played both ways, compared, timed, and kept for this machine.
+"""Checks whether batched physics equals single envs for a task: plays both, compares and times them, and stores the
+result.
 
-For tasks that come with ManiSkill the answer is in `BATCHED_TASKS`; for others `python -m embodied.check`, or the first
-training within a minute, writes a proof beside the profiles. It holds for the source of the task (its classes, own
-robots, `env.modules`), the versions of the simulator, and the options that decide what is simulated and rewarded.
+`BATCHED_TASKS` has the result for ManiSkill's own tasks; for other tasks `python -m embodied.check`, or the first
+training within a minute, writes a proof beside the profiles. A proof is valid for the source of the task (its classes,
+own robots, `env.modules`), the versions of the simulator, and the options that change simulation or rewards.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ OURS = ("mani_skill", "embodied")
 @dataclass(frozen=True)
 class Proof:
     equal: bool
-    problem: str  # why batched physics cannot be used; empty where it is equal
+    problem: str  # why batched physics cannot be used; "" if it is equal
     worst: dict[str, float]  # the largest differences
     speedup: float | None  # batched to single, at TIMED_ROWS rows on this machine
     date: str
 
 
 def compare(env_class: type[VectorEnv], config: ManiSkillConfig) -> tuple[dict[str, Any], list[VectorEnv]]:
-    """The largest differences over whole episodes in ROWS rows: all together, then two that begin while others go on.
-    Returns also the envs, the batched one first."""
-    if is_bridge(config.task):  # else random actions ask for a metre, which is out of reach: the arm would never move
+    """Returns the largest differences over whole episodes in ROWS rows: all rows together, then two rows that begin
+    while the others continue. Also returns the envs, the batched one first."""
+    if is_bridge(config.task):  # otherwise random actions mean a metre, which is out of reach: the arm would never move
         config = config.model_copy(update={"action_units": (FASTEST, FASTEST_TURN)})
     both = [config.model_copy(update={"backend": name, "on_success": "continue"}) for name in ("cpu_batched", "cpu")]
     envs = [env_class(one, ROWS) for one in both]
@@ -70,7 +71,7 @@ def compare(env_class: type[VectorEnv], config: ManiSkillConfig) -> tuple[dict[s
 
 
 def play(envs: list[VectorEnv], rows: Any, seed: int, steps: int, rng: Any, worst: dict[str, Any]) -> None:
-    """Begin episodes in these rows and move all of them at random, noting the largest differences."""
+    """Begin episodes in these rows, take random actions in all rows, and record the largest differences."""
     mask = np.isin(np.arange(ROWS), list(rows))
     episodes = [EpisodeSpec("", -1, seed + row, row) if mask[row] else None for row in range(ROWS)]
     a, b = (env.reset(options={"reset_mask": mask, "episodes": episodes})[0]["state"] for env in envs)
@@ -92,7 +93,7 @@ def larger(worst: float, difference: np.ndarray) -> float:
 
 
 def prove(env_class: type[VectorEnv], config: ManiSkillConfig, folder: Path) -> tuple[Proof, Path]:
-    """Compare and time, and keep the answer in this folder."""
+    """Compare and time, and store the result in this folder."""
     from embodied.envs.env_checker import check_vector_env
 
     worst, speedup, problem = {}, None, ""
@@ -129,7 +130,7 @@ prove(env_class(config), config, Path(sys.argv[2]))
 
 
 def prove_within(limit_s: float, config: ManiSkillConfig, folder: Path) -> Proof:
-    """The same without images, in a process of its own that has so many seconds. The answer is kept in any case."""
+    """The same without images, in a separate process with a time limit. The result is stored in any case."""
     plain = config.model_copy(update={"cameras": (), "privileged": False, "image_fov": None, "image_region": None})
     command = [sys.executable, "-c", PROVE, plain.model_dump_json(), str(folder.absolute())]
     process = subprocess.Popen(
@@ -167,7 +168,7 @@ def speed(env: VectorEnv) -> float:
 
 
 def read_proof(config: ManiSkillConfig, folder: Path) -> Proof | None:
-    """The proof of this task as it is now; None if there is none, or the task has changed since."""
+    """The proof of this task; None if there is none or the task has changed."""
     path = proof_path(config, folder)
     if not path.is_file():
         return None
@@ -180,7 +181,7 @@ def read_proof(config: ManiSkillConfig, folder: Path) -> Proof | None:
 
 def proof_path(config: ManiSkillConfig, folder: Path) -> Path:
     said = config.model_dump(mode="json", include=set(DECIDES))
-    said["task"] = name = find_task(config.task).uid  # its class and its name mean the same task
+    said["task"] = name = find_task(config.task).uid  # its class and its name denote the same task
     digest = hashlib.sha256(json.dumps([said, versions()], sort_keys=True).encode())
     for path in sources(config):
         digest.update(path.read_bytes())
@@ -192,7 +193,7 @@ def versions() -> dict[str, str]:
 
 
 def sources(config: ManiSkillConfig) -> list[Path]:
-    """The files that say what the task is: of its classes, of robots that are not ManiSkill's, of `env.modules`."""
+    """The source files of the task: of its classes, of robots outside ManiSkill, of `env.modules`."""
     found = {*files(find_task(config.task).cls)}
     from mani_skill.agents.registration import REGISTERED_AGENTS
 
@@ -211,7 +212,7 @@ def files(cls: type) -> Iterator[Path]:
 
 
 def cost_of_single(config: ManiSkillConfig, proofs: Path) -> str:
-    """The factor by which single envs are slower than a batch, where that was measured."""
+    """Says how much slower single envs are than a batch, if measured."""
     found = None if is_listed(config) else read_proof(config, proofs)
     if found is None:
         gain = (

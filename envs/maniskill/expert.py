@@ -1,8 +1,8 @@
-"""Experts for ManiSkill tasks: rules from where things are to where the hand should go, for all rows at once.
+"""Experts for ManiSkill tasks: rules that map positions of objects to a target of the hand, for all rows at once.
 
-They remember nothing: what to do next follows from the state alone, so an expert recovers from whatever happened before
-and a policy can imitate it. ManiSkill's own planners take longer than these tasks' step limits allow. Positions are in
-metres, from the base of the arm that a rule moves, x pointing ahead.
+Rules have no memory: the next action follows from the state alone, so an expert recovers from disturbances and a policy
+can imitate it. ManiSkill's own planners exceed these tasks' step limits. Positions are in metres, relative to the base
+of the moved arm, x pointing ahead.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
     from embodied.envs.maniskill.config import ManiSkillConfig
     from embodied.envs.maniskill.env import ManiSkillEnv
 
-MOST = 0.1  # radians of a joint that an action of 1 asks for
+MOST = 0.1  # radians of a joint for an action of 1
 GAIN, TURN_GAIN = 2.0, 1.5  # the controller covers only part of the requested movement within an env step
-FASTEST = 0.12  # metres asked for at most in an env step
+FASTEST = 0.12  # largest movement per env step, in metres
 OPEN, CLOSE = 1.0, -1.0
-Width = tuple[float | np.ndarray, float | np.ndarray]  # a finger's opening: at most, at least
+Width = tuple[float | np.ndarray, float | np.ndarray]  # a finger's opening: (largest, smallest)
 DOWN = (0.0, 0.0, -1.0)
-HALF = 0.02  # of a cube's side
-MIDDLE = 0.75  # of the table, from the base of each of two arms
-HELD = 0.024, 0.013  # a finger's opening while it holds a cube: at most, at least
-HANDLE, TOOL_HALF = (0.029, 0.02), 0.025  # the same while it holds the L or a peg; half of what these are high
-PEG_HALF, PEG_GRIP = 0.12, 0.09  # of its length; from its middle to where it is gripped
-SOFTLY = 0.24  # fingers that hold a peg and let it turn between them
+HALF = 0.02  # half of a cube's side
+MIDDLE = 0.75  # the table's middle, from the base of each of two arms
+HELD = 0.024, 0.013  # a finger's opening while it holds a cube: largest, smallest
+HANDLE, TOOL_HALF = (0.029, 0.02), 0.025  # the same for the L or a peg; half of their height
+PEG_HALF, PEG_GRIP = 0.12, 0.09  # half of its length; distance from its middle to the grip
+SOFTLY = 0.24  # grip of fingers that let a peg turn between them
 ABOVE = 0.07  # the height over a cube from which the hand comes down
 
 
 @dataclass(frozen=True)
 class World:
-    """The positions that the rules read: arrays with one row per env."""
+    """The positions that rules read: arrays with one row per env."""
 
     hand: np.ndarray  # [N, 3], the point between the fingers
     turned: np.ndarray  # [N, 3, 3], second column: the axis along which the fingers close
     jacobian: np.ndarray  # [N, 6, 7]
     finger: np.ndarray  # [N], opening of a finger, 0 to 0.04
-    place: Callable[[str], np.ndarray]  # name of a thing or a pose -> [N, 3]
+    place: Callable[[str], np.ndarray]  # name of an object or pose -> [N, 3]
     axis: Callable[[str], np.ndarray]  # the same -> [N, 2], one of its horizontal axes
     along: Callable[[str], np.ndarray]  # the same -> [N, 3], its x axis
     numbers: Callable[[str], np.ndarray]  # name of a drawn property, such as sizes -> [N, ...]
@@ -52,7 +52,8 @@ class World:
 
 @dataclass(frozen=True)
 class HandTarget:
-    """The hand's target, the axis along which its fingers should close, whether they should, and where they point."""
+    """The hand's target: its position, the axis along which the fingers close, whether they close, and their
+    direction."""
 
     hand: np.ndarray  # [N, 3]
     closing: np.ndarray  # [N, 2]
@@ -76,7 +77,7 @@ class ManiSkillExpert:
             )
 
     def begin(self, rows: np.ndarray) -> None:
-        """Nothing to remember."""
+        """Rules have no memory."""
 
     def act(self) -> np.ndarray:
         """[N, A]: the actions of all arms, one after the other."""
@@ -90,7 +91,7 @@ def move(world: World, rule: Callable[[World], HandTarget]) -> np.ndarray:
     far *= np.minimum(1.0, FASTEST / np.maximum(np.linalg.norm(far, axis=1, keepdims=True), 1e-9))
     twist = np.concatenate([far, TURN_GAIN * turn_to(world.turned, wish.closing, wish.pointing)], axis=1)
     joints = panda.joint_step(world.jacobian, twist) / MOST
-    joints[:, :-1] /= np.maximum(1.0, np.abs(joints[:, :-1]).max(axis=1, keepdims=True))  # the last only turns
+    joints[:, :-1] /= np.maximum(1.0, np.abs(joints[:, :-1]).max(axis=1, keepdims=True))  # the last joint only turns
     joints = np.clip(joints, -1.0, 1.0)
     return np.concatenate([joints, wish.grip[:, None]], axis=1).astype(np.float32)
 
@@ -125,20 +126,20 @@ def look(env: ManiSkillEnv, arm: int) -> World:
 
 
 def seen(vectors: np.ndarray, ahead: np.ndarray) -> np.ndarray:
-    """Vectors [N, 2 or 3] of the table, as an arm sees them that looks `ahead` [N, 2]."""
+    """Rotates vectors [N, 2 or 3] into the frame of an arm that looks `ahead` [N, 2]."""
     x = (vectors[:, :2] * ahead).sum(1)
     y = vectors[:, 1] * ahead[:, 0] - vectors[:, 0] * ahead[:, 1]
     return np.column_stack([x, y, vectors[:, 2:]])
 
 
 def horizontal_axis(quaternion: np.ndarray) -> np.ndarray:
-    """[N, 2]: where the x axis points, seen from above, of something turned about the vertical."""
+    """[N, 2]: the horizontal direction of the x axis of an object rotated about the vertical."""
     axis = x_axis(quaternion)[:, :2]
     return axis / np.maximum(np.linalg.norm(axis, axis=1, keepdims=True), 1e-9)
 
 
 def x_axis(quaternion: np.ndarray) -> np.ndarray:
-    """[N, 3]: where the x axis of something turned points."""
+    """[N, 3]: the direction of the x axis of a rotated object."""
     w, x, y, z = quaternion.T
     return np.stack([1 - 2 * (y * y + z * z), 2 * (x * y + w * z), 2 * (x * z - w * y)], axis=1)
 
@@ -153,14 +154,14 @@ def turn_to(turned: np.ndarray, closing: np.ndarray, pointing: np.ndarray | tupl
 
 
 def level_across(axis: np.ndarray) -> np.ndarray:
-    """[N, 2]: horizontally across an axis [N, 3]."""
+    """[N, 2]: the horizontal direction perpendicular to an axis [N, 3]."""
     across = np.column_stack([-axis[:, 1], axis[:, 0]])
     return across / np.maximum(np.linalg.norm(across, axis=1, keepdims=True), 1e-9)
 
 
 def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None) -> np.ndarray:
-    """[N, 2]: which of a cube's two pairs of sides to grasp: the one that needs less turning, unless the fingers would
-    come near `avoid` [N, 2] (from the cube to something else)."""
+    """[N, 2]: the pair of a cube's sides to grasp: the pair that needs less turning, unless the fingers would come near
+    `avoid` [N, 2] (a vector from the cube to another object)."""
     other = np.stack([-axis[:, 1], axis[:, 0]], axis=1)
     now = world.turned[:, :2, 1]
     cost = [-np.abs((side * now).sum(1)) for side in (axis, other)]
@@ -176,7 +177,7 @@ def nearest_side(world: World, axis: np.ndarray, avoid: np.ndarray | None = None
 
 
 def pick(world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD) -> tuple[np.ndarray, HandTarget]:
-    """-> whether each row holds the cube, and how to come to hold it: over it, down, close."""
+    """Returns True for rows that hold the cube, and the target for grasping it: over the cube, down, close."""
     away = cube - world.hand
     beside = np.linalg.norm(away[:, :2], axis=1)
     reached = (beside < 0.012) & (np.abs(away[:, 2]) < 0.012)
@@ -189,13 +190,13 @@ def pick(world: World, cube: np.ndarray, side: np.ndarray, width: Width = HELD) 
 
 
 def holds(world: World, gripped: np.ndarray, width: Width, within: float) -> np.ndarray:
-    """bool [N]: where the fingers are closed on something of this width, this near to where it should be gripped."""
+    """bool [N]: True if the fingers are closed on an object of this width, this near to its grip."""
     near = np.linalg.norm(gripped - world.hand, axis=1) < within
     return near & (world.finger < width[0]) & (world.finger > width[1])
 
 
 def carry(world: World, held: np.ndarray, thing: np.ndarray, target: np.ndarray, otherwise: HandTarget) -> HandTarget:
-    """Rows that hold something move it to the target; other rows follow `otherwise`."""
+    """Rows that hold `thing` move it to the target; other rows follow `otherwise`."""
     hand = np.where(held[:, None], world.hand + target - thing, otherwise.hand)
     closing = np.where(held[:, None], world.turned[:, :2, 1], otherwise.closing)
     return HandTarget(hand, closing, np.where(held, CLOSE, otherwise.grip))
@@ -208,7 +209,7 @@ def pick_cube(world: World) -> HandTarget:
 
 
 def push(world: World, cube: np.ndarray, onward: np.ndarray | float) -> HandTarget:
-    """Push from behind the cube (its side towards the arm) straight on, the hand so far ahead of where it is."""
+    """Push the cube straight ahead from the side near the arm; the hand's target is `onward` ahead."""
     offset = world.hand - cube
     start = cube - np.array([0.05, 0.0, 0.0])
     behind = (offset[:, 0] < -HALF - 0.005) & (np.abs(offset[:, 1]) < 0.02)
@@ -265,7 +266,7 @@ def pull_cube_tool(world: World) -> HandTarget:
     held, wish = pick(world, tool + np.array([0.05, 0, 0]), side, HANDLE)
     inside = cube - tool
     hooked = (np.abs(inside[:, 0] - 0.08) < 0.06) & (np.abs(inside[:, 1] - 0.067) < 0.03) & (tool[:, 2] < 0.04)
-    over = (cube - tool)[:, :2] - np.array([0.1, 0.067])  # from the tool to where the cube lies in its hook
+    over = (cube - tool)[:, :2] - np.array([0.1, 0.067])  # from the tool to the cube's place in its hook
     away = np.linalg.norm(over, axis=1)
     lifted = np.where(away > 0.02, np.clip((tool[:, 2] - 0.03) / 0.1, 0, 1), 1.0)  # first up, then across
     height = TOOL_HALF + 0.14 * np.clip((away - 0.01) / 0.03, 0, 1)
@@ -276,8 +277,7 @@ def pull_cube_tool(world: World) -> HandTarget:
 
 
 def poke_cube(world: World) -> HandTarget:
-    """Grasp the peg near its end (with the hand upright the arm reaches no further), put its head before the cube,
-    poke."""
+    """Grasp the peg near its end (the upright hand reaches no further), put its head before the cube, and poke."""
     cube, peg, goal = world.place("cube"), world.place("peg"), world.place("goal_region")
     side = np.broadcast_to([0.0, 1.0], (len(cube), 2))
     held, wish = pick(world, peg - np.array([PEG_GRIP, 0, 0]), side, HANDLE)
@@ -290,8 +290,8 @@ def poke_cube(world: World) -> HandTarget:
 
 
 def lift_peg(world: World) -> HandTarget:
-    """Grasp the peg's near end, softly: it turns between the fingers while they go round its other end, which stays on
-    the table. Where the arm does not reach over that end, the fingers go up, and the peg follows."""
+    """Grasp the peg's near end softly: the peg turns between the fingers while they circle its other end, which stays
+    on the table. If the arm does not reach over that end, the fingers go up and the peg follows."""
     peg, along = world.place("peg"), world.along("peg")
     lying = np.abs(along[:, 2]) < 0.1
     end = along * np.where(lying, -np.sign(along[:, 0]), np.sign(along[:, 2]))[:, None]
@@ -309,8 +309,8 @@ def lift_peg(world: World) -> HandTarget:
 
 
 def insert_peg(world: World) -> HandTarget:
-    """Grasp the peg behind its middle, bring it before the hole, in line with it, and push it in as far as it is in
-    line. A peg that hangs is straightened by leaning the hand."""
+    """Grasp the peg behind its middle, align it with the hole, and push it in as far as it is aligned. A hanging peg is
+    straightened by tilting the hand."""
     peg, along = world.place("peg"), world.along("peg")
     hole, into = world.place("box_hole_pose"), world.along("box_hole_pose")
     length, radius = world.numbers("peg_half_sizes")[:, :2].T
@@ -319,7 +319,7 @@ def insert_peg(world: World) -> HandTarget:
     lying = gripped - np.maximum(0.02 - radius, 0)[:, None] * DOWN
     width = radius + 0.004, radius - 0.007
     _, wish = pick(world, lying, level_across(along), width)
-    held = holds(world, lying, width, 0.025)  # it slips a little where its head meets the box
+    held = holds(world, lying, width, 0.025)  # it slips a little when its head touches the box
     # The head's distance before the hole, its offset from the axis, and its rotation
     head = peg + length[:, None] * along
     before = ((head - hole) * into).sum(1)
@@ -329,7 +329,7 @@ def insert_peg(world: World) -> HandTarget:
     waiting = np.where(before < 0.01 - length, -length - 0.02, before)
     reach = np.minimum(waiting + in_line * (before + 0.03 - waiting), 0.01)
     wish = carry(world, held, gripped, hole + (reach - length - behind)[:, None] * into, wish)
-    # The fingers close across the hole's axis; what the peg hangs the hand leans back
+    # The fingers close across the hole's axis; the hand tilts back by the angle at which the peg hangs
     now, axis = world.turned[:, :, 2], np.column_stack([level_across(into), np.zeros(len(into))])
     lean = now + np.cross((turn * axis).sum(1, keepdims=True) * axis, now)
     lean /= np.linalg.norm(lean, axis=1, keepdims=True)

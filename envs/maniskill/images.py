@@ -1,7 +1,7 @@
 """Camera images of single env rows of ManiSkill, drawn when they are observed.
 
-Cameras are ManiSkill's own, the task's and the robot's, at the size a recipe asks for. On a CPU an image costs as much
-as the scene has triangles (a Panda arm: 136,000), whatever its size; `fast_images` draws with a tenth of them.
+Cameras are ManiSkill's own, the task's and the robot's, at the recipe's size. On a CPU the time of an image depends on
+the scene's triangles (a Panda arm: 136,000), not on its size; `fast_images` renders a tenth of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sapien.render import RenderBodyComponent, RenderShapeTriangleMesh
 from embodied.core.errors import ConfigError, nearest
 from embodied.envs.common_config import Region
 
-FINE = 1000  # a mesh of more triangles than this is thinned
-CELLS = 16  # along the longest side of a mesh: vertices in one cell become one
+FINE = 1000  # a mesh with more triangles is thinned
+CELLS = 16  # cells along the longest side of a mesh; the vertices of a cell are merged
 
 
 def cameras_of(env: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
     """uint8 [N, H, W, 3] by camera, tensors on the env's device, of all scenes together."""
     for obj in env._hidden_objects:
         obj.hide_visual()
-    for_people = any(name in env._human_render_cameras for name in cameras)  # others cost memory of the GPU
+    for_people = any(name in env._human_render_cameras for name in cameras)  # other cameras would cost GPU memory
     env.scene.update_render(update_sensors=True, update_human_render_cameras=for_people)
     known = cameras_of(env)
     for name in cameras:
@@ -62,7 +62,7 @@ def paint_all(env: Any, cameras: tuple[str, ...]) -> dict[str, Any]:
 
 
 def look(env: Any, scene: int, camera: Any, square: bool = False) -> np.ndarray:
-    """A camera's image; for a digital twin in front of the photograph that it was built after."""
+    """A camera's image; for a digital twin in front of its photograph."""
     seen = picture(camera)
     return env.before_photo(seen, segments(camera), scene, square) if hasattr(env, "before_photo") else seen
 
@@ -75,7 +75,7 @@ def segments(camera: Any) -> np.ndarray:
 
 
 def picture(camera: Any) -> np.ndarray:
-    """A camera's image of the scene, uint8; some of ManiSkill's shaders give numbers from 0 to 1."""
+    """A camera's image of the scene, uint8, also from shaders that give numbers from 0 to 1."""
     camera.take_picture()
     color = camera.get_picture("Color")[..., :3]
     return color if color.dtype == np.uint8 else (np.clip(color, 0, 1) * 255).astype(np.uint8)
@@ -83,7 +83,7 @@ def picture(camera: Any) -> np.ndarray:
 
 @contextmanager
 def hidden(env: Any, scene: int) -> Iterator[None]:
-    """Hide what a task shows to people only, like the goal of PickCube-v1."""
+    """Inside, markers for people, like the goal of PickCube-v1, are hidden."""
     bodies = [obj._objs[scene].find_component_by_type(RenderBodyComponent) for obj in env._hidden_objects]
     before = [body.visibility for body in bodies]
     for body in bodies:
@@ -128,7 +128,7 @@ def replace(entity: sapien.Entity, body: RenderBodyComponent, made: dict) -> Non
 
 
 def coarser(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
-    """The mesh with its vertices gathered in cells."""
+    """The mesh with the vertices of each cell merged."""
     vertices, triangles = np.asarray(part.vertices) * scale, np.asarray(part.triangles).astype(np.int64)
     cell = max(np.ptp(vertices, axis=0).max() / CELLS, 1e-6)
     _, kept, cell_of = np.unique(
@@ -144,8 +144,8 @@ def coarser(part: Any, scale: np.ndarray) -> RenderShapeTriangleMesh:
     )
 
 
-# Frames for videos, from the camera that the task means for people. A batched CPU env has a scene per row with a
-# renderer of its own; its camera is made when a row is first recorded.
+# Frames for videos, from the task's camera for people. A batched CPU env has a scene and renderer per row; its camera
+# is made when a row is first recorded.
 
 
 def video_frames(envs: list[Any], batched: bool, rows: np.ndarray, cameras: dict[int, Any], size: int) -> np.ndarray:
@@ -173,14 +173,14 @@ def add_camera(env: Any, scene: sapien.Scene, size: int) -> Any:
     return camera
 
 
-# What a camera needs to draw only a region of its image
+# Rendering only a region of a camera's image
 
 
 def intrinsics(
     height: int, width: int, region: Region, whole: tuple[float, float], focal: float, middle: tuple[float, float]
 ) -> np.ndarray:
-    """[3, 3] for `height` x `width` pixels of this region. Size of the whole image (width, height), focal length and
-    middle are in one unit."""
+    """Intrinsics [3, 3] for `height` x `width` pixels of this region. The whole image's size (width, height), focal
+    length and centre are in the same unit."""
     left, top, right, bottom = region
     across, down = width / (whole[0] * (right - left)), height / (whole[1] * (bottom - top))
     at = (middle[0] - left * whole[0]) * across, (middle[1] - top * whole[1]) * down
@@ -188,5 +188,5 @@ def intrinsics(
 
 
 def of_square(height: int, width: int, region: Region, fov: float) -> np.ndarray:
-    """The same of a square image of so many degrees."""
+    """The same for a square image with this field of view in degrees."""
     return intrinsics(height, width, region, (1, 1), 0.5 / math.tan(math.radians(fov) / 2), (0.5, 0.5))

@@ -1,9 +1,9 @@
-"""ManiSkill's own motion planner as an expert: it plans an episode in an env of its own, and the plan is replayed here.
+"""ManiSkill's own motion planner as an expert: it plans an episode in a separate env, and the plan is replayed here.
 
-A plan is a list of joint targets with a command for the fingers each, made for the control mode pd_joint_pos. Its
-replay looks where the hand really is: it aims a little ahead on the plan, so it goes as fast as the control mode of
-this env moves the arm, and waits where the fingers have to do something first. (ManiSkill's own conversion steps one
-env by itself, at least once for every waypoint.)
+A plan is a list of joint targets with finger commands, for the control mode pd_joint_pos. The replay is closed-loop: it
+aims a little ahead of the hand's real position on the plan, so it is as fast as this env's control mode allows, and
+waits where the fingers must move first. (ManiSkill's own conversion steps one env by itself, at least once for every
+waypoint.)
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 SOLUTIONS = "mani_skill.examples.motionplanning.panda.solutions"
 SOLVERS = {"PushCube-v1": "solvePushCube", "PickCube-v1": "solvePickCube", "StackCube-v1": "solveStackCube"}
-MOST = 0.1  # what an action of 1 asks for: radians of a joint, or metres and radians of the hand
-AHEAD, AHEAD_TURN = 0.04, 0.2  # metres and radians from the hand to where it is aimed at on the plan
-THERE, THERE_TURN = 0.005, 0.03  # so near it has arrived
-PATIENCE = 8  # env steps after which the plan goes on although the hand did not arrive
-GAIN = 1.5  # the controller covers only part of what is asked within an env step
+MOST = 0.1  # an action of 1: radians of a joint, or metres and radians of the hand
+AHEAD, AHEAD_TURN = 0.04, 0.2  # metres and radians from the hand to its aim on the plan
+THERE, THERE_TURN = 0.005, 0.03  # distance at which the hand has arrived
+PATIENCE = 8  # env steps after which the plan continues although the hand has not arrived
+GAIN = 1.5  # the controller covers only part of the requested movement within an env step
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,14 @@ class Plan:
 
     @cached_property
     def hands(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places [T, 3] and orientations [T, 3, 3] of the hand, seen from the arm's base."""
+        """Positions [T, 3] and orientations [T, 3, 3] of the hand, relative to the arm's base."""
         return panda.hand(self.joints)[:2]
 
     @cached_property
     def stops(self) -> np.ndarray:
-        """[T]: how far ahead of each waypoint the hand may be aimed. Where the fingers move, the plan repeats itself or
-        the fingers' command changes; these waypoints, and the one before them, are passed one by one.
+        """[T]: the last waypoint at which the hand may aim from each waypoint. Where the plan repeats a waypoint or the
+        fingers' command changes, the fingers move; these waypoints, and the waypoint before them, are passed one by
+        one.
 
         joints 0.0 0.1 0.2 0.2 0.2 0.3 0.4
         grip     1   1   1  -1  -1  -1  -1
@@ -67,15 +68,15 @@ class Plan:
 
 
 class PlanReplay:
-    """An episode's progress along its plan. `turns`: whether the env's control mode can turn the hand."""
+    """An episode's progress along its plan. `turns`: the env's control mode can turn the hand."""
 
     def __init__(self, plan: Plan, turns: bool) -> None:
         self.plan, self.turns = plan, turns
-        self.aim = 0  # the waypoint that the hand is aimed at
+        self.aim = 0  # the waypoint at which the hand aims
         self.waited = 0
 
     def advance(self, hand: np.ndarray, turned: np.ndarray) -> int:
-        """The next aim, with the hand here, turned like this."""
+        """The next aim, for the hand's current position and orientation."""
         before, last = self.aim, len(self.plan) - 1
         stop = self.plan.stops[self.aim]
         arrived = self.aim == stop and self._near(hand, turned, stop, THERE, THERE_TURN).all()
@@ -87,7 +88,7 @@ class PlanReplay:
         return self.aim
 
     def _near(self, hand: np.ndarray, turned: np.ndarray, stop: int, metres: float, radians: float) -> np.ndarray:
-        """bool: which waypoints from the aim to `stop` are so near."""
+        """bool: True for waypoints from the aim to `stop` within these distances."""
         places, turns = (part[self.aim : stop + 1] for part in self.plan.hands)
         near = np.linalg.norm(places - hand, axis=1) <= metres
         return near & (np.linalg.norm(turn_between(turned, turns), axis=1) <= radians) if self.turns else near
@@ -131,7 +132,7 @@ class PlannerExpert:
 
 
 class MotionPlanner:
-    """ManiSkill's solution of a task, run in a bare env with the control mode it is written for."""
+    """ManiSkill's solution of a task, run in a bare env with the solution's control mode."""
 
     def __init__(self, env: ManiSkillEnv) -> None:
         self._solve = solver(env.config.task)
@@ -140,7 +141,7 @@ class MotionPlanner:
         self._env = ActionRecorder(build(env.config.model_copy(update=plain), 1)[0])
 
     def plan(self, seed: int) -> Plan:
-        """The plan of the episode with this seed. Where the planner finds no way, what it did until then."""
+        """The plan of the episode with this seed; if the planner fails, its partial plan."""
         with quiet():
             self._solve(self._env, seed=seed)
         steps = np.array(self._env.actions, np.float64)
@@ -148,8 +149,8 @@ class MotionPlanner:
 
 
 class ActionRecorder(gymnasium.Wrapper):
-    """Keeps what the planner does. Its scene is built anew for every episode: in a used one contacts differ in their
-    last digits, and with them the plan."""
+    """Records the planner's actions. Its scene is rebuilt for every episode: in a used scene contacts, and so the plan,
+    differ in their last digits."""
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> Any:
         self.actions: list[np.ndarray] = []
@@ -176,7 +177,7 @@ def solver(task: str) -> Callable[..., Any]:
 
 
 def turn_between(turned: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """[N, 3]: the rotation vectors that lead from one orientation to another, seen from the arm's base."""
+    """[N, 3]: rotation vectors from one orientation to another, in the frame of the arm's base."""
     from scipy.spatial.transform import Rotation
 
     return Rotation.from_matrix(wanted @ np.swapaxes(turned, -1, -2)).as_rotvec()
@@ -187,7 +188,7 @@ def by_joints(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.nda
 
 
 def by_joint_targets(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
-    """Nothing is left uncovered if each action is added to the target before it."""
+    """Exact for control modes that add each action to the previous target."""
     asked = np.concatenate([host(one.agent.controller.controllers["arm"]._target_qpos) for one in env.envs])
     return shortened((aims - asked) / MOST)
 
@@ -204,7 +205,7 @@ def by_hand_and_turn(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) ->
 
 
 def shortened(moves: np.ndarray) -> np.ndarray:
-    """Moves scaled to within -1 to 1, the direction kept."""
+    """Scales moves into [-1, 1], keeping the direction."""
     return moves / np.maximum(1.0, np.abs(moves).max(axis=1, keepdims=True))
 
 

@@ -1,4 +1,4 @@
-"""Kinematics of the Franka Panda in numpy, for many arms at once: where the hand is, and how joints move it.
+"""Kinematics of the Franka Panda in numpy, for many arms at once: the hand's pose and its Jacobian.
 
 Batched simulations give joint positions but not the poses of all links, so these are computed here.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# For each joint: length and twist of the link before it, and how far along its own axis its frame lies.
+# For each joint: length and twist of the previous link, and the offset along the joint's axis.
 LINKS = (
     (0.0, 0.0, 0.333),
     (0.0, -np.pi / 2, 0.0),
@@ -18,14 +18,14 @@ LINKS = (
     (0.088, np.pi / 2, 0.0),
 )
 JOINTS = len(LINKS)
-TOOL = 0.107 + 0.1034  # from the last joint along its axis to the point between the finger tips
+TOOL = 0.107 + 0.1034  # distance from the last joint to the point between the finger tips
 DAMPING = 0.02  # keeps joint movements small where the arm is nearly singular
 
 
 def hand(joints: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """joints [N, 7] -> seen from the arm's base: the point between the fingers [N, 3]; its orientation [N, 3, 3], whose
-    second column is the axis along which the fingers close and whose third is where they point; the Jacobian
-    [N, 6, 7] (translation, then rotation)."""
+    """From joints [N, 7] returns, relative to the arm's base: the point between the fingers [N, 3]; its orientation [N,
+    3, 3] (second column: the axis along which the fingers close; third: their direction); the Jacobian [N, 6, 7]
+    (translation, then rotation)."""
     count = len(joints)
     turned, at = np.broadcast_to(np.eye(3), (count, 3, 3)), np.zeros((count, 3))
     axes, places = [], []

@@ -1,4 +1,4 @@
-"""The numbers that an env of ManiSkill's is observed by, what each of them is, and those that it is moved by."""
+"""The observed numbers of a ManiSkill env with their names, and its actions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def numbers(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, Any]:
-    """The observed numbers [N, D], tensors: what ManiSkill calls the state, or what of it goes with images and, apart
-    from that, what does not."""
+    """The observed numbers [N, D], tensors: ManiSkill's state, or its part that goes with images and, separately, the
+    rest."""
     from mani_skill.utils import common
 
     parts = groups(env, info, config)
@@ -25,14 +25,14 @@ def numbers(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str
 
 
 def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str, dict[str, Any]]:
-    """The same by ManiSkill's names; with relative positions the state ends with these."""
-    full = env.obs_mode == "state"  # some tasks have a way of their own to give it
+    """The same by ManiSkill's names; relative positions come last."""
+    full = env.obs_mode == "state"  # some tasks compute it in their own way
     extra = {} if full else env._get_obs_extra(info)
-    if config.state == "joints":  # PullCube-v1's goal, say, lies where the cube lay, but for 20 cm
+    if config.state == "joints":  # e.g. PullCube-v1's goal tells the cube's initial position
         extra = {name: part for name, part in extra.items() if "tcp" in name and "_to_" not in name}
     parts = {"state": env._get_obs_state_dict(info) if full else {"agent": env._get_obs_agent(), "extra": extra}}
     if config.privileged:
-        before = env._obs_mode, env.obs_mode_struct.state  # tasks ask one or the other what to give
+        before = env._obs_mode, env.obs_mode_struct.state  # tasks read one or the other
         env._obs_mode, env.obs_mode_struct.state = "state", True
         try:
             parts["privileged"] = {name: part for name, part in env._get_obs_extra(info).items() if name not in extra}
@@ -46,8 +46,8 @@ def groups(env: Any, info: dict[str, Any], config: ManiSkillConfig) -> dict[str,
 
 
 def relative_positions(extra: dict[str, Any]) -> dict[str, Any]:
-    """The way from every place that a task names to every later one, [N, 3]: tcp_pose, goal_pos and obj_pose make
-    tcp_to_goal, tcp_to_obj and goal_to_obj. What the task itself reports so, like tcp_to_obj_pos, is no place."""
+    """Offsets [N, 3] from every position that a task names to every later one: tcp_pose, goal_pos and obj_pose give
+    tcp_to_goal, tcp_to_obj and goal_to_obj. The task's own offsets, like tcp_to_obj_pos, are skipped."""
     places = {
         name.removesuffix("_pose").removesuffix("_pos"): part[..., :3]
         for name, part in extra.items()
@@ -69,18 +69,18 @@ def widths(group: dict[str, Any], prefix: str = "") -> list[tuple[str, int]]:
     return found
 
 
-# Actions: of several robots one vector for the policy, a part for each robot in the env.
+# Actions: with several robots one vector for the policy, and a part for each robot in the env.
 
 
 def action_bounds(env: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the largest action [A]; of several robots one after the other."""
+    """The smallest and the largest action [A], robot by robot."""
     space = env.single_action_space
     parts = list(space.values()) if isinstance(space, Dict) else [space]
     return np.concatenate([part.low for part in parts]), np.concatenate([part.high for part in parts])
 
 
 def for_robots(env: Any, actions: Any) -> Any:
-    """Actions [..., A] as the env takes them: where it has several robots, a part for each by its name."""
+    """Converts actions [..., A] to the env's format: with several robots a dict of parts by robot."""
     space = env.single_action_space
     if not isinstance(space, Dict):
         return actions

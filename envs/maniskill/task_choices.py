@@ -1,7 +1,6 @@
 """Control modes, rewards, cameras and robots that a ManiSkill task offers, and errors that list them.
 
-ManiSkill lists shaped rewards (`env.reward_mode`) for tasks that do not write them, and playing those fails: they are
-left out here.
+ManiSkill lists shaped rewards (`env.reward_mode`) also for tasks that do not implement them; these are left out here.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SHAPED = ("dense", "normalized_dense")
 
 
 def check_choices(config: ManiSkillConfig) -> None:
-    """Refuse a task that is unknown or lacks files, and a reward mode or a robot that it does not have."""
+    """Refuse an unknown task, missing files, and a reward mode or robot that the task lacks."""
     check_task(config.task)
     check_reward(config)
     from mani_skill.agents.registration import REGISTERED_AGENTS
@@ -35,7 +34,7 @@ def check_choices(config: ManiSkillConfig) -> None:
 
 
 def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
-    """ManiSkill's words for an option that a task does not have, in ours."""
+    """Translates ManiSkill's error for an option that a task lacks."""
     mode = config.control_mode
     _, found, known = str(err).partition(f"{mode} not in supported modes: ")
     if found:
@@ -49,7 +48,7 @@ def reward_modes(cls: type) -> list[str]:
     """The reward modes of a task's class, without shaped ones that it does not implement."""
     from mani_skill.envs.sapien_env import BaseEnv
 
-    if cls.get_reward is not BaseEnv.get_reward:  # it has a way of its own to give them
+    if cls.get_reward is not BaseEnv.get_reward:  # it computes rewards in its own way
         return list(cls.SUPPORTED_REWARD_MODES)
     methods = {mode: f"compute_{mode}_reward" for mode in SHAPED}
     missing = [mode for mode, name in methods.items() if getattr(cls, name) is getattr(BaseEnv, name)]
@@ -70,7 +69,7 @@ def check_reward(config: ManiSkillConfig) -> None:
 
 
 def catalogued(task: str, spec: Any) -> CataloguedTask:
-    """What `embodied.list tasks` says of a task that ManiSkill registered so."""
+    """The entry of a registered task in `embodied.list tasks`."""
     rewards = [mode for mode in reward_modes(class_of(task)) if mode in REWARD_MODES]
     limit = f"{spec.max_episode_steps} steps" if spec.max_episode_steps else "no step limit"
     way = "" if "normalized_dense" in rewards or not rewards else f", with env.reward_mode={rewards[0]}"
@@ -79,7 +78,7 @@ def catalogued(task: str, spec: Any) -> CataloguedTask:
 
 
 def class_of(task: str) -> type:
-    """The class that plays a task: of ManiSkill's bridge tasks one of ours, with rewards."""
+    """The class of a task; ManiSkill's bridge tasks have a class here, with rewards."""
     if task in TWINS:
         from embodied.envs.maniskill.bridge.twins import KINDS
 
@@ -112,7 +111,7 @@ def facts(env: Any, config: ManiSkillConfig) -> dict[str, str]:
 
 
 def robots_named(robots: Any) -> str:
-    """ManiSkill names a robot by its uid or its class, several robots by a tuple of these."""
+    """The names of robots, which ManiSkill gives as uid or class, or a tuple of these."""
     if isinstance(robots, tuple | list):
         return ", ".join(map(robots_named, robots))
     return robots if isinstance(robots, str) else robots.uid

@@ -1,6 +1,6 @@
-"""ManiSkill's tasks by name: which there are, what builds them, and whether the files they need are here.
+"""ManiSkill's tasks by name: the registered tasks, how they are built, and their missing files.
 
-ManiSkill asks at the keyboard whether to download what is missing; here it is said in words, before anything starts.
+ManiSkill prompts for downloads; here an error lists missing files before anything starts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from embodied.envs.maniskill.config import ManiSkillConfig
 from embodied.envs.own_modules import is_own, own_task, simulator_of, tasks_in
 from embodied.system.vulkan_driver import ensure_vulkan
 
-# Proven equal to single envs by playing both ways, with their own step limits; none needs a download.
-DRAWING = threading.RLock()  # torch.rand and torch's generator belong to the process: one env draws at a time
+# Tasks proven equal to single envs by playing both, with their own step limits; none needs a download.
+DRAWING = threading.RLock()  # torch.rand and torch's generator are global: one env draws at a time
 BATCHED_TASKS = {
     "PushCube-v1": 50,
     "PullCube-v1": 50,
@@ -37,12 +37,12 @@ BATCHED_TASKS = {
     "TwoRobotPickCube-v1": 100,
     "MS-CartpoleBalance-v1": 1000,
 }
-BATCHED_BRIDGE = (f"{PLATES}Single-v1",)  # the same of bridge tasks, whose arm has one control mode
-ROLLING = ("RollBall-v1",)  # of these, tasks whose things may leave the table: every scene needs the ground
+BATCHED_BRIDGE = (f"{PLATES}Single-v1",)  # the same for bridge tasks, whose arm has one control mode
+ROLLING = ("RollBall-v1",)  # those of these tasks whose objects may leave the table: every scene needs the ground
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, docs/results.md
 
-UNDECLARED = {  # how names of tasks begin -> what these need and do not declare to ManiSkill: robots, scenes, furniture
+UNDECLARED = {  # prefixes of task names -> assets that these tasks need but do not declare: robots, scenes, furniture
     "AnymalC-": ("anymal_c",),
     "ArchitecTHOR_": ("AI2THOR",),
     "DrawSVG-": (SVG,),
@@ -59,7 +59,7 @@ UNDECLARED = {  # how names of tasks begin -> what these need and do not declare
 
 
 def check_task(task: str) -> None:
-    """Raise if a task is unknown or needs files that are not here, without ManiSkill's prompt."""
+    """Raise if a task is unknown or needs missing files, without ManiSkill's prompt."""
     find_task(task)
     if missing := missing_assets(task):
         from mani_skill import ASSET_DIR
@@ -72,7 +72,7 @@ def check_task(task: str) -> None:
 
 
 def find_task(task: str) -> Any:
-    """ManiSkill's registration of a task; of a class of the user's that is not registered, one like it."""
+    """ManiSkill's registration of a task; for an unregistered class of the user's an equivalent one."""
     ensure_vulkan()
     if is_own(task):
         return find_own(task)
@@ -87,7 +87,7 @@ def find_task(task: str) -> Any:
 
 
 def find_own(task: str) -> Any:
-    """Resolves `my_tasks:Name`: something registered, or a class in that module."""
+    """Resolves `my_tasks:Name`: a registered task, or a class in that module."""
     tasks = registered()
     module, name = own_task(task)
     if name in tasks:
@@ -106,7 +106,7 @@ def find_own(task: str) -> Any:
 
 
 def check_bridge(config: ManiSkillConfig) -> None:
-    """Options that the bridge tasks do not share with others."""
+    """Refuse options that only bridge tasks, or only other tasks, have."""
     bridge = is_bridge(config.task)
     if config.action_units and not bridge:
         raise ConfigError(f"env.action_units is for bridge tasks; {config.task} has units of its own, leave it out")
@@ -136,7 +136,7 @@ def is_listed(config: ManiSkillConfig) -> bool:
 
 
 def to_prove(config: ManiSkillConfig) -> str:
-    """The command that looks."""
+    """The command that proves a task."""
     said = {"task": config.task, "control_mode": control_of(config), "robot": config.robot}
     said |= {"modules": f"[{','.join(config.modules)}]" if config.modules else None}
     said |= {"reward_mode": config.reward_mode if config.reward_mode != "normalized_dense" else None}
@@ -144,7 +144,7 @@ def to_prove(config: ManiSkillConfig) -> str:
 
 
 def registered() -> dict[str, Any]:
-    """ManiSkill's tasks and ours among them, by name."""
+    """All registered tasks, ManiSkill's and ours, by name."""
     with quiet():
         import mani_skill.envs  # noqa: F401  registers the tasks
         from mani_skill.utils.registration import REGISTERED_ENVS
@@ -162,7 +162,7 @@ def maker(task: str) -> Any:
         from embodied.envs.maniskill.bridge.twins import KINDS
 
         return functools.partial(made, KINDS[task], gymnasium.spec(task))
-    if is_own(task):  # its own errors read best without Gymnasium's words around them
+    if is_own(task):  # without Gymnasium, whose wrapping makes its errors harder to read
         found = find_task(task)
         return functools.partial(made, found.make, found.gym_spec)
     return functools.partial(gymnasium.make, task)
@@ -175,7 +175,7 @@ def made(kind: Callable[..., Any], spec: Any, **options: Any) -> Any:
 
 
 def missing_assets(task: str) -> list[str]:
-    """The downloads a registered task needs and this machine lacks, wholly or in part."""
+    """The downloads of a registered task that are missing or incomplete on this machine."""
     from mani_skill import ASSET_DIR
 
     if is_bridge(task):
@@ -185,7 +185,7 @@ def missing_assets(task: str) -> list[str]:
 
 
 def lacking(asset: str) -> list[str]:
-    """The parts of a download that are not here."""
+    """The missing parts of a download."""
     from mani_skill.utils import assets
 
     if asset == SVG:
@@ -197,15 +197,15 @@ def lacking(asset: str) -> list[str]:
 
 @contextlib.contextmanager
 def quiet():
-    """ManiSkill and SAPIEN print notices at import that mean nothing to the user.
+    """Inside, ManiSkill's and SAPIEN's import notices are suppressed.
 
-    One thread at a time: stdout belongs to the process, and two that redirect it at once leave it redirected.
+    One thread at a time: two threads that redirect the process's stdout at once would leave it redirected.
     """
     import warnings
 
     with QUIET, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        logging.getLogger("mani_skill ").addFilter(is_error)  # so it is called; its own import sets the level
+        logging.getLogger("mani_skill ").addFilter(is_error)  # the logger's real name; its import sets the level
         yield
 
 
