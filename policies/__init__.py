@@ -1,5 +1,5 @@
-"""The policies: one file or folder per family, of which this module picks the one that a recipe names, and what a
-policy of one's own is made of.
+"""The policies: one file or folder per family, chosen here by `policy.name`, and the public names for a policy of one's
+own.
 
 `make_policy` builds one with fresh weights, `load_policy` one from its folder. Families are imported only when named.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {name: options.policy for name, options in OPTIONS.items()}
 
-PUBLIC = {  # what a policy of one's own needs, by the module that defines it; imported when asked for
+PUBLIC = {  # public names by module; imported on access
     "EnvSpec": "embodied.core.types",
     "NoiseSpec": "embodied.core.types",
     "Observation": "embodied.core.types",
@@ -68,13 +68,13 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def slow_imports(config: Any) -> tuple[str, ...]:
-    """The modules behind a policy that take seconds to import; a user's own are not imported before their time."""
+    """The slow imports of a policy; modules of the user's own are not included."""
     family = FAMILIES.get(config.name, "").partition(":")[0]
     return tuple(filter(None, ("torch", family, "peft" if getattr(config, "lora_rank", None) else "")))
 
 
 def check_methods(kind: type[Policy], *needed: str) -> None:
-    """Refuse a class that lacks what is about to be called."""
+    """Refuse a class that lacks needed methods."""
     from embodied.policies.base import Policy
 
     if missing := [name for name in needed if getattr(kind, name) is getattr(Policy, name)]:
@@ -83,7 +83,7 @@ def check_methods(kind: type[Policy], *needed: str) -> None:
 
 
 def check_package(name: str, key: str = "policy.name") -> None:
-    """Refuse a policy of a package that is not there. Imports nothing: what it needs may take seconds."""
+    """Refuse a policy of a missing package. Imports nothing, since imports may take seconds."""
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     package = name.partition(":")[0].partition(".")[0]
@@ -92,7 +92,7 @@ def check_package(name: str, key: str = "policy.name") -> None:
 
 
 def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
-    """A policy for this env; with a seed its initial weights are drawn, else they are left for `load_weights`."""
+    """A policy for this env. With a seed its initial weights are drawn, otherwise `load_weights` must follow."""
     from embodied.core.rng import generator
 
     kind = policy_class(config.name)
@@ -105,8 +105,8 @@ def make_policy(config: Any, spec: EnvSpec, seed: int | None = None) -> Policy:
 
 
 def load_policy(folder: Path | str, name: str | None = None) -> Policy:
-    """The policy stored in a folder by `save_pretrained`. One of a class of yours needs its `name`, such as
-    my_nets:Linear, unless the module is imported already: a folder never says alone which code runs."""
+    """The policy stored in a folder by `save_pretrained`. A class of yours needs its `name`, such as my_nets:Linear,
+    unless its module is imported already: a folder never decides alone which code runs."""
     from embodied.policies.policy_folder import read_description, read_weights
 
     folder = Path(folder)

@@ -1,7 +1,7 @@
 """The contract of every policy: act in the rollout, score in the learner, live in a folder.
 
-`act` and `forward` must agree: the log-probs stored at act time are those `forward` gives for the same weights. A
-policy owns no randomness; the worker hands it noise that is keyed by episode and decision.
+`act` and `forward` must agree: the log-probs of `act` equal those of `forward` for the same weights. A policy has no
+randomness of its own; the worker passes noise that is keyed by episode and decision.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Scores:
     logprobs: Tensor  # [B, C, A]
     entropy: Tensor  # [B, C, A]
     values: Tensor  # [B]
-    own_loss: Tensor | None = None  # [B], of a policy that learns something beside acting (`Policy.own_losses`)
+    own_loss: Tensor | None = None  # [B], an additional loss of the policy (`Policy.own_losses`)
 
 
 class Policy(nn.Module):
     """A plug-in implements `act`, `value`, `forward` and `noise_spec`; saving and loading come from here."""
 
-    speaks = False  # whether it answers text envs: then an engine acts, and it scores whole conversations
-    max_length: int | None = None  # tokens of a whole conversation, at most
-    any_image_size = False  # whether it scales images itself
-    takes_device_noise = False  # whether `act` takes its noise as a tensor of its device
-    is_recordable = False  # whether `act` on tensors may be recorded as a graph: it reads none of their numbers
-    value_names: tuple[str, ...] = ()  # how the names of parameters begin that only predict values
-    own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics, where there is one
-    auxiliary_loss: str = ""  # the name in the metrics of the second loss that `imitate` returns, where there is one
+    speaks = False  # True: it answers text envs; an engine acts, and the policy scores whole conversations
+    max_length: int | None = None  # the most tokens of a whole conversation
+    any_image_size = False  # True: it resizes images itself
+    takes_device_noise = False  # True: `act` takes noise as a tensor on its device
+    is_recordable = False  # True: `act` on tensors may be recorded as a graph, since it does not read their numbers
+    value_names: tuple[str, ...] = ()  # name prefixes of parameters that only predict values
+    own_losses: tuple[str, ...] = ()  # the name of `Scores.own_loss` in the metrics
+    auxiliary_loss: str = ""  # the metrics' name of the second loss of `imitate`, if any
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ class Policy(nn.Module):
 
     @classmethod
     def check_folder(cls, config: Any) -> None:
-        """Refuse a folder `policy.pretrained` that describes no model of this family, without reading its weights."""
+        """Refuse a `policy.pretrained` folder without a model of this family; does not read weights."""
 
     @property
     def device(self) -> torch.device:
-        """The device that it computes on."""
+        """The device of its weights."""
         first = next(self.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
@@ -71,11 +71,12 @@ class Policy(nn.Module):
         raise NotImplementedError
 
     def noise_spec(self) -> NoiseSpec:
-        """The randomness that one decision needs."""
+        """The noise of one decision."""
         raise NotImplementedError
 
     def act(self, obs: Observation, noise: np.ndarray, temperature: float = 1.0) -> PolicyOutput:
-        """Actions with this much of the noise: 1 samples, 0 takes the best ones. Log-probs are always those at 1."""
+        """Actions; `temperature` scales the noise: 1 samples, 0 takes the best actions. Log-probs are always for
+        temperature 1."""
         raise NotImplementedError
 
     def act_on(self, obs: Observation) -> np.ndarray:
@@ -97,49 +98,49 @@ class Policy(nn.Module):
     def pack(
         self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, most: int
     ) -> list[list[int]]:
-        """The conversations of R, by number, that `forward` is to score together: at most so many tokens at a time, and
-        whole groups where they fit. `tokens` and `mask` [n] are theirs, `lengths` and `groups` [R]."""
+        """Returns the conversations, by number, of each pass of `forward`: at most `most` tokens, and whole groups if
+        they fit. `tokens` and `mask` are [n], `lengths` and `groups` [R]."""
         raise NotImplementedError
 
     def pass_cost(self) -> tuple[float, ...]:
-        """What learning costs per item, per L^2 of a sequence of L items, and per place of a picture in a conversation,
-        in any unit: learner ranks get units that cost alike. A robot's decisions all cost the same."""
+        """The cost of learning per item, per L^2 of a sequence of L items, and per place of a picture, in any unit, for
+        balancing learner ranks. A robot's decisions all cost the same."""
         return 1.0, 0.0
 
     def take_work(self) -> tuple[int, float]:
-        """Tokens that gradients were taken of since the last call, and the products of all passes: `pass_cost` of a
-        forward pass, twice that of a backward pass. Policies that do not speak are not asked."""
+        """Returns the tokens with gradients since the last call, and the multiplications of all passes (`pass_cost` for
+        a forward pass, twice that for a backward pass). Only for policies that speak."""
         return 0, 0.0
 
     def exchange_size(self) -> tuple[int, int]:
-        """The numbers of a token that learners exchange in a forward pass that they run together, and how often."""
+        """The numbers per token that learners exchange in a joint forward pass, and the number of exchanges."""
         raise NotImplementedError
 
     def frozen_features(self, obs: Observation) -> dict[str, Tensor]:
-        """Computes what `forward` needs of observations and no training changes, [B, ...] each: an update of several
-        epochs computes it once, and hands it over among the inputs."""
+        """Computes the features of frozen parts, [B, ...] each. An update of several epochs computes them once, and
+        passes them to `forward` among the inputs."""
         return {}
 
     def cache_tensors(self) -> list[Tensor]:
-        """Memory that acting keeps between decisions. Its content does not matter, so a device may free it."""
+        """Memory that acting keeps between decisions; its content may be discarded."""
         return []
 
     def row_bytes(self, words: int) -> int:
-        """Bytes of that memory for one env row whose decision has so many tokens besides image tokens."""
+        """Bytes of that memory per env row, with `words` tokens besides image tokens."""
         return 0
 
     def counted_features(self, places: int) -> Tensor:
-        """What its vision tower makes of a conversation's pictures with so many places, on the meta device: nothing is
-        computed, and what a backward pass would keep can be counted."""
+        """The vision tower's features of pictures with `places` places, on the meta device, for counting the memory of
+        a backward pass."""
         raise NotImplementedError
 
     @property
     def horizon(self) -> int:
-        """Actions of a demonstration that it learns to predict from one observation."""
+        """The number of demonstrated actions that it learns to predict from one observation."""
         return self.config.chunk
 
     def imitation_noise(self) -> NoiseSpec | None:
-        """The randomness that one item of imitation needs."""
+        """The noise of one item of imitation."""
         return None
 
     def imitate(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor | tuple[Tensor, Tensor]:
@@ -150,14 +151,14 @@ class Policy(nn.Module):
         return -self.forward(inputs).logprobs
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Parameters by learning rate: "policy" and, where there are any, "value"."""
+        """Parameters by learning rate: "policy" and, if any, "value"."""
         named = list(self.named_parameters())
         value = [p for name, p in named if name.startswith(self.value_names)]
         policy = [p for name, p in named if not name.startswith(self.value_names)]
         return {"policy": policy} | ({"value": value} if value else {})
 
     def deviations(self) -> list[nn.Parameter]:
-        """Parameters that only say how random continuous actions are."""
+        """Parameters of the deviation of continuous actions."""
         return []
 
     def observation_moments(self, obs: Observation) -> np.ndarray | None:
@@ -178,18 +179,18 @@ class Policy(nn.Module):
 
     @classmethod
     def attention_heads(cls, config: Any) -> tuple[int, int]:
-        """The numbers of heads, and of heads of keys and values, of a model whose passes several learners can run
+        """The numbers of attention heads and of key-value heads, for models whose passes several learners can run
         together."""
         raise NotImplementedError
 
     @classmethod
     def for_memory_estimate(cls, config: Any, spec: EnvSpec) -> Policy | None:
-        """A policy of these sizes to count its memory, made without the files it may need; None for small ones."""
+        """A policy of these sizes for counting memory, built without files; None for small policies."""
         return None
 
     def blocks(self) -> list[nn.Module]:
-        """The large parts that run one after the other (transformer blocks, say), for learners that shard, compile or
-        recompute them one by one."""
+        """The large sequential parts (such as transformer blocks), for learners that shard, compile or recompute them
+        one by one."""
         return []
 
     def save_pretrained(
@@ -198,8 +199,7 @@ class Policy(nn.Module):
         tensors: Iterable[tuple[str, Tensor]] | None = None,
         specs: Mapping[str, Spec] | None = None,
     ) -> None:
-        """`tensors` are the whole weights, one by one, if this process holds only shards of them; `specs` are their
-        shapes and dtypes."""
+        """`tensors` yields the whole weights if this process has only shards; `specs` are their shapes and dtypes."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         own, saved = self.state_dict(), self.saved()
@@ -210,7 +210,7 @@ class Policy(nn.Module):
         (folder / CONFIG).write_text(json.dumps(self.description(), indent=2) + "\n")
 
     def saved(self) -> set[str]:
-        """Names of the weights that a folder of this policy holds."""
+        """Names of the weights in a folder of this policy."""
         return set(self.state_dict())
 
     def description(self) -> dict[str, Any]:
@@ -223,8 +223,7 @@ class Policy(nn.Module):
             raise CheckpointError(f"the weights do not belong to this policy: {', '.join(odd[:4])} differ")
 
     def use_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Adopt weights that are kept up to date elsewhere: the very tensors where dtype and device are this policy's,
-        copies elsewhere."""
+        """Use weights that another object updates: the same tensors if dtype and device match, otherwise copies."""
         own = self.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, new in tensors.items():
@@ -235,7 +234,7 @@ class Policy(nn.Module):
                     own[name].copy_(new)
 
     def begin_with(self, tensors: dict[str, Any]) -> None:
-        """Begin to learn from another policy's weights; a family says which of them may be missing or too many."""
+        """Begin learning from another policy's weights; families define which weights may be missing or superfluous."""
         self.load_weights(tensors)
 
     def load_weights(self, tensors: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Policies without weights: uniformly random actions, and doing nothing. Baselines for evaluation and for stepping."""
+"""Policies without weights, as baselines: uniformly random actions, and zero actions."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Small convolutional trunks, one per camera, and the state: their features feed the actor's and the critic's MLP.
 
-With `policy.estimate` the trunks learn to predict the env's privileged numbers (where a cube is, say), which the
-learner knows, and the actor sees these predictions instead of features. It is trained on the predictions that it acted
-on, so that a better trunk is not mistaken for a change of policy.
+With `policy.estimate` the trunks learn to predict the env's privileged numbers (such as a cube's position), which the
+learner knows, and the actor reads these predictions instead of features. It is trained on the predictions with which it
+acted, so that a better trunk does not count as a change of policy.
 
-With `policy.keypoints` an image becomes places in it: for each channel of the last convolution, where it is strongest.
-Where things are is then in the features before anything was learned; a flat layer learns it for every place anew.
+With `policy.keypoints` each channel of the last convolution is reduced to the position of its maximum. Features then
+contain positions from the start; a flat layer would have to learn them for every place.
 
 Pixels stay uint8 until they are on the policy's device; there they become numbers from -0.5 to 0.5.
 """
@@ -28,7 +28,7 @@ from embodied.policies.base import Scores
 from embodied.policies.config import CNNConfig
 from embodied.policies.mlp import ActorCritic, EmptyConv2d, EmptyLinear, mlp
 
-LEAST = 0.01  # a privileged number that varies less, a centimetre say, need not be estimated
+LEAST = 0.01  # privileged numbers with a smaller deviation (a centimetre) are not estimated
 
 
 class CNNPolicy(ActorCritic):
@@ -75,7 +75,7 @@ class CNNPolicy(ActorCritic):
         return found if self.spec.state_dim is None else torch.cat([found, self.state(obs)], dim=-1)
 
     def _estimate_loss(self, obs: Observation) -> Tensor:
-        """Huber loss of each row: the errors in deviations of each number, squared up to 1, linear beyond."""
+        """Huber loss of each row, with errors in units of each number's deviation: squared up to 1, linear beyond."""
         found, truth = self.encode(obs), self.privileged(obs)
         if self.normalizer is not None:
             unit = self.normalizer.spread(self.spec.state_dim or 0, LEAST).to(truth.dtype)
@@ -83,12 +83,12 @@ class CNNPolicy(ActorCritic):
         return smooth_l1_loss(found, truth, reduction="none").mean(-1)
 
     def _pixels(self, frames) -> Tensor:
-        """uint8 [N, H, W, 3] -> [N, 3, H, W]; the strides stay as they are, which convolutions like best."""
+        """uint8 [N, H, W, 3] -> [N, 3, H, W], in the channels-last memory format, which is fast for convolutions."""
         return tensor_of(frames, self.device).permute(0, 3, 1, 2).to(self.dtype).div(255).sub(0.5)
 
 
 def trunk(size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> nn.Sequential:
-    """Convolutions, then as many features as the config says, or the place of each channel."""
+    """Convolutions, then the config's number of features, or each channel's keypoint."""
     layers: list[nn.Module] = []
     height, width, inputs = size
     for outputs, kernel, stride in zip(config.channels, config.kernels, config.strides, strict=True):
@@ -100,13 +100,13 @@ def trunk(size: tuple[int, int, int], config: CNNConfig, dtype: torch.dtype) -> 
     return nn.Sequential(*layers, nn.Flatten(), flat, nn.ReLU())
 
 
-FAR = 12.0  # a thing's place spreads over a tenth of the image, say: a number that spreads by about 1
+FAR = 12.0  # positions that spread over a tenth of the image become numbers with a deviation of about 1
 
 
 class Keypoints(nn.Module):
-    """Maps [N, C, H, W] -> [N, 2C], from -FAR to FAR: how far down, then how far across, each channel is strongest.
+    """[N, C, H, W] -> [N, 2C], from -FAR to FAR: row and column of each channel's maximum.
 
-    The place is the mean by the softmax of the map (spatial softmax)."""
+    The position is the mean under the softmax of the map (spatial softmax)."""
 
     def forward(self, maps: Tensor) -> Tensor:
         share = maps.flatten(2).softmax(-1).view(maps.shape)

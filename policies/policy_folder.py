@@ -1,6 +1,6 @@
 """A policy on disk: config.json (family, options, the env it is for) and model.safetensors; read without torch.
 
-Where other programs load the folder as a model, what predicts values lies in a folder of its own in it, `values/`.
+If other programs load the folder as a model, weights that predict values are in its subfolder `values/`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 VALUES = "values"
 LANGUAGE_FOLDERS = "embodied.policies.language.folder"  # imported when needed: it imports transformers
-OURS = ("policy", "env_spec", "base", "base_names")  # in a config.json of ours beside the published keys
+OURS = ("policy", "env_spec", "base", "base_names")  # our keys in config.json, beside the published keys
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER,
@@ -69,13 +69,13 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
         if unknown := spec.keys() - {field.name for field in fields(EnvSpec)}:
             raise ValueError(f"env_spec has {', '.join(sorted(unknown))}, which nobody here knows")
         policy = dict(content["policy"])
-        if policy.get("pretrained") == ".":  # the folder itself holds what the policy was built from
+        if policy.get("pretrained") == ".":  # the policy was built from this folder
             policy["pretrained"] = str(folder)
         return TypeAdapter(PolicyConfig).validate_python(policy), TypeAdapter(EnvSpec).validate_python(spec)
 
 
 def published_family(folder: Path) -> str | None:
-    """policy.name of a model as others publish it; None for a policy of ours, and for what is none."""
+    """policy.name of a published model; None for our policies and other folders."""
     content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not content or "policy" in content:
         return None
@@ -85,8 +85,8 @@ def published_family(folder: Path) -> str | None:
 
 
 def families_of(folder: Path) -> tuple[str, ...]:
-    """The values of policy.name that can begin with the model in a folder, the likeliest first; empty where its
-    config.json does not say."""
+    """The values of policy.name that fit the model in a folder, likeliest first; () if its config.json is not
+    recognised."""
     if family := published_family(folder):
         return (family, *(FAMILIES[family].alike if family in FAMILIES else ()))
     ours = read_json(folder / CONFIG).get("policy")
@@ -95,7 +95,7 @@ def families_of(folder: Path) -> tuple[str, ...]:
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copy the files that travel unchanged beside the weights."""
+    """Copy the files that stay unchanged beside the weights."""
     if source.resolve() == folder.resolve():
         return
     for file in (file for pattern in patterns for file in source.glob(pattern)):
@@ -105,8 +105,8 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
 
 
 def read_blobs(folder: Path) -> dict[str, Blob]:
-    """The weights, whole or in shards, as bytes that are read when they are used; with those they were trained on
-    top of, where the folder holds only adapters, and with those that predict values, where they lie apart."""
+    """The weights, whole or in shards, as bytes that are read on access. Includes the base model's weights if the
+    folder has only adapters, and weights that predict values from `values/`."""
     blobs = _shards(folder) if (folder / INDEX).is_file() else _whole(folder)
     if (folder / VALUES).is_dir():
         blobs = blobs | _whole(folder / VALUES)
@@ -126,7 +126,7 @@ def read_blobs(folder: Path) -> dict[str, Blob]:
 
 
 def own_layer(name: str) -> str:
-    """The name of a weight as it is without an adapter beside it; peft renames the layers that it adapts."""
+    """The name of a weight without adapters; peft renames adapted layers."""
     return name.replace(".base_layer.", ".")
 
 
@@ -156,18 +156,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, np.ndarray]:
-    """The weights as arrays; bfloat16 as the same numbers in float32."""
+    """The weights as arrays; bfloat16 is converted to float32."""
     return {name: array_of(blob) for name, blob in read_blobs(folder).items()}
 
 
 def write_values(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Put weights that predict values beside those of the model in `folder`."""
+    """Write weights that predict values into `values/` of a folder."""
     (folder / VALUES).mkdir(exist_ok=True)
     write_tensors(folder / VALUES / WEIGHTS, tensors)
 
 
 def write_shards(path: Path, weights: dict[str, Tensor], shard_bytes: int) -> None:
-    """Write weights in shards of at most so many bytes (a larger tensor gets its own), or whole where one is enough."""
+    """Write weights in shards of at most `shard_bytes` (a larger tensor gets its own shard), or in one file if one
+    shard suffices."""
     shards = list(_cut(weights, shard_bytes))
     if len(shards) == 1:
         write_tensors(path / WEIGHTS, shards[0])

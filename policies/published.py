@@ -1,6 +1,6 @@
-"""Policies of families whose models others publish: weights from such a folder or drawn, LoRA, and back to disk.
+"""Policies of published families: weights from a published folder or random ones, LoRA, and saving.
 
-A policy that LoRA trains is saved as what is trained, with the name of the folder that it began from.
+A policy trained with LoRA is saved without its frozen weights, with the name of its base folder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 
 
 class PublishedPolicy(Policy):
-    """A family implements `read_stored`, `start` and, where names differ, `stored_name`; the rest of a policy too."""
+    """Families implement `read_stored`, `start`, `stored_name` if names differ, and the other methods of a policy."""
 
-    own_scales: tuple[str, ...] = ()  # how the names of buffers begin that are set while the policy is built
+    own_scales: tuple[str, ...] = ()  # name prefixes of buffers that are set while the policy is built
     origin: Path | None = None  # the published folder
 
-    # Weights, by the names that they have without adapters
+    # Weights, by their names without adapters
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return {own_layer(name): tensor for name, tensor in super().state_dict(*args, **kwargs).items()}
@@ -35,11 +35,11 @@ class PublishedPolicy(Policy):
         return ((own_layer(name), parameter) for name, parameter in super().named_parameters(*args, **kwargs))
 
     def read_stored(self) -> dict[str, Blob]:
-        """The published folder's weights; empty without one."""
+        """The published folder's weights; {} without a folder."""
         raise NotImplementedError
 
     def stored_name(self, stored: dict[str, Blob], name: str) -> str:
-        """The name that a weight of ours has in `stored`."""
+        """The name in `stored` of one of our weights."""
         return name
 
     def is_extra(self, name: str) -> bool:
@@ -47,13 +47,13 @@ class PublishedPolicy(Policy):
         raise NotImplementedError
 
     def start(self, name: str, shape: torch.Size, draw: torch.Generator) -> Tensor:
-        """The initial numbers of a weight. They keep the size of what goes through; places in an image are as loud as
-        what is seen there; an adapter begins without effect."""
+        """The initial numbers of a weight. They keep the scale of activations; position embeddings are as large as
+        patch embeddings; adapters have no effect at first."""
         raise NotImplementedError
 
     @torch.no_grad()
     def initialise(self, rng: np.random.Generator) -> None:
-        """Published weights where the recipe names some, drawn ones for what is left."""
+        """Set published weights, if any, and draw the remaining ones."""
         draw = torch.Generator().manual_seed(int(rng.integers(2**62)))
         stored, own = self.read_stored(), self.state_dict(keep_vars=True)
         where = {name: self.stored_name(stored, name) for name in own}
@@ -72,7 +72,7 @@ class PublishedPolicy(Policy):
         set_magnitudes(own, fresh)
 
     def stored_weights(self) -> dict[str, Blob]:
-        """Weights of the published folder, for acting only: what it lacks is zero."""
+        """Weights of the published folder for acting only; missing weights are zero."""
         stored, found = self.read_stored(), {}
         for name, tensor in self.state_dict().items():
             blob = stored.get(self.stored_name(stored, name))
@@ -83,11 +83,11 @@ class PublishedPolicy(Policy):
     # On disk
 
     def stored_names(self) -> dict[str, str]:
-        """Our names of the weights in the published folder -> the names they have there."""
+        """Our name -> name in the published folder, for its weights."""
         raise NotImplementedError
 
     def left_out(self) -> dict[str, str]:
-        """The weights that a saved policy does not hold."""
+        """The weights that a saved policy omits."""
         if not (self.origin and self.config.lora_rank):
             return {}
         files = self.stored_names()

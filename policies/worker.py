@@ -1,8 +1,7 @@
 """The policy worker: answers sim workers' requests with the current weights.
 
-It knows nothing of envs. A worker that has no weights yet (or lost them) is stale and refuses to act. Requests of
-several sims are answered in one call of the policy where that pays. Noise is keyed by episode and decision, so an
-answer does not depend on the other requests beside it, but for the last digits of floating-point numbers.
+A worker without weights is stale and refuses to act. Requests of several sims are answered in one call of the policy if
+that pays. Noise is keyed by episode and decision, so an answer depends on other requests only by rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from embodied.runtime.weights import WeightReader
 
 ONE_BY_ONE = Merging()
 ALL_ACTIONS = SamplingRule()
-COMPILING_S = 900.0  # at most, on a busy machine
+COMPILING_S = 900.0  # limit for compiling on a busy machine
 
 
 class PolicyWorker(Worker):
@@ -55,8 +54,8 @@ class PolicyWorker(Worker):
         merging: Merging = ONE_BY_ONE,
         graphs: str = "off",
     ) -> None:
-        """`precision` is the learner's: log-probs must agree. `graphs`: whether acting is recorded, where that can be:
-        with tensors on their device."""
+        """`precision` is the learner's, since log-probs must agree. `graphs`: record acting as graphs if observations
+        are tensors."""
         self.config = config
         self.seed = seed
         self.device = device
@@ -64,9 +63,9 @@ class PolicyWorker(Worker):
         self.merging = merging
         self.weights = WeightReader()
         self.computing = Computing()
-        self.shares = False  # its weights are a learner's
-        self.cache_bytes = 0  # the most that it acted in so far
-        self.checks = FiniteChecks()  # of answers on a device, until a rollout ends
+        self.shares = False  # True: it uses a learner's weights
+        self.cache_bytes = 0  # its largest working memory so far
+        self.checks = FiniteChecks()  # checks of answers on a device, until a rollout ends
         plain = graphs == "off" or self.bf16 or config.compile
         self.recordings = None if plain else Recordings(device)
 
@@ -78,7 +77,7 @@ class PolicyWorker(Worker):
         self.action_dim = spec.action.dim
 
     def initial_weights(self, spec: EnvSpec) -> dict[str, Blob]:
-        """The weights that a run with this seed begins with."""
+        """The initial weights of a run with this seed."""
         weights = make_policy(self.config, spec, self.seed).state_dict()
         return {name: blob_of(tensor) for name, tensor in weights.items()}
 
@@ -104,12 +103,12 @@ class PolicyWorker(Worker):
         return [*self.policy.parameters(), *self.policy.buffers()]
 
     def route(self, publication: Publication) -> str:
-        """The way in which this process gets published weights."""
+        """How this process reads published weights."""
         return self.weights.route(publication)
 
     def load_weights(self, publication: Publication, route: str, channel: Channel, whole: bool) -> int | None:
-        """Load a published version, whose buckets come through the channel. Returns the version it has now: None if the
-        next one was published meanwhile, which it will load later."""
+        """Load a published version; buckets come through the channel. Returns the loaded version; None if a newer
+        version was published meanwhile, which it loads later."""
         self.policy.check_names(publication.specs)
         found = self.weights.load(publication, route, channel, whole)
         self.policy.use_weights({n: tensor_of(w) if isinstance(w, Blob) else w for n, w in found.items()})
@@ -117,7 +116,7 @@ class PolicyWorker(Worker):
 
     @served_while_busy
     def fetch_weights(self, publication: Publication, route: str, channel: Channel) -> None:
-        """Begin to get hold of the next version, which `load_weights` will use, while it acts with the one before."""
+        """Begin to fetch the next version for `load_weights`, while acting with the current one."""
         self.weights.fetch(publication, route, channel)
 
     # Answering
@@ -130,9 +129,9 @@ class PolicyWorker(Worker):
         rule: SamplingRule = ALL_ACTIONS,
         mine: Collection[str] | None = None,
     ) -> int:
-        """Answer these sources with this version until the round is over (None comes); requests of other sources are of
-        an earlier round. Returns the number of decisions. What waits is answered together, as far as `merging` says;
-        `mine` are the sources that ask this worker at first (None: all)."""
+        """Answer these sources with this version until the round is over (None arrives); requests of other sources
+        belong to an earlier round. Returns the number of decisions. Waiting requests are merged by `merging`; `mine`
+        are the sources that ask this worker at first (None: all)."""
         decisions, batcher = 0, RequestBatcher(requests, replies, self.merging, mine)
         while taken := self._take(batcher):
             for reply in self._answers(taken, version, rule):
@@ -142,7 +141,7 @@ class PolicyWorker(Worker):
         return decisions
 
     def _answers(self, requests: list[ActRequest], version: int, rule: SamplingRule) -> Iterator[ActReply]:
-        """Answer in one batch; if that fails, one by one, so that a bad request leaves no other without an answer."""
+        """Answer in one batch; if that fails, one by one, so that a bad request affects no other."""
         if not requests:
             return
         try:
@@ -172,7 +171,7 @@ class PolicyWorker(Worker):
             raise failure
 
     def _patience(self) -> AbstractContextManager[None]:
-        """Allow for the time that compiling takes when a network is first used."""
+        """Inside, allow for the time of compiling a network on its first use."""
         return self.alive(COMPILING_S) if self.config.compile else nullcontext()
 
     def _take(self, batcher: RequestBatcher) -> list[ActRequest]:
@@ -189,7 +188,7 @@ class PolicyWorker(Worker):
             final_values = self._values(final, later)
             values = self._values({i: r.obs for i, r in numbered.items() if r.value_only}, later)
             outputs = self._act({i: r for i, r in numbered.items() if not (r.value_only or r.rule)}, rule)
-            for other in {r.rule for r in requests if r.rule}:  # of an evaluation beside the rollout
+            for other in {r.rule for r in requests if r.rule}:  # of an evaluation during the rollout
                 outputs |= self._act({i: r for i, r in numbered.items() if r.rule == other}, other)
         values |= {i: output.values for i, output in outputs.items()}
         version = self.weights.version
@@ -249,8 +248,8 @@ class PolicyWorker(Worker):
         return draw(*where, host(episodes), host(decisions), self.noise.width)
 
     def _check_finite(self, numbers: dict[str, Array], obs: Observation, later: bool) -> None:
-        """Refuse numbers that are not finite; on a device, perhaps `later`, together with all decisions. Then
-        observations were not checked either, so NaN observations are not blamed on the policy."""
+        """Refuse numbers that are not finite; on a device possibly `later`, for all decisions together. Then
+        observations are checked, too, so NaN observations are not blamed on the policy."""
         if not later or not all(map(is_tensor, numbers.values())):
             check_finite(numbers)
             return
@@ -263,13 +262,13 @@ class PolicyWorker(Worker):
             self.checks.note(what, each, *but)
 
     def _check_noted(self) -> None:
-        """Raise where answers were not finite since the last call."""
+        """Raise if answers since the last call were not finite."""
         for what, rows in self.checks.read().items():
             raise Unusable(f"the policy's {what} are NaN or infinite for rows {rows[:8].tolist()} of a rollout")
 
 
 def check_finite(numbers: dict[str, Array]) -> None:
-    """Raise where a policy's numbers are NaN or infinite. If all are finite, one number leaves their device."""
+    """Raise if a policy's numbers are NaN or infinite. If all are finite, only one number leaves the device."""
     tensors = [each for each in numbers.values() if is_tensor(each)]
     fine = not tensors or bool(torch.stack([each.isfinite().all() for each in tensors]).all())
     for what, each in numbers.items():
@@ -280,7 +279,7 @@ def check_finite(numbers: dict[str, Array]) -> None:
 
 
 def check_output(output: PolicyOutput, num: int, dim: int) -> None:
-    """Refuse what `act` may not return; numpy would broadcast some of it without a word."""
+    """Refuse wrong outputs of `act`; numpy would silently broadcast some of them."""
     if not isinstance(output, PolicyOutput):
         raise WrongShape(f"the policy's act returned {type(output).__name__}, it must be a PolicyOutput")
     actions, logprobs, values = (list(each.shape) for each in (output.actions, output.logprobs, output.values))
@@ -292,7 +291,7 @@ def check_output(output: PolicyOutput, num: int, dim: int) -> None:
         )
 
 
-# What waits is answered together
+# Merging of waiting requests
 
 
 class RequestBatcher:
@@ -304,12 +303,12 @@ class RequestBatcher:
         self.channel = channel
         self.sources = sources
         self.merging = merging
-        self.sims = {sim_of(source) for source in (sources if mine is None else mine)}  # that are waited for
-        self.next: ActRequest | None = None  # taken already, but too large for the previous answer
+        self.sims = {sim_of(source) for source in (sources if mine is None else mine)}  # sims that are waited for
+        self.next: ActRequest | None = None  # taken, but too large for the previous answer
         self.over = False
 
     def take(self) -> list[ActRequest]:
-        """The requests to be answered now; none once the round is over."""
+        """The requests to answer now; [] once the round is over."""
         first, self.next = self.next or (None if self.over else self._get()), None
         if first is None:
             return []
@@ -324,9 +323,9 @@ class RequestBatcher:
         return taken
 
     def _another(self, taken: Sequence[ActRequest], until: float) -> ActRequest | None:
-        """The next request. Waits only while there is a sim that has not asked: a sim whose request is here sends no
-        second one, or simulates the other half of its envs meanwhile. A sim that lets this worker wait in vain asks
-        another one now, until it asks here again."""
+        """The next request. Waits only for sims without a request here: a sim sends its second request only after an
+        answer, or simulates the other half of its envs meanwhile. A sim for which this worker waits in vain asks
+        another worker now; it is not waited for until it asks here again."""
         asked = {sim_of(request.source) for request in taken}
         self.sims |= asked
         found = self._get(until if self.sims - asked else 0.0)
@@ -335,7 +334,7 @@ class RequestBatcher:
         return found
 
     def _get(self, until: float | None = None) -> ActRequest | None:
-        """The next request of this round; None if none came `until` then, or the round is over."""
+        """The next request of this round; None if none arrived by `until`, or if the round is over."""
         while True:
             left_s = None if until is None else until - time.monotonic()
             if left_s is not None and left_s <= 0 and not self.channel.qsize():

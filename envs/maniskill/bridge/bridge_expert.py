@@ -1,8 +1,7 @@
-"""An expert for the bridge tasks on the table: over the thing, down, close, up, over its place, down, open.
+"""An expert for the bridge tasks on the table: over the object, down, close, up, over its place, down, open.
 
-It remembers nothing: what to do next follows from the state alone, so it recovers from whatever happened before and a
-policy can imitate it. Positions are in metres, in the world's frame, whose horizontal axes are those of the arm's base
-turned round.
+It has no memory: the next action follows from the state alone, so it recovers from disturbances and a policy can
+imitate it. Positions are in metres in the world's frame, which is the arm's base frame rotated by 180 degrees.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ if TYPE_CHECKING:
     from embodied.envs.maniskill.env import ManiSkillEnv
 
 OPEN, CLOSE = 1.0, -1.0
-FASTEST, FASTEST_TURN = 0.05, 0.35  # metres and radians asked for at most in an env step
-ABOVE = 0.07  # over a thing before the hand comes down
-CLEAR = 0.06  # how high over its place a thing is carried
-PRESS = 0.02  # below where a thing would rest, to which it is brought down: it touches before the fingers open
-DEEP = 0.004  # below a thing's middle, where fingers close
+FASTEST, FASTEST_TURN = 0.05, 0.35  # largest movement per env step, in metres and radians
+ABOVE = 0.07  # height above an object before the hand comes down
+CLEAR = 0.06  # height above its place at which an object is carried
+PRESS = 0.02  # how far below its resting height an object is lowered, so that it touches before the fingers open
+DEEP = 0.004  # depth below an object's middle at which fingers close
 BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to the arm's base axes
 
 
@@ -31,12 +30,12 @@ class BridgeWorld:
     """The positions that the rules read: arrays with one row per env."""
 
     hand: np.ndarray  # [N, 3], the point between the fingertips
-    asked: np.ndarray  # [N, 3], where the hand is on its way to
+    asked: np.ndarray  # [N, 3], the hand's current target
     closing: np.ndarray  # [N, 2], the axis along which the fingers will close, seen from above
     thing: np.ndarray  # [N, 3]
-    across: np.ndarray  # [N, 2], the horizontal axis along which the thing is narrow
-    height: np.ndarray  # [N], of the thing
-    place: np.ndarray  # [N, 3], where it goes: the middle of the top
+    across: np.ndarray  # [N, 2], the horizontal axis along which the object is narrow
+    height: np.ndarray  # [N], of the object
+    place: np.ndarray  # [N, 3], its place: the middle of the top
     held: np.ndarray  # bool [N]
 
 
@@ -45,7 +44,7 @@ class BridgeExpert:
         self._env = env
 
     def begin(self, rows: np.ndarray) -> None:
-        """Nothing to remember."""
+        """It has no memory."""
 
     def act(self) -> np.ndarray:
         scene = look(self._env)
@@ -104,14 +103,14 @@ def wish(scene: BridgeWorld) -> tuple[np.ndarray, np.ndarray]:
 
 
 def angle_to(axis: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """[N], radians: the smallest turn about the vertical that lays one horizontal axis along another, either way."""
+    """[N], radians: the smallest rotation about the vertical that aligns two horizontal axes, in either direction."""
     cross = axis[:, 0] * wanted[:, 1] - axis[:, 1] * wanted[:, 0]
     along = (axis * wanted).sum(1)
     return np.arctan2(cross * np.sign(along + 1e-12), np.abs(along))
 
 
 def narrow(axes: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """[N, 2]: of a thing's axes [N, 3, 3] that are not upright the one along which it is smaller."""
+    """[N, 2]: the horizontal one of an object's axes [N, 3, 3] along which it is smaller."""
     upright = np.abs(axes[:, 2]).argmax(1)
     widths = np.array(size, np.float64)
     widths[np.arange(len(size)), upright] = np.inf
@@ -124,7 +123,7 @@ def flat(axis: np.ndarray) -> np.ndarray:
 
 
 def matrices(quaternions: np.ndarray) -> np.ndarray:
-    """[N, 4] -> [N, 3, 3], whose columns are the turned axes."""
+    """[N, 4] -> rotation matrices [N, 3, 3], whose columns are the rotated axes."""
     w, x, y, z = quaternions.T.astype(np.float64)
     rows = [
         [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],

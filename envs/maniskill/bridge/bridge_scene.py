@@ -1,5 +1,5 @@
-"""Scenes of a WidowX arm before the photograph of a real table, as envs like all others: states and rewards, images of
-any size, and initial states that do not depend on what was played before.
+"""Scenes of a WidowX arm before the photograph of a real table, with states, rewards, images of any size, and initial
+states that do not depend on earlier episodes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from mani_skill.sensors.camera import CameraConfig
 from embodied.envs.common_config import Region
 from embodied.envs.maniskill.images import intrinsics
 
-FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # of the camera, in pixels
+FOCAL, MIDDLE, WIDTH, HEIGHT = 623.588, (319.501, 239.545), 640, 480  # camera intrinsics, in pixels
 WHOLE: Region = (0.0, 0.0, 1.0, 1.0)
-MIDDLE_SQUARE: Region = (0.125, 0.0, 0.875, 1.0)  # of an image that is a third wider than high
+MIDDLE_SQUARE: Region = (0.125, 0.0, 0.875, 1.0)  # the square in the middle of a 4:3 image
 SCORE = {"is_src_obj_grasped": 0.1, "consecutive_grasp": 0.1}  # and 1 for success after a grasp
 BASES = {"flat_table": ([0.147, 0.028, 0.870], [0, 0, 0, 1]), "sink": ([0.127, 0.060, 0.85], [0, 0, 0, 1])}
-ASIDE = sapien.Pose([0.147, 0.028, 1.87], [0, 0, 0, 1])  # where the arm is while objects are put down
+ASIDE = sapien.Pose([0.147, 0.028, 1.87], [0, 0, 0, 1])  # the arm's pose while objects settle
 
 
 class BridgeScene:
-    """Goes before a ManiSkill env as a base class. The env says what stands before which photograph (`kept_ids` and
-    `photo`) and, as `scene_setting`, where the robot stands."""
+    """A base class that precedes a ManiSkill env. The env defines the foreground and the photograph (`kept_ids` and
+    `photo`), and the robot's place as `scene_setting`."""
 
     SUPPORTED_OBS_MODES = ("none", "state")
     SUPPORTED_REWARD_MODES = ("normalized_dense", "dense", "sparse")
@@ -39,16 +39,16 @@ class BridgeScene:
         super().__init__(sensor_configs=sensor_configs, **options)
 
     def kept_ids(self) -> torch.Tensor:
-        """[N, K]: in each scene, the ids of what stands before the photograph."""
+        """[N, K]: in each scene, the ids of foreground objects."""
         raise NotImplementedError
 
     def photo(self, scene: int, height: int, width: int, square: bool) -> np.ndarray:
-        """uint8 [height, width, 3]; `square`: the middle of it."""
+        """uint8 [height, width, 3]; `square`: its middle."""
         raise NotImplementedError
 
     def laid_out(self) -> tuple[torch.Tensor, ...]:
-        """Poses of the things and of where they go [N, 7], sides of the things [N, 3], how high over their middles the
-        place's top is [N], and whether the hand holds the thing now [N]."""
+        """Returns poses of the objects and of their places [N, 7], sides of the objects [N, 3], the height of the
+        place's top above its middle [N], and True where the hand holds the object [N]."""
         raise NotImplementedError
 
     @property
@@ -60,8 +60,8 @@ class BridgeScene:
         return CameraConfig("render_camera", pose=pose, width=256, height=256, fov=float(fov), near=0.01, far=100)
 
     def compute_dense_reward(self, obs: Any, action: Any, info: dict) -> torch.Tensor:
-        """The task's progress: grasped, held for a second, put down where it should be. With
-        `env.reward=difference` what a step adds."""
+        """The task's progress: grasped, held for a second, put down at its place. `env.reward=difference` rewards the
+        increase."""
         done = info["success"] & info["is_src_obj_grasped"]
         return sum(weight * info[part].float() for part, weight in SCORE.items()) + done.float()
 

@@ -1,6 +1,6 @@
 """The bridge tasks: ManiSkill's digital twins of four BridgeData scenes, and our PutOnPlate-25 on the same table.
 
-Their names and the files they need, which nobody may ship with a package. Free of simulators.
+Their names and files, which cannot be distributed with a package. No simulator imports.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-TWINS = {  # task -> how many initial states it has
+TWINS = {  # task -> number of initial states
     "PutCarrotOnPlateInScene-v1": 24,
     "PutSpoonOnTableClothInScene-v1": 24,
     "StackGreenCubeOnYellowCubeBakedTexInScene-v1": 24,
     "PutEggplantInBasketScene-v1": 64,
 }
-PLATES = "PutOnPlateInScene25"  # how the family's names begin
-CONTROL = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"  # the only one these arms have
+PLATES = "PutOnPlateInScene25"  # prefix of the family's names
+CONTROL = "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"  # these arms' only control mode
 CAMERA = "3rd_view_camera"
 ROBOT, SCENES, OBJECTS = "widowx250s", "bridge_v2_real2sim", "put_on_plate_25"  # ManiSkill's names, and our own
-FILES = {  # below data/ of MS_ASSET_DIR, what is looked for
+FILES = {  # asset -> files below data/ of MS_ASSET_DIR
     ROBOT: "robots/widowx/wx250s.urdf",
     SCENES: "tasks/bridge_v2_real2sim_dataset/custom/info_bridge_custom_v0.json",
     OBJECTS: "tasks/put_on_plate_25/more_carrot/model_db.json",
 }
-SVG = "svgpathtools"  # the one package that a task of ManiSkill's needs and does not bring
+SVG = "svgpathtools"  # a package that a ManiSkill task needs but does not install
 
 
 def is_bridge(task: str | Sequence[str]) -> bool:
@@ -42,7 +42,7 @@ def absent(task: str, folder: Path, exists: Callable[[Path], bool] = Path.exists
 
 
 def asset_folder(environ: Mapping[str, str]) -> Path:
-    """The folder of ManiSkill's downloads: its own `ASSET_DIR`, without the import."""
+    """The folder of ManiSkill's downloads, like its `ASSET_DIR`, without an import."""
     return Path(environ.get("MS_ASSET_DIR", Path.home() / ".maniskill")) / "data"
 
 

@@ -1,7 +1,7 @@
-"""What the PutOnPlate-25 tasks draw: their in-distribution task and the variants that differ from it in one thing.
+"""The initial states of the PutOnPlate-25 tasks: the training task, and variants that differ from it in one property.
 
-An episode is a number whose digits say which object, plate, picture of a table, places and so on; the last digit, the
-object's turn, changes fastest. Places are points of a grid on the table, in metres. Free of simulators.
+An episode is a number whose digits choose object, plate, photograph, places and so on; the last digit, the object's
+rotation, changes fastest. Places are points of a grid on the table, in metres. No simulator imports.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from math import dist, prod
 
 import numpy as np
 
-MIDDLE, SPACING = (-0.16, 0.0), 0.03  # of the grid, which has 6 x 6 points
-NEAR, FAR = 0.070, 0.15 + 1e-6  # things lie further apart than this; some pairs further than that
+MIDDLE, SPACING = (-0.16, 0.0), 0.03  # of the grid of 6 x 6 points
+NEAR, FAR = 0.070, 0.15 + 1e-6  # minimum distance of objects, and of some pairs
 TURNS = (0.0, 45.0, 90.0, 135.0)
 JOINTS = (*[(-0.15, -0.08, 0.0, 0.08, 0.15)] * 5, (-0.6, -0.3, 0.0, 0.3, 0.6))
 TEMPLATES = (
@@ -43,22 +43,22 @@ OLD_PLATES, NEW_PLATES = (0,), tuple(range(1, 17))
 
 @dataclass(frozen=True)
 class Variant:
-    """The objects that episodes are drawn from, by default the training objects."""
+    """The choices from which episodes are drawn, by default those of training."""
 
     objects: tuple[int, ...] = OLD_OBJECTS
     plates: tuple[int, ...] = OLD_PLATES
     pictures: tuple[int, ...] = OLD_PICTURES
-    places: str = "pairs"  # which table of `PLACES`
+    places: str = "pairs"  # key of `PLACES`
     turns: tuple[float, ...] = TURNS
-    extra: str = ""  # "object" or "plate": a wrong one lies there as well
-    extras: tuple[int, ...] = ()  # all possible ones, except the right one
-    textures: tuple[int, ...] = (0,)  # painted over the picture; 0 paints nothing
-    weight: float = 0.0  # how strongly
-    everywhere: bool = False  # over all of it, or over robot and things only
-    templates: tuple[int, ...] = (0,)  # how the instruction is worded
-    starts: bool = False  # whether the arm begins in other places
-    heights: tuple[float, ...] = (0.90, 0.90)  # from where object, plate and the third thing are dropped
-    jumps: bool = False  # whether the object is moved to the third place while the arm is on its way
+    extra: str = ""  # "object" or "plate": adds a wrong one
+    extras: tuple[int, ...] = ()  # possible wrong ones
+    textures: tuple[int, ...] = (0,)  # textures over the image; 0: none
+    weight: float = 0.0  # strength of the texture
+    everywhere: bool = False  # True: over the whole image; False: over robot and objects
+    templates: tuple[int, ...] = (0,)  # wordings of the instruction
+    starts: bool = False  # True: the arm begins elsewhere
+    heights: tuple[float, ...] = (0.90, 0.90)  # heights from which object, plate and third object are dropped
+    jumps: bool = False  # True: the object moves to the third place during the episode
 
     @property
     def digits(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class Episode:
     picture: int
     texture: int
     template: int
-    places: np.ndarray  # [2 or 3, 2]: of object, plate and a third thing
+    places: np.ndarray  # [2 or 3, 2]: of object, plate and a third object
     turn: float  # degrees
     start: np.ndarray  # [6], offsets of the arm's initial joints, in radians
 
@@ -120,7 +120,8 @@ def grid(size: int) -> list[tuple[float, float]]:
 
 
 def apart(points: list[tuple[float, float]], things: int, far: tuple[int, int] | None = None) -> np.ndarray:
-    """[places, things, 2]: all ways to put things on these points, any two NEAR apart or more, and two of them FAR."""
+    """[places, things, 2]: all ways to put objects on these points, at least NEAR apart, and the pair `far` at least
+    FAR apart."""
     found = []
     for places in product(points, repeat=things):
         pairs = [(a, b) for a in range(things) for b in range(a)]
@@ -166,7 +167,7 @@ PAINTS = {
 
 
 def variants(which: str) -> dict[str, Variant]:
-    """The choices of a task by the end of its name; `which` of train, test and all."""
+    """Variants by the end of a task's name; `which` is train, test or all."""
     old, new = which in ("train", "all"), which in ("test", "all")
     pick = lambda before, after: before * old + after * new  # noqa: E731
     objects, pictures = pick(OLD_OBJECTS, NEW_OBJECTS), pick(OLD_PICTURES, NEW_PICTURES)
@@ -207,5 +208,5 @@ IN_DISTRIBUTION = ("Single-v1", "Main-v3", "MainCarrot-v3", "MainImage-v3")
 
 
 def variant(name: str, which: str | None) -> Variant:
-    """Unset: training objects for the training tasks, unseen objects for the other tasks."""
+    """The variant of a task. `which` unset: training objects for the training tasks, unseen objects for other tasks."""
     return variants(which or ("train" if name in IN_DISTRIBUTION else "test"))[name]

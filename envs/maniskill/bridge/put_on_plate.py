@@ -1,7 +1,7 @@
-"""PutOnPlate-25: one of 25 things on a table goes onto one of 17 plates, before one of 21 photographs of tables. And
-the variants of `plate_variants`, which ask what a policy makes of what it has not seen.
+"""PutOnPlate-25: put one of 25 objects on one of 17 plates, before one of 21 photographs of tables. The variants of
+`plate_variants` test generalisation.
 
-All things a task may draw are in the scene; those an episode does not play with lie behind the camera.
+All objects that a task may draw are in the scene; unused ones lie behind the camera.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FOLDER = ASSET_DIR / "tasks" / OBJECTS
 QPOS = (-0.01840777, 0.0398835, 0.22242722, -0.00460194, 1.36524296, 0.00153398, 0.037, 0.037)
 TABLE, STEPS = 0.870, 80  # the height of the table top; env steps
 ENOUGH, HELD = 5, 0.03  # steps of holding that count as held; newtons between object and plate
-MARGIN, GAP = 0.01, 0.05  # metres beside and above a plate that still are on it
+MARGIN, GAP = 0.01, 0.05  # tolerances in metres beside and above a plate
 JUMP = 5  # the step at which an object jumps
 SHELF = 0.5  # the height of the ground behind the camera
 
 
 class Models:
-    """A folder of things with model_db.json, which says in which order they count and how large they are."""
+    """A folder of objects with model_db.json, which has their order and sizes."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -116,7 +116,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
     # Episodes
 
     def _initialize_episode(self, env_idx: torch.Tensor, options: dict) -> None:
-        """The draw is the CPU's, so that a seed means the same on a GPU."""
+        """Draws on the CPU, so that a seed gives the same episode on a GPU."""
         drawn = torch.randint(len(self.variant), (len(env_idx),), device="cpu")
         rows, before = env_idx.tolist(), list(self.episodes)
         for row, number in zip(rows, options.get("episode_id", drawn).tolist(), strict=True):
@@ -139,7 +139,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         self.__dict__.pop("_kept", None)
 
     def _pose(self, thing: tuple[str, int], episode: Episode | None) -> tuple[list, list] | None:
-        """The position from which a thing is dropped, if the episode plays with it."""
+        """The pose from which an object is dropped; None if the episode does not use it."""
         if episode is None:
             return None
         heights, places = self.variant.heights, episode.places
@@ -150,7 +150,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return [*places[at], heights[at]], turned(episode.turn if thing[0] == "object" else 0.0)
 
     def _box(self, kind: str, number: int, turn: float) -> np.ndarray:
-        """Sides of the box along the world's axes around a thing turned so."""
+        """Sides of the axis-aligned box around an object with this rotation."""
         x, y, z = self.models[kind].size(number)
         c, s = abs(np.cos(np.radians(turn))), abs(np.sin(np.radians(turn)))
         return np.array([c * x + s * y, s * x + c * y, z])
@@ -175,7 +175,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
             self.scene._gpu_apply_all()
             self.scene._gpu_fetch_all()
 
-    # What comes of it
+    # Outcome
 
     def evaluate(self) -> dict[str, torch.Tensor]:
         grasped = self._of_each(lambda episode: ("object", episode.object), self.agent.is_grasping)
@@ -204,7 +204,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return self._poses("object"), self._poses("plate"), torch.as_tensor(sizes), tops, held
 
     def _of_each(self, what: Callable, ask: Callable) -> torch.Tensor:
-        """[N]: of every row's own thing or things; `ask` answers for all rows at once."""
+        """[N]: a value of each row's own object or objects; `ask` computes it for all rows at once."""
         wanted = [what(episode) for episode in self.episodes]
         answer = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         for thing in dict.fromkeys(wanted):
@@ -214,7 +214,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return answer
 
     def _poses(self, kind: str) -> torch.Tensor:
-        """[N, 7]: of every row's object or plate."""
+        """Poses [N, 7] of each row's object or plate."""
         mine = [self.actors[kind, getattr(episode, kind)] for episode in self.episodes]
         return torch.stack([actor.pose.raw_pose[row] for row, actor in enumerate(mine)])
 
@@ -226,7 +226,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
         return TEMPLATES[episode.template].format(*names)
 
     def _get_obs_extra(self, info: dict) -> dict[str, torch.Tensor]:
-        """The poses of things, for policies that may see them."""
+        """The poses of objects, for policies that observe them."""
         if self._obs_mode != "state":
             return {}
         return {"places": torch.cat([self._poses("object"), self._poses("plate")], dim=1)}
@@ -235,7 +235,7 @@ class PutOnPlate(BridgeScene, BaseEnv):
 
     @cached_property
     def _kept(self) -> torch.Tensor:
-        """Dropped at every reset."""
+        """Cleared at every reset."""
         robot = torch.stack([link.per_scene_id for link in self.agent.robot.get_links()], dim=1)
         ids = []
         for row, episode in enumerate(self.episodes):
@@ -277,8 +277,8 @@ def turned(degrees: float) -> list[float]:
 
 
 def paint_over(picture: np.ndarray, front: np.ndarray, path: str, mix: float, everywhere: bool) -> np.ndarray:
-    """An image [H, W, 3] into which a texture is mixed: over robot and things (`front` [H, W]) and as large as the box
-    around them; or everywhere, a part of a larger texture that moves with that box."""
+    """Mixes a texture into an image [H, W, 3]: over robot and objects (`front` [H, W]), as large as their bounding box;
+    or everywhere, as a part of a larger texture that moves with that box."""
     if not front.any():
         return picture
     height, width = front.shape

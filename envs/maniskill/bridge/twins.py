@@ -1,8 +1,8 @@
 """ManiSkill's four bridge twins.
 
-ManiSkill keeps the photograph and the list of what stands before it once for all envs of a process; here every env has
-its own. Its tasks let objects settle at every reset, with the arm wherever the last episode left it; here every initial
-state settles once, with the arm out of the way, and is restored from then on.
+ManiSkill has one photograph and foreground list for all envs of a process; here every env has its own. Its tasks let
+objects settle at every reset, with the arm wherever the last episode left it; here every initial state settles once,
+with the arm out of the way, and is restored later.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Twin(BridgeScene):
         return self.read_photo(self.rgb_overlay_paths[CAMERA], height, width, square)
 
     def _initialize_episode(self, env_idx: torch.Tensor, options: dict) -> None:
-        """Objects lie where they once came to rest. The draw is the CPU's, so that a seed means the same on a GPU."""
+        """Objects are placed at rest. Draws on the CPU, so that a seed gives the same episode on a GPU."""
         if not hasattr(self, "_start_qpos"):
             self._settle_all()
         drawn = torch.randint(len(self._settled), (len(env_idx),), device="cpu")
@@ -51,8 +51,8 @@ class Twin(BridgeScene):
             flag[env_idx] = False
 
     def _settle_all(self) -> None:
-        """Find the poses [states, objects, 7] at rest, once for all envs alike in a process; scenes take one state
-        after the other."""
+        """Find the poses [states, objects, 7] at rest, once per process for equal envs; scenes take the states in
+        turn."""
         count, found = len(self.xyz_configs) * len(self.quat_configs), []
         everyone = torch.arange(self.num_envs, device=self.device)
         kind = (type(self), self.num_envs, str(self.device))
@@ -63,7 +63,7 @@ class Twin(BridgeScene):
         self._settled = SETTLED.setdefault(kind, torch.cat(found)[:count])
         self._start_qpos = self.agent.robot.qpos[0].clone()
         size = self.episode_source_obj_bbox_world
-        self.episode_source_obj_bbox_world = size[:, None].repeat(1, self.num_envs)  # ManiSkill knows the first's only
+        self.episode_source_obj_bbox_world = size[:, None].repeat(1, self.num_envs)  # ManiSkill sets one env only
 
     def laid_out(self) -> tuple[torch.Tensor, ...]:
         thing, place = self.objs[self.source_obj_name], self.objs[self.target_obj_name]
@@ -72,7 +72,7 @@ class Twin(BridgeScene):
         return thing.pose.raw_pose, place.pose.raw_pose, size, top, self.agent.is_grasping(thing)
 
     def _get_obs_extra(self, info: dict) -> dict[str, torch.Tensor]:
-        """The poses of things, for policies that may see them."""
+        """The poses of objects, for policies that observe them."""
         if self._obs_mode != "state":
             return {}
         return {name: self.objs[name].pose.raw_pose for name in (self.source_obj_name, self.target_obj_name)}
