@@ -1,8 +1,8 @@
 """Write the report of a run, or compare several: python -m embodied.report RUN [RUN ...]
 
-Writes report.html of a run or an evaluation: curves, tables, videos, timings, provenance. data.json beside it holds
-the same numbers and words. For several runs: one page that compares them, by name, date, commit and differences between
-their recipes.
+Writes report.html of a run or an evaluation: curves, tables, videos, timings, provenance. report.data.json beside it
+holds the same numbers and words. For several runs: one page that compares them, by name, date, commit and differences
+between their recipes.
 
 usage: python -m embodied.report RUN [RUN ...] [out=FILE] [--live] [--help]
 

@@ -60,7 +60,7 @@ def test_a_plan_is_printed_written_and_drawn(capsys, tmp_path):
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["winner"] == "hybrid"
     assert set(written["modes"]) == {"collocated", "hybrid", "disaggregated", "custom"}
-    shown = json.loads((tmp_path / "data.json").read_text())
+    shown = json.loads((tmp_path / "plan.data.json").read_text())
     titles = [chart["title"].partition(":")[0] for chart in shown["sections"][-1]["blocks"][0]["charts"]]
     assert {*titles} == {*written["modes"]} and shown["heading"] in (tmp_path / "plan.html").read_text()
 

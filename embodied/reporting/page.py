@@ -7,8 +7,8 @@ returns = Series("training", x=[0, 1], y=[0.2, 0.4])
 results = section("Results", table(["task", "success"], [["PushCube-v1", "88%"]]), lines("return", [returns]))
 write_page(folder / "report.html", page("my run", [results]))
 
-The data lie in the page and beside it as data.json. All text from runs stays text: neither Python nor the script ever
-reads it as markup. A browser without scripts shows the tables.
+The data lie in the page and beside it, as report.data.json beside report.html. All text from runs stays text: neither
+Python nor the script ever reads it as markup. A browser without scripts shows the tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from embodied import assets
 from embodied.core.files import replace_text
 
 ASSETS = Path(assets.__file__).resolve().parent
-DATA = "data.json"  # beside the page
+DATA = ".data.json"  # of the file beside the page, after its name
 COLORS = 8  # distinct line colours; further lines repeat them, dashed
 MOST_POINTS = 240  # of a line; neighbours beyond that become their mean, with a band from lowest to highest
 MOST_PIECES, BINS = 200, 1000  # pieces of one name in a row; beyond that the axis is divided into bins
@@ -247,7 +247,7 @@ def write_page(out: Path, shown: Block, live_s: float = 0) -> None:
     encoded = json.dumps(shown, default=str)  # browsers read no NaN, and drawings need no more than seven digits
     shown = json.loads(encoded, parse_constant=lambda _: None, parse_float=lambda number: float(f"{float(number):.7g}"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(out.with_name(DATA), json.dumps(shown) + "\n")
+    replace_text(out.with_suffix(DATA), json.dumps(shown) + "\n")
     replace_text(out, html({**shown, "live_s": live_s}))
 
 

@@ -80,6 +80,6 @@ def page_checker(tmp_path_factory):
         if isinstance(page, dict):
             out = tmp_path_factory.mktemp("page") / "page.html"
             write_page(out, page)
-        return Told(out.read_text(), out.with_name(DATA).read_text())
+        return Told(out.read_text(), out.with_suffix(DATA).read_text())
 
     return check
