@@ -33,6 +33,7 @@ from embodied.serving.openai_protocol import BadRequest, TokenScore
 
 SCORED = 256  # places of a prompt whose logits are computed at a time
 FAILS = "the engine fails at this request; the server's log says why"
+FAILED = "the engine has failed; the server's log says why"
 GATHER_S = 0.01  # for which a prompt waits for others while answers are written: one pass reads them all
 ROUND = "serve"  # the stream of noise of requests that bring none
 Mode = Literal["wait", "abort", "keep"]
@@ -87,9 +88,15 @@ class Generation:
         self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
         self.thread.start()
 
-    def ask(self, conversation: ServedConversation) -> Future[Written]:
-        """A future of the answer; cancelling it gives the conversation up."""
-        return self.order(lambda: self.waiting.append(conversation), conversation.written)
+    def ask(self, *conversations: ServedConversation) -> list[Future[Written]]:
+        """Futures of the answers; cancelling one gives its conversation up. One pass reads all of these prompts."""
+        futures = [each.written for each in conversations]
+        if self.failed:
+            for future in futures:
+                settle(future, error=EmbodiedError(FAILED))
+        else:
+            self.orders.put(lambda: self.waiting.extend(conversations))
+        return futures
 
     def pause(self, mode: Mode) -> Future[None]:
         """Begin no more conversations until `resume`. Open conversations are finished first, aborted with their answers
@@ -153,7 +160,7 @@ class Generation:
 
     def order(self, do: Callable[[], None], done: Future) -> Future:
         if self.failed:
-            done.set_exception(EmbodiedError("the engine has failed; the server's log says why"))
+            done.set_exception(EmbodiedError(FAILED))
         else:
             self.orders.put(do)
         return done
@@ -166,7 +173,7 @@ class Generation:
             traceback.print_exc()
             self.failed = err
             for future in [*(c.written for c in [*self.writing, *self.waiting]), *(done for _, done in self.changes)]:
-                settle(future, error=EmbodiedError("the engine has failed; the server's log says why"))
+                settle(future, error=EmbodiedError(FAILED))
             self.on_failure()
         else:
             self.engine.abort()

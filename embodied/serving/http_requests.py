@@ -14,6 +14,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from embodied.serving import openai_protocol as openai
 from embodied.serving.openai_protocol import BadRequest
 
+TOKEN_BYTES = 16  # of a request, for each token of a prompt
 HEAD_S, BODY_S = 15.0, 60.0  # for a first request's head, and for a request's body
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character, or one of two halves
 ADAPTERS = "adapters come with the weights (/update_weights), and all clients are answered with the same ones"
@@ -87,10 +88,11 @@ async def long_body_of(request: web.Request, most: int) -> bytes:
     return bytes(data)
 
 
-async def body_of(request: web.Request) -> Any:
+async def body_of(request: web.Request, most: int | None = None) -> Any:
+    """The JSON of a request of at most so many bytes, or of as many as a request of one prompt may have."""
     try:
         async with asyncio.timeout(BODY_S):
-            text = (await request.read()).decode()
+            text = (await (request.read() if most is None else long_body_of(request, most))).decode()
         body = json.loads(text, parse_constant=lambda _: math.nan)
     except TimeoutError:
         raise BadRequest(f"the request's body did not arrive within {BODY_S:g} s", status=408) from None

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from embodied.core.conversations import SamplingRule, pictures_in
 from embodied.core.errors import EmbodiedError
 from embodied.policies.language.arriving_weights import ArrivingWeights
 from embodied.policies.language.engine import Answer, Sampling
-from embodied.policies.language.http_messages import NOT_FINITE, UNSEEN, read_bucket, settings_of
+from embodied.policies.language.http_messages import UNSEEN, read_bucket, settings_of
 from embodied.policies.language.policy import LanguagePolicy
 from embodied.runtime.device_memory import num_bytes
 from embodied.runtime.published_weights import BUCKET_BYTES
@@ -33,16 +33,16 @@ from embodied.serving import openai_protocol as openai
 from embodied.serving.chat_messages import with_tools
 from embodied.serving.config import FOREIGN_HOST, TOKEN, ServeConfig, is_token_shown
 from embodied.serving.generation import ROUND, Generation, Mode, ServedConversation, Written
-from embodied.serving.http_requests import NOT_SERVED, Connections, body_of, long_body_of, refusal
+from embodied.serving.http_requests import NOT_SERVED, TOKEN_BYTES, Connections, body_of, long_body_of, refusal
+from embodied.serving.many_answers import SEND_S, UnusableAnswer, answer_many
 from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served, TokenScore
 
 CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
 REQUESTS = 1024  # at a time, unless max_clients says otherwise
 SPARE = 64  # connections beyond these, for health checks and for requests that are told to come again
 IDLE_S = 75.0  # that a connection is kept after an answer
-SEND_S = 30.0  # for a part of an answer
 HEAD_BYTES = 16 << 20  # of a bucket: names, shapes and places of tensors
-TOKEN_BYTES, OTHERS = 16, 1_000_000  # of a request: for each token of a prompt, and for all else
+OTHERS = 1_000_000  # bytes of a request, beside the tokens of its prompt
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class LanguageServer:
         app.router.add_get("/health", self.health)
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/completions/many", partial(answer_many, self))
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/tokenize", self.tokenize)
         app.router.add_post("/detokenize", self.detokenize)
@@ -167,29 +168,34 @@ class LanguageServer:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self.answer(request, openai.read_chat(await body_of(request)))
 
-    async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
-        if ask.model and ask.model != self.origin.name:
-            raise BadRequest(f"model={ask.model[:80]}: this server has {self.origin.name}", "model", 404)
-        number = next(self.numbers)
+    @contextlib.contextmanager
+    def admitted(self, *asks: Ask) -> Iterator[None]:
+        """Count a request while it is answered, unless it is one too many or for another model."""
+        if model := next((ask.model for ask in asks if ask.model and ask.model != self.origin.name), None):
+            raise BadRequest(f"model={model[:80]}: this server has {self.origin.name}", "model", 404)
         if self.active >= (self.config.max_clients or REQUESTS):
             raise BadRequest(f"{self.active} requests are being answered, which is the most (max_clients)", status=503)
         self.active += 1
         try:
+            yield
+        finally:
+            self.active -= 1
+
+    async def answer(self, request: web.Request, ask: Ask) -> web.StreamResponse:
+        number = next(self.numbers)
+        with self.admitted(ask):
             conversations = await asyncio.to_thread(self.conversations, ask, number)
             if ask.stream:
                 return await self.stream(request, ask, conversations, number)
-            found = [asyncio.wrap_future(self.generation.ask(each)) for each in conversations]
+            found = [*map(asyncio.wrap_future, self.generation.ask(*conversations))]
             try:
                 written = await asyncio.gather(*found)
             finally:
                 for future in found:  # the client is gone, or one has failed
                     future.cancel()
-        finally:
-            self.active -= 1
         scores = [written[at - at % ask.n].prompt for at in range(len(written))]
         choices = [self.choice(ask, *each) for each in zip(conversations, written, scores)]
-        finished = written[-1]
-        served = Served(self.origin.name, finished.version, finished.fingerprint)
+        served = Served(self.origin.name, written[-1].version, written[-1].fingerprint)
         return web.json_response(openai.reply(ask, str(number), choices, served))
 
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
@@ -284,7 +290,7 @@ class LanguageServer:
         for place, conversation in enumerate(conversations):
             if not ask.tools:  # half a call means nothing
                 conversation.on_progress = partial(tell_of, place)
-        done = [asyncio.wrap_future(self.generation.ask(each)) for each in conversations]
+        done = [*map(asyncio.wrap_future, self.generation.ask(*conversations))]
         for place, future in enumerate(done):
             future.add_done_callback(partial(lambda place, _: tell(place, None), place))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -486,12 +492,6 @@ class StreamedAnswer:
         said, self.letters = text[self.letters :], max(self.letters, len(text))
         self.begun = True
         return self.server.part(self.ask, self.conversation, answer, begin, said, finish)
-
-
-class UnusableAnswer(EmbodiedError):
-    """The weights make no numbers for this prompt."""
-
-    code = NOT_FINITE
 
 
 def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:

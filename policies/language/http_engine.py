@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
 LOOK_S = 0.05  # time that a step waits for an answer
-GATHER_S = 0.02  # time that it then waits for more answers
+GATHER_S = 0.02  # time that it then waits for more answers, at least
 
 
 class HTTPEngine(Engine):
@@ -55,8 +55,9 @@ class HTTPEngine(Engine):
         self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length
         self.exact = np.float64 if config.dtype == "float64" else np.float32
         self.asked: dict[int, Request] = {}
+        self.new: dict[int, PooledRequest] = {}  # requests added since the last step
         self.ended: list[Answer] = []  # answers to conversations without room
-        self.added = 0
+        self.added, self.gather_s = 0, GATHER_S
         self.round: tuple[int, str, SamplingRule] = (0, "", SamplingRule())
         self.name = ""  # name of the current weights
         self.patience_s = config.answer_s + config.away_s
@@ -99,13 +100,18 @@ class HTTPEngine(Engine):
         number, self.added = self.added, self.added + 1
         self.asked[number] = request
         body = body_of(request, most, self.stops, *self.sampling(request), self.config.verify is not None)
-        self.loop.call_soon_threadsafe(self.pool.put, number, PooledRequest(request, body))
+        self.new[number] = PooledRequest(request, body)
 
     def step(self) -> list[Answer]:
         """Returns the arrived answers; waits a moment if there are none."""
+        if self.new:  # together, so that a server gets many at a time
+            self.loop.call_soon_threadsafe(self.pool.put, self.new)
+            self.new = {}
         answers, self.ended = self.ended, []
         if came := self.arrived(0.0 if answers else LOOK_S):
+            began = time.monotonic()
             differences = self.differences([(self.asked[number], found) for _, number, found in came])
+            self.gather_s = max(GATHER_S, time.monotonic() - began)
             compared = [
                 (server, number, self.answer(self.asked[number], found), gaps, self.lie(self.asked[number], found))
                 for (server, number, found), gaps in zip(came, differences)
@@ -116,8 +122,8 @@ class HTTPEngine(Engine):
         return answers
 
     def arrived(self, wait_s: float) -> list[tuple[PooledServer, int, Read]]:
-        """Waits for the first answer and returns the arrived ones. If answers are recomputed, it waits a moment for
-        more, so that one pass computes several."""
+        """Waits for the first answer and returns the arrived ones. If answers are recomputed, it waits for more as long
+        as the last recomputation took, so that one pass computes several."""
         found: list[tuple[PooledServer, int, Read]] = []
         until = time.monotonic() + wait_s
         with contextlib.suppress(queue.Empty):
@@ -128,14 +134,14 @@ class HTTPEngine(Engine):
                     self.abort()
                     raise item
                 if not found:
-                    until = time.monotonic() + (GATHER_S if self.config.gap_limit else 0.0)
+                    until = time.monotonic() + (self.gather_s if self.config.gap_limit else 0.0)
                 found.append(item)
         return found
 
     def abort(self) -> list[Answer]:
         self.call(self.pool.forget)
         answers = [*self.ended, *map(unanswered, self.asked.values())]
-        self.asked, self.ended = {}, []
+        self.asked, self.new, self.ended = {}, {}, []
         return answers
 
     def load(self, weights: dict[str, Tensor], version: int) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 OWNER = "embodied"  # owner of the model in our server's /v1/models
 NOT_FINITE = "not_finite"  # error code: the weights give non-finite numbers
 UNSEEN = "folder_not_seen"  # error code: the server does not see the folder with weights
+MOST_TOGETHER = 256  # requests in one call
 LEAST = -9999.0  # what vLLM writes for minus infinity
 
 
@@ -80,6 +81,24 @@ def read_answer(body: Any) -> Read:
     if not all(type(x) in (int, float) and LEAST < x < float("inf") for x in logprobs):
         return Read([], [], finish, fingerprint, "a log-prob is not finite")
     return Read(tokens, [float(x) for x in logprobs], finish, fingerprint, proof=proof)
+
+
+def read_line(data: bytes) -> tuple[int, int, Any]:
+    """The number of a request among those that were sent as one, and the status and the JSON of its answer; raises
+    ValueError where the line has none."""
+    try:
+        found = json.loads(data)
+        return int(found["number"]), int(found["status"]), found["body"]
+    except (KeyError, TypeError, RecursionError, ValueError) as err:
+        raise ValueError(f"a line is none of an answer ({type(err).__name__}: {err})") from None
+
+
+def read_json(text: str) -> Any:
+    """The JSON of a response; its beginning, where it is none."""
+    try:
+        return json.loads(text) if text.strip() else {}
+    except ValueError:
+        return text[:200]
 
 
 def read_error(body: Any) -> tuple[str, Any]:

@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
+import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import as_path
 from embodied.policies.language.config import LanguageConfig
-from embodied.policies.language.http_messages import NOT_FINITE, OWNER, UNSEEN, bucket_bytes, read_error
+from embodied.policies.language.http_messages import (
+    NOT_FINITE,
+    OWNER,
+    UNSEEN,
+    bucket_bytes,
+    read_error,
+    read_json,
+    read_line,
+)
 from embodied.policies.policy_folder import WEIGHTS
 from embodied.runtime.published_weights import buckets_of
 from embodied.runtime.tensor_bytes import read_safetensors
 
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes after which a retry may help
 RPC = "/collective_rpc"
+MANY = "/v1/completions/many"
+LINE_BYTES = 1 << 24  # of an answer with its proof, at most
 EXTENSION = "embodied.policies.language.vllm_worker.FromFolder"
 
 
@@ -89,9 +99,28 @@ class RemoteServer:
                 f"{self.name}/v1/models does not name a model: is it a server of OpenAI's kind?"
             ) from None
 
-    async def ask(self, body: dict[str, Any]) -> Any:
-        """The answer of /v1/completions."""
-        return await self.call("POST", "/v1/completions", body)
+    async def answers(self, bodies: dict[int, dict[str, Any]]) -> AsyncIterator[tuple[int, Any]]:
+        """The answers of /v1/completions to these requests, by number, as they come; an error in place of one that
+        failed alone. Our servers are asked for all at once."""
+        if not self.ours:
+            for number, body in bodies.items():
+                yield number, await self.call("POST", "/v1/completions", body)
+            return
+        waited = dict(enumerate(bodies))
+        body = {"requests": [*bodies.values()]}
+        async with self.requested("POST", MANY, body, read_bufsize=LINE_BYTES) as response:
+            if response.status >= 300:
+                self.judged(response.status, read_json(await response.text()), MANY)
+            async for line in response.content:
+                number, status, found = read_line(line)
+                try:
+                    answer = self.judged(status, found, MANY)
+                except ServerUnavailable as err:
+                    answer = err
+                if number in waited:
+                    yield waited.pop(number), answer
+        if waited:
+            raise ServerUnavailable(f"{MANY} ends before {len(waited)} of its answers")
 
     async def weights(self, limit_s: float | None = None) -> str:
         """The server's name for its weights; "" if unknown."""
@@ -190,6 +219,15 @@ class RemoteServer:
     ) -> Any:
         """Returns the JSON of an answer. Raises ServerUnavailable if a retry may help. `missing`: the meaning of a
         missing route."""
+        async with self.requested(method, path, body, limit_s) as response:
+            status, text = response.status, await response.text()
+        return missing if status == 404 and missing is not ... else self.judged(status, read_json(text), path)
+
+    @contextlib.asynccontextmanager
+    async def requested(
+        self, method: str, path: str, body: Any, limit_s: float | None = None, **more: Any
+    ) -> AsyncIterator[Any]:
+        """Gives the open response. Errors on the way raise ServerUnavailable."""
         import aiohttp
 
         if self.session is None:
@@ -199,25 +237,22 @@ class RemoteServer:
                 headers=headers, timeout=limits, connector=aiohttp.TCPConnector(limit=0), trust_env=False
             )
         try:
-            what: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
+            what: dict[str, Any] = more | ({"data": body} if isinstance(body, bytes) else {"json": body})
             if limit_s is not None:
                 what["timeout"] = aiohttp.ClientTimeout(total=limit_s)
             if path == RPC:  # vLLM closes a connection after an error inside, in the middle of the next request
                 what["headers"] = {"Connection": "close"}
             async with self.session.request(method, self.url + path, allow_redirects=False, **what) as response:
-                status, text = response.status, await response.text()
+                yield response
         except TimeoutError:
             raise ServerUnavailable(f"{path} took longer than {limit_s or self.answer_s:g} s") from None
         except aiohttp.ClientConnectorError as err:
             raise ServerUnavailable(f"no connection ({err.os_error.strerror or err.os_error})") from None
         except (aiohttp.ClientError, OSError) as err:
             raise ServerUnavailable(f"{type(err).__name__}: {err}" if str(err) else type(err).__name__) from None
-        if status == 404 and missing is not ...:
-            return missing
-        try:
-            found = json.loads(text) if text.strip() else {}
-        except ValueError:
-            found = text[:200]
+
+    def judged(self, status: int, found: Any, path: str) -> Any:
+        """The JSON of an answer with this status, if it is none of an error."""
         if status < 300:
             return found
         said, code = read_error(found)

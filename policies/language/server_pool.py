@@ -15,8 +15,9 @@ dropped server has written in its last batch is used. All of this runs in one as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf
 from queue import SimpleQueue
@@ -27,7 +28,7 @@ import numpy as np
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.engine import Request
-from embodied.policies.language.http_messages import Read, read_answer
+from embodied.policies.language.http_messages import MOST_TOGETHER, Read, read_answer
 from embodied.policies.language.remote_server import RemoteServer, ServerUnavailable
 from embodied.policies.language.trust import JUDGED_TOKENS, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
@@ -170,9 +171,9 @@ class ServerPool:
         if self.error is not None:
             raise self.error
 
-    def put(self, number: int, request: PooledRequest) -> None:
-        asked = request.request
-        self.queue.put(Waiting(number, request, 1, asked.episode, asked.keep))
+    def put(self, requests: Mapping[int, PooledRequest]) -> None:
+        for number, one in requests.items():
+            self.queue.put(Waiting(number, one, 1, one.request.episode, one.request.keep))
         self.hand_out()
 
     def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
@@ -298,6 +299,7 @@ class ServerPool:
         since = time.monotonic() - PATIENCE * max(one.longest_s for one in idle)
         for number in [number for number, began in server.asked_at.items() if began < since]:
             server.calls.pop(number).cancel()
+            del server.asked_at[number]
             self.queue.kept_by[self.queue.taken[server.name][number].conversation] = idle[0].name
             self.queue.give_back(number)
             self.totals["moved"] += 1
@@ -379,28 +381,45 @@ class ServerPool:
         self.queue.workers(rooms(most, {server.name: server.speed.rate for server in taking}), others)
         by_name = {server.name: server for server in taking}
         for name, requests in self.queue.take().items():
-            for one in requests:
-                server, number = by_name[name], int(one.key)  # type: ignore[call-overload]
-                server.calls[number] = asyncio.create_task(self.ask(server, number, one.request))
+            server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.ours else 1
+            for first in range(0, len(requests), size):
+                some = {int(one.key): one.request for one in requests[first : first + size]}  # type: ignore[call-overload]
+                server.calls |= dict.fromkeys(some, asyncio.create_task(self.ask(server, some)))
 
-    async def ask(self, server: PooledServer, number: int, request: PooledRequest) -> None:
-        began, remote = time.monotonic(), server.remote
-        server.asked_at[number] = began
+    async def ask(self, server: PooledServer, requests: dict[int, PooledRequest]) -> None:
+        """Have a server answer these, by one call."""
+        began, remote, left = time.monotonic(), server.remote, dict(requests)
+        server.asked_at |= dict.fromkeys(requests, began)
+        bodies = {number: one.body | {"model": remote.model} for number, one in requests.items()}
         try:
-            found = read_answer(await remote.ask(request.body | {"model": remote.model}))
-            check_tokens(found, request.body["max_tokens"], self.settings["vocab_size"])
-            has = found.fingerprint if remote.ours else None
-            if remote.owner == "vllm" and self.folder is not None:  # it may have restarted meanwhile
-                has = await remote.weights()
+            async with contextlib.aclosing(remote.answers(bodies)) as answers:
+                async for number, answer in answers:
+                    if isinstance(answer, ServerUnavailable):
+                        self.fail(server, number, answer, began)
+                    else:
+                        await self.hear(server, number, left[number], answer, began)
+                    self.close_call(server, number)
+                    del left[number]
         except ServerUnavailable as err:
-            self.fail(server, number, err, began)
-            return
+            for number in left:
+                self.fail(server, number, err, began)
         except (EmbodiedError, ValueError) as err:
             self.refuse(server, err if isinstance(err, EmbodiedError) else EmbodiedError(f"{server.name}: {err}"))
-            return
         finally:
-            if server.calls.get(number) is asyncio.current_task():  # otherwise it was taken from the server meanwhile
-                del server.calls[number], server.asked_at[number]
+            for number in left:
+                self.close_call(server, number)
+
+    def close_call(self, server: PooledServer, number: int) -> None:
+        if server.calls.get(number) is asyncio.current_task():  # otherwise it was taken from the server meanwhile
+            del server.calls[number], server.asked_at[number]
+
+    async def hear(self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float) -> None:
+        """Keep an answer to be compared, or ask again where it is of other weights."""
+        found, remote = read_answer(answer), server.remote
+        check_tokens(found, request.body["max_tokens"], self.settings["vocab_size"])
+        has = found.fingerprint if remote.ours else None
+        if remote.owner == "vllm" and self.folder is not None:  # it may have restarted meanwhile
+            has = await remote.weights()
         if not found.dropped and (found.finish == "abort" or (has and not same_numbers(has, self.wanted))):
             self.ask_again(server, number)
             return

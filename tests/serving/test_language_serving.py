@@ -69,7 +69,7 @@ def ask(server, path, body=None, headers=ALLOWED, method="POST"):
         connection.request(method, path, data, {"Content-Type": "application/json"} | headers)
         reply = connection.getresponse()
         text = reply.read().decode()
-        return reply.status, json.loads(text) if text.startswith("{") else text
+        return reply.status, json.loads(text) if reply.headers["Content-Type"].startswith("application/json") else text
     finally:
         connection.close()
 
@@ -511,6 +511,39 @@ def test_a_request_at_which_the_engine_fails_harms_no_other(server, capsys):
     status, found = ask(server, "/v1/completions", body | {"prompt_logprobs": 1})
     assert status == 500 and "fails at this request" in found["error"]["message"]
     assert ask(server, "/healthz", method="GET")[0] == 200 and completed(server, **body)["choices"] == want
+
+
+def test_requests_that_come_as_one_are_answered_one_by_one_as_they_end(server):
+    lengths = [9, 2, 30, 5, 12]
+    shared = {"model": "m", "logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+    bodies = [shared | {"prompt": [5, n], "max_tokens": length, "seed": n} for n, length in enumerate(lengths)]
+    want = [completed(server, **body) for body in bodies]
+    lines = many(server, bodies[:4])
+    assert [line["number"] for line in lines] == [1, 3, 0, 2] and {line["status"] for line in lines} == {200}
+    for line in lines:
+        (choice,), (whole,) = line["body"]["choices"], want[line["number"]]["choices"]
+        assert all(whole[key] == choice[key] for key in ("token_ids", "finish_reason"))
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(whole["logprobs"]["token_logprobs"], abs=1e-5)
+        assert line["body"]["system_fingerprint"] == want[0]["system_fingerprint"]
+    step = server.generation.engine.step
+
+    def failing():
+        return {}["broken"] if any(9 in one.tokens for one in server.generation.writing) else step()
+
+    server.generation.engine.step = failing
+    told = {line["number"]: line for line in many(server, [bodies[0], shared | {"prompt": [9]}])}
+    assert told[0]["body"]["choices"][0]["token_ids"] == want[0]["choices"][0]["token_ids"]
+    assert told[1]["status"] == 500 and "fails at this request" in told[1]["body"]["error"]["message"]
+    for odd in ([], bodies * 60, [bodies[0] | {"stream": True}], [bodies[0] | {"n": 2}], [bodies[0] | {"logprobs": 2}]):
+        status, found = ask(server, "/v1/completions/many", {"requests": odd})
+        assert status == 400 and found["error"]["param"] == "requests"
+    assert ask(server, "/v1/completions/many", {"requests": [bodies[0] | {"model": "other"}]})[0] == 404
+
+
+def many(server, bodies):
+    status, text = ask(server, "/v1/completions/many", {"requests": bodies})
+    assert status == 200
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def test_an_engine_that_fails_at_everything_ends_the_server_with_an_error(folder, monkeypatch, capsys):

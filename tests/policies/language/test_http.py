@@ -1,6 +1,7 @@
 """A server as the engine: its tokens are those of our own engine, and what fails on the way is asked again or said."""
 
 import contextlib
+import json
 import time
 
 import numpy as np
@@ -169,7 +170,7 @@ def test_what_is_given_up_leaves_the_server_at_once(policy, tmp_path):
             step, server.generation.engine.step = server.generation.engine.step, never_ends
             for request in long:
                 engine.add(request)
-            until(lambda: len(server.generation.writing) == 8)
+            until(lambda: engine.step() or len(server.generation.writing) == 8)
             given_up = engine.abort()
             assert sorted(answer.key for answer in given_up) == [*range(8)]
             assert engine.running == 0 and engine.room == 8
@@ -204,7 +205,7 @@ def test_a_server_that_is_gone_is_named_with_how_long_it_was_waited_for(policy, 
             server.generation.engine.step = never_ends
             for request in ASKED[:8]:
                 engine.add(request)
-            until(lambda: len(server.generation.writing) == 8)
+            until(lambda: engine.step() or len(server.generation.writing) == 8)
         with pytest.raises(
             EmbodiedError, match=rf"policy.url={server.url} has not answered for 0.5 s \(policy.away_s\)"
         ):
@@ -313,6 +314,30 @@ def test_what_fails_on_the_way_is_asked_again_and_taken_once(policy):
         assert sorted(found) == [10, 11, 12, 13] and not any(answer.dropped for answer in found.values())
         assert [counts[n,] for n in range(10, 14)] == [0, 2, 1, 1]
         assert counts_of(engine) == (4, 0)
+
+
+def test_of_many_requests_in_one_call_what_failed_is_asked_again_alone(policy):
+    asked = []
+
+    def reply(request, body):
+        if request.path == "/v1/models":
+            return {"data": [{"id": "m", "owned_by": "embodied"}]}
+        if request.path == "/weight_info":
+            return {"weight_version": engine.name}
+        asked.append([one["prompt"] for one in body["requests"]])
+        failed = {"status": 503, "body": {"error": {"message": "busy"}}}
+        told = [{"status": 200, "body": answer_of(one)} for one in body["requests"]]
+        if len(asked) == 1:
+            told = [told[0], failed, *told[2:3]]  # and then the connection ends, before the fourth
+        lines = [json.dumps({"number": number} | each) for number, each in enumerate(told)]
+        return web.Response(text="\n".join([*lines[::-1], ""]))
+
+    with scripted(reply) as url, engine_at(url, policy, None, gap_limit=None) as engine:
+        engine.load(policy.state_dict(), 1)
+        found = answers(engine, [Request(n, [n], 3, n) for n in range(10, 14)])
+        assert sorted(found) == [10, 11, 12, 13] and counts_of(engine) == (2, 0)
+        assert asked[0] == [[10], [11], [12], [13]]
+        assert sorted(prompt for call in asked[1:] for prompt in call) == [[11], [13]]
 
 
 @pytest.mark.parametrize(

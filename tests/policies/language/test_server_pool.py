@@ -144,6 +144,8 @@ def test_what_a_server_that_has_stopped_keeps_is_answered_by_others(policy, tmp_
         check_same(answers(engine, ASKED, stop), policy)
         assert engine.metrics()["moved"] > 0
         until(lambda: not servers[0].generation.writing)
+        engine.call(engine.pool.move_stragglers, engine.pool.servers[0])
+        assert engine.metrics()["moved"] == 0 and not engine.pool.servers[0].is_refused
 
 
 def test_a_server_that_does_not_see_the_folder_is_sent_the_weights(policy, tmp_path, monkeypatch):
