@@ -23,6 +23,7 @@ MODULES = (
 MEMORY = 512 << 20  # bytes of address space
 LONGEST = 10_000  # characters of a program, and of what it prints
 START_S = 60.0  # for the child to start, on a busy machine
+END_S = 10.0  # for a child that was killed to be gone
 
 CHILD = r"""
 import ast, contextlib, ctypes, io, resource, struct, sys, traceback
@@ -107,4 +108,5 @@ def python_tool(seconds: int = 2) -> Tool:
     """A tool that runs programs."""
     check_box()
     about = "Runs a Python program and returns what it prints; files, network and other processes are out of reach."
-    return Tool("python", about, lambda code: run_python(code, seconds), {"code": "the program"})
+    words = {"code": "the program"}
+    return Tool("python", about, lambda code: run_python(code, seconds), words, START_S + seconds + END_S)

@@ -13,7 +13,9 @@ import re
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 from embodied.core.conversations import TOOL_CALL, Message, Said
@@ -27,12 +29,14 @@ LONGEST_REPLY = 4_000  # characters
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a policy may call with arguments by name; an exception is its reply."""
+    """A function that a policy may call with arguments by name. The reply to a call that raises or takes too long says
+    so."""
 
     name: str
     about: str
     run: Callable[..., str]
     arguments: Mapping[str, str] = field(default_factory=dict)  # by name, what each text is
+    seconds: float = 60.0  # for a call
 
     def schema(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -105,10 +109,19 @@ def reply_of(tools: Iterable[Tool], call: ToolCall) -> str:
     tool = known[call.name]
     if call.arguments.keys() != tool.arguments.keys():
         return f"error: {call.name} takes {', '.join(tool.arguments) or 'nothing'}"
-    try:
-        reply = tool.run(**{name: str(value) for name, value in call.arguments.items()})
-    except Exception as err:  # a tool of somebody's
-        reply = f"error: {type(err).__name__}: {err}"
+    done: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(tool.run(**{name: str(value) for name, value in call.arguments.items()}))
+        except BaseException as err:  # a tool of somebody's
+            done.set_exception(err)
+
+    Thread(target=run, name=f"tool-{tool.name}", daemon=True).start()  # one that never ends is left behind
+    if not wait([done], tool.seconds).done:
+        return f"error: {tool.name} took longer than {tool.seconds:g} seconds"
+    err = done.exception()
+    reply = f"error: {type(err).__name__}: {err}" if err else done.result()
     return reply if len(reply) <= LONGEST_REPLY else f"{reply[:LONGEST_REPLY]} ..."
 
 

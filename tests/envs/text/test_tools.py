@@ -2,13 +2,14 @@
 
 import json
 import platform
+from threading import Event
 
 import pytest
 from tiny_language import TALKS, build, publish
 
 from embodied.envs.text.python_box import python_tool, run_python
 from embodied.envs.text.text_env import TextEnv, Turn
-from embodied.envs.text.tools import Search, ToolUser, parsed_calls, with_tools
+from embodied.envs.text.tools import Search, Tool, ToolCall, ToolUser, parsed_calls, reply_of, with_tools
 
 CALL = {"name": "python", "arguments": {"code": "print(6*7)"}}
 TEMPLATE = (
@@ -60,6 +61,10 @@ def test_a_tool_is_told_to_the_template_called_and_heard_in_its_words(tmp_path):
     assert env.step("Paris").success
     wrong = env.step('<tool_call>{"name": "find", "arguments": {}}</tool_call>').said[0]["content"]
     assert wrong == "error: there is no tool find; there are search"
+    waits = Tool("wait", "Never comes back.", Event().wait, seconds=0.01)
+    assert reply_of([waits], ToolCall("wait", {})) == "error: wait took longer than 0.01 seconds"
+    raises = Tool("find", "", lambda: {}["x"])
+    assert reply_of([raises], ToolCall("find", {})) == "error: KeyError: 'x'"
 
 
 def test_search_finds_rare_words_first_and_nothing_where_there_is_nothing():
