@@ -97,6 +97,10 @@ def test_sums_are_trained(command, folder, here):
     if "periodic" in command:
         words = [word for word in words if not word.startswith(("placement", "cluster"))]
     assert "cut off" in here(command, *words)
+    row = json.loads((newest(folder, "sums_*") / "metrics.jsonl").read_text().splitlines()[0])
+    table = re.search(r"^\| look at \|.*?\n\n", PAGE.text, re.M | re.S)[0]
+    kinds = ("faults/", "engine/", "groups/", "reward/", "critic/", "train/", "return", "success_once")
+    assert [key for key in row if key.startswith(kinds) and f"`{key}`" not in table] == []
 
 
 @pytest.mark.slow
