@@ -61,7 +61,7 @@ def deal(
     """
     neighbours = blocks(len(costs), num_ranks)
     unequal = balance_ratio(costs, neighbours, num_ranks, steps)
-    fits = max(held(items, neighbours, num_ranks)) <= most_items
+    fits = max(items_by_rank(items, neighbours, num_ranks)) <= most_items
     if fits and unequal <= BALANCED:
         return neighbours
     ranks = costliest_first(costs, num_ranks, steps or [range(len(costs))], items, most_items)
@@ -126,7 +126,7 @@ def deal_groups(
     return best
 
 
-def held(items: Sequence[int], ranks: Sequence[int], num_ranks: int) -> list[float]:
+def items_by_rank(items: Sequence[int], ranks: Sequence[int], num_ranks: int) -> list[float]:
     """The items of each rank's units."""
     return np.bincount(ranks, items, minlength=num_ranks).tolist() if items else [0.0]
 

@@ -23,8 +23,8 @@ from embodied.placement.layout import Layer, Layout, Zone
 from embodied.placement.lengths import group_times
 from embodied.placement.schedule_overlap import (
     engine_of,
+    is_learner_node,
     learner_of,
-    learns,
     num_waves,
     overlaps,
     sides,
@@ -126,7 +126,7 @@ class LayoutReplay:
         """Seconds of one side and the arrival times of groups, without recording a timeline. Learners are priced with
         the other side at work, unless `alone`; the other side is priced without learners."""
         kept, self.schedule = self.schedule, Schedule()
-        self.beside = (start, inf) if learns(self.dataflow, side[0].node) and not alone else (inf, inf)
+        self.beside = (start, inf) if is_learner_node(self.dataflow, side[0].node) and not alone else (inf, inf)
         end = self._play(side, layer, at, start)
         self.schedule = kept
         return end - start, self._arrivals(at, start, end) if self.dataflow.schedule == "periodic" else []

@@ -70,7 +70,7 @@ def is_loop(roles: Sequence[PlacedRole]) -> bool:
     return {*EMBODIED} <= {*roles}
 
 
-def others(roles: Sequence[PlacedRole]) -> tuple[PlacedRole, ...]:
+def extra_roles(roles: Sequence[PlacedRole]) -> tuple[PlacedRole, ...]:
     """The roles of a program other than simulators, policies and learners."""
     names = {role.name for role in EMBODIED}
     return tuple(role for role in roles if role.name not in names)

@@ -244,7 +244,7 @@ class Pricer:
         if beside:
             mine = any(map(self.dataflow.is_learner, node))
             for i, other in enumerate(self.dataflow.order):
-                if other[0] in at and schedule_overlap.learns(self.dataflow, i) != mine:
+                if other[0] in at and schedule_overlap.is_learner_node(self.dataflow, i) != mine:
                     for name, more in self.at_work(other, at, stages).items():
                         busy[name] = busy.get(name, 0) + more
         found = {}

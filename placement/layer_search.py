@@ -19,7 +19,7 @@ import numpy as np
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of, named
 from embodied.placement.profile import Array, max_of
-from embodied.placement.schedule_overlap import allowed, overlaps
+from embodied.placement.schedule_overlap import has_learner_devices, overlaps
 
 COARSE = 6  # sizes of a zone that are priced first, if there are more splits than
 MANY = 1000
@@ -130,7 +130,7 @@ class LayerSearch:
         self.groups: dict[tuple, list[Layer]] = {}  # layers by label, which decides the mode
         names = named(self.pricer.dataflow.by_name)
         for layer in arrangements(self.components, classes, self.pricer.runs_on()):
-            if allowed(self.pricer.dataflow, layer):
+            if has_learner_devices(self.pricer.dataflow, layer):
                 self.groups.setdefault(label_of(layer, names), []).append(layer)
         self._fastest: dict[tuple, Points] = {}
         self._slower: dict[tuple, float] = {}  # label -> a lower bound on its seconds, from failed searches
@@ -201,8 +201,8 @@ class LayerSearch:
                 points = self.price(Way(layer, swapped), splits)
                 points = points.take(fit(points, self.limits) & (points.seconds < bound))
                 if len(points):
-                    found.append(unbeaten(points))
-        return unbeaten(joined(found)) if found else None
+                    found.append(pareto_front(points))
+        return pareto_front(concatenated(found)) if found else None
 
     def swaps(self, components: Sequence[str]) -> list[frozenset[str]]:
         """All sets of components that can give their memory back, small ones first."""
@@ -332,7 +332,7 @@ def fit(points: Points, limits: np.ndarray) -> np.ndarray:
     return (idle + extra <= limits[:, None]).all(axis=0)
 
 
-def joined(parts: Sequence[Points]) -> Points:
+def concatenated(parts: Sequence[Points]) -> Points:
     zones = max(len(part.devices) for part in parts)
     first = np.cumsum([0] + [len(part.ways) for part in parts])
     return Points(
@@ -344,7 +344,7 @@ def joined(parts: Sequence[Points]) -> Points:
     )
 
 
-def unbeaten(points: Points) -> Points:
+def pareto_front(points: Points) -> Points:
     """Removes points that another point beats or equals in seconds and in every row of memory."""
     return points.take(np.fromiter(unbeaten_indices(points.seconds, points.memory), int))
 

@@ -54,7 +54,7 @@ def lengths_from_json(content: Mapping[str, Any]) -> Lengths:
     return Lengths(**{name: tuple(value) if isinstance(value, list) else value for name, value in content.items()})
 
 
-def ends(lengths: np.ndarray, slots: int) -> np.ndarray:
+def completion_times(lengths: np.ndarray, slots: int) -> np.ndarray:
     """The time at which each answer is complete, in tokens. The next answer begins when a slot is free.
 
     Lengths 3, 1, 4 in two slots: 3, 1, 5.
@@ -77,8 +77,8 @@ def engine_ratios(lengths: Lengths, answers: int, most: int) -> np.ndarray:
 def engine_ratio(lengths: Lengths, answers: int, engines: int) -> float:
     found = []
     for batch in lengths.batches(1, answers)[:, 0]:
-        alone = [ends(part, lengths.running).max() for part in np.array_split(batch, engines)]
-        found.append((ends(batch, engines * lengths.running).max(), np.mean(alone)))
+        alone = [completion_times(part, lengths.running).max() for part in np.array_split(batch, engines)]
+        found.append((completion_times(batch, engines * lengths.running).max(), np.mean(alone)))
     together_s, alone_s = np.mean(found, axis=0)
     return max(1.0, float(together_s / alone_s))
 
@@ -130,7 +130,7 @@ def group_times(lengths: Lengths, groups: int, size: int, engines: int) -> tuple
     """The share of a rollout after which each group is complete, in ascending order."""
     found = []
     for batch in lengths.batches(groups, size):
-        there = ends(batch.reshape(-1), engines * lengths.running).reshape(groups, size).max(axis=1)
+        there = completion_times(batch.reshape(-1), engines * lengths.running).reshape(groups, size).max(axis=1)
         found.append(np.sort(there) / there.max())
     return tuple(np.mean(found, axis=0).tolist())
 

@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from embodied.placement.grammar import EMBODIED, PlacedRole, is_loop, others, text_of
+from embodied.placement.grammar import EMBODIED, PlacedRole, extra_roles, is_loop, text_of
 from embodied.placement.placement_errors import PlacementError
 from embodied.placement.topology import Topology
 
@@ -81,7 +81,7 @@ def choose(
         several = len(gpus if networks == "gpu" else cores) > 1 and mode != "auto"
         key = overlap if mode == "auto" else f"placement={mode}"
         asked = DeviceRequest(key, "placement=auto" if several else "pipeline.schedule=sync")
-    more, draws = others(roles), draws and not gpu_sims
+    more, draws = extra_roles(roles), draws and not gpu_sims
     if not is_loop(roles):
         apart = [role for role in roles if networks == "gpu" and not (role.network or gpu_sims)]
         held = cores[: even_workers(num_envs, stages, min(len(cores), most_sims or len(cores)))]
@@ -92,9 +92,9 @@ def choose(
     mode, reason = resolved(mode, networks, gpu_sims, overlap)
     own = [role for role in more if mode == "disaggregated" or not role.home]
     names = [role.name for role in own if networks == "cpu" or not role.network]
-    cores, kept_cores = keep(cores, names, "cores", asked)
+    cores, kept_cores = split_off(cores, names, "cores", asked)
     names = [role.name for role in own if networks == "gpu" and role.network]
-    gpus, kept_gpus = keep(gpus, names, "GPUs", asked)
+    gpus, kept_gpus = split_off(gpus, names, "GPUs", asked)
     if networks == "gpu" and not gpu_sims:
         sims = num_sims(num_envs, stages, min(len(cores), most_sims or len(cores)), rows)
         groups = beside_gpus(mode, cores[:sims], gpus, num_envs, stages, asked)
@@ -103,7 +103,7 @@ def choose(
         groups = on(mode, gpus if networks == "gpu" else cores, num_envs, stages, asked)
     apart = [role for role in more if overlap and role not in own and (role.phase, role.home) == ("rollout", "learner")]
     acting = next((held for names, held in groups if "policy" in names.split(",")), [])
-    groups = [joined(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
+    groups = [with_roles_beside(group, [role for role in more if role not in [*own, *apart]]) for group in groups]
     groups += [*((role.name, acting) for role in apart), *kept_cores, *kept_gpus]
     if by_rule and mode == "collocated" and networks == "cpu" and small_steps:
         groups = [(names, held[:1] if names == "learner" else held) for names, held in groups]
@@ -134,7 +134,7 @@ def by_declaration(mode: str, roles: Sequence[PlacedRole], devices: list[Device]
     works = json.dumps({key: text_of(devices[:1]) for key in keys.values()})
     kind = "GPUs" if any(kind == "gpu" for _, kind, _ in devices) else "cores"
     asked = DeviceRequest(f"placement={mode}", f"placement='{works}'")
-    need(asked, " and ".join(keys.values()), len(shares), len(devices), mode, kind)
+    require_devices(asked, " and ".join(keys.values()), len(shares), len(devices), mode, kind)
     size = len(devices) // len(shares)
     workers = even_workers(num_envs, stages, size)
     return [(keys[head], devices[i * size :][:workers]) for i, share in enumerate(shares) for head in share]
@@ -154,16 +154,16 @@ def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[st
     return "collocated", f"collocated: {roles} take turns on all {kind}"
 
 
-def keep(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:
+def split_off(devices: list[Device], names: list[str], kind: str, asked: DeviceRequest) -> tuple[list[Device], Groups]:
     """Splits off the last devices, one for each of these roles."""
     if names:
         what = f"{' and '.join(names)} and the others"
-        need(asked, what, len(names) + 1, len(devices), "collocated", kind)
+        require_devices(asked, what, len(names) + 1, len(devices), "collocated", kind)
     first = len(devices) - len(names)
     return devices[:first], [(name, [device]) for name, device in zip(names, devices[first:])]
 
 
-def joined(group: tuple[str, list[Device]], more: Sequence[PlacedRole]) -> tuple[str, list[Device]]:
+def with_roles_beside(group: tuple[str, list[Device]], more: Sequence[PlacedRole]) -> tuple[str, list[Device]]:
     """Adds to a group the roles that are beside one of its roles, each behind that role."""
     names, held = group
     return ",".join(name for head in names.split(",") for name in with_those_beside(head, more)), held
@@ -211,7 +211,9 @@ def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: 
         sims, learners = num_sims(num_envs, stages, len(cores)), min(len(cores), num_envs, MOST_LEARNERS)
         return [("sim,policy", cores[:sims]), ("learner", cores[:learners])]
     if mode == "disaggregated":  # a quarter of the cores learns, an eighth acts, the rest simulates
-        need(asked, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid")
+        require_devices(
+            asked, "sims, policies and learners", 3, len(cores), "collocated" if len(cores) < 2 else "hybrid"
+        )
         learners, policies = max(1, len(cores) // 4), max(1, len(cores) // 8)
         rest = len(cores) - learners - policies
         sims = num_sims(num_envs, stages, rest)
@@ -223,7 +225,7 @@ def on_cores(mode: str, cores: list[Device], num_envs: int, stages: int, asked: 
         ]
     hybrid = mode == "hybrid"
     what = "sims and {policy + learner}" if hybrid else "learners and the others"
-    need(asked, what, 2, len(cores), "collocated")
+    require_devices(asked, what, 2, len(cores), "collocated")
     rest = len(cores) - max(1, len(cores) // 4)
     sims, learning = num_sims(num_envs, stages, rest), cores[rest:][: min(num_envs, MOST_LEARNERS)]
     if hybrid:
@@ -239,7 +241,7 @@ def beside_gpus(
         return [("sim", sims), ("policy,learner", gpus[: min(num_envs, parts)])]
     if mode == "collocated":
         return [("sim", sims), ("policy", gpus[:parts]), ("learner", gpus[:num_envs])]
-    need(asked, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
+    require_devices(asked, "policies and learners", 2, len(gpus), "hybrid", "GPUs")
     policies = min(len(gpus) // 2, parts)
     return [("sim", sims), ("policy", gpus[:policies]), ("learner", gpus[policies:][:num_envs])]
 
@@ -249,12 +251,12 @@ def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: De
     if mode == "collocated":
         return [("sim,policy", gpus[: even_workers(num_envs, stages, len(gpus))]), ("learner", gpus[:num_envs])]
     if mode == "hybrid":
-        need(asked, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
+        require_devices(asked, "sims and {policy + learner}", 2, len(gpus), "collocated", "GPUs")
         sims = even_workers(num_envs, stages, -(-len(gpus) // (1 + stages)))
         return [("sim", gpus[:sims]), ("policy,learner", gpus[sims:][: min(num_envs, sims * stages)])]
     if mode == "disaggregated":
         instead = "hybrid" if len(gpus) > 1 else "collocated"
-        need(asked, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
+        require_devices(asked, "sims, policies and learners", 3, len(gpus), instead, "GPUs")
         sims = even_workers(num_envs, stages, max(1, len(gpus) // 4))
         policies = min((len(gpus) - sims) // 2, sims * stages)
         return [
@@ -262,12 +264,12 @@ def on_gpus(mode: str, gpus: list[Device], num_envs: int, stages: int, asked: De
             ("policy", gpus[sims : sims + policies]),
             ("learner", gpus[sims + policies :][:num_envs]),
         ]
-    need(asked, "learners and the others", 2, len(gpus), "collocated", "GPUs")
+    require_devices(asked, "learners and the others", 2, len(gpus), "collocated", "GPUs")
     sims = even_workers(num_envs, stages, len(gpus) // 2)
     return [("sim,policy", gpus[:sims]), ("learner", gpus[sims:][:num_envs])]
 
 
-def need(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
+def require_devices(asked: DeviceRequest, what: str, least: int, have: int, mode: str, kind: str = "cores") -> None:
     """Raise PlacementError if there are too few devices. It names what works: `mode`, or `asked.instead`."""
     if have < least:
         raise PlacementError(

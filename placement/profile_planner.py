@@ -125,7 +125,7 @@ class Planner:
             return choice
         spare = bound * MARGIN - self.dataflow.fixed_s - sum(float(points.seconds[0]) for points in fastest)
         fronts = [search.front(label, spare + points.seconds[0]) for (search, label), points in zip(way, fastest)]
-        met = meet([front for front in fronts if front], self.limits) if all(fronts) else None
+        met = combine_fronts([front for front in fronts if front], self.limits) if all(fronts) else None
         return self._choice(met, stages, chunks) if met else None
 
     def _choice(self, layers: Sequence[Points], stages: int, chunks: int) -> Choice:
@@ -153,7 +153,7 @@ def chunk_grid(dataflow: Dataflow, profile: Profile) -> tuple[int, ...]:
     return tuple(n for n in (1, 2, 4, 8, 16) if dataflow.passes % n == 0)
 
 
-def meet(fronts: Sequence[Points], limits: np.ndarray) -> list[Points] | None:
+def combine_fronts(fronts: Sequence[Points], limits: np.ndarray) -> list[Points] | None:
     """Chooses one point per layer with the least total seconds, such that each working layer fits beside the bytes that
     other layers keep.
 

@@ -35,12 +35,12 @@ def overlaps(dataflow: Dataflow) -> bool:
     return dataflow.schedule != "sync"
 
 
-def allowed(dataflow: Dataflow, layer: Layer) -> bool:
+def has_learner_devices(dataflow: Dataflow, layer: Layer) -> bool:
     """True if the schedule needs no separate learner devices, or the layer has them."""
     return not overlaps(dataflow) or all(len({*map(dataflow.is_learner, zone.components)}) == 1 for zone in layer)
 
 
-def learns(dataflow: Dataflow, node: int) -> bool:
+def is_learner_node(dataflow: Dataflow, node: int) -> bool:
     """True if a node of the order is on the learners' side."""
     return any(map(dataflow.is_learner, dataflow.order[node]))
 
@@ -59,7 +59,7 @@ def held_items(dataflow: Dataflow) -> int:
 def num_waves(dataflow: Dataflow, num_envs: int) -> int:
     """The number of episodes that each env row plays for the groups of an iteration; 1 if components between sims and
     learners process all groups at once."""
-    learner = next(i for i in range(len(dataflow.order)) if learns(dataflow, i))
+    learner = next(i for i in range(len(dataflow.order)) if is_learner_node(dataflow, i))
     if any(len(dataflow.order[i]) == 1 for i in dataflow.sources[learner]):
         return 1
     return -(-dataflow.groups * dataflow.group_size // num_envs)
@@ -115,7 +115,7 @@ def sides(pricer: Pricer, layer: Layer) -> tuple[tuple[NodeTurn, ...], tuple[Nod
     """Returns the turns of the collecting side and of the learners."""
     found: tuple[list[NodeTurn], list[NodeTurn]] = ([], [])
     for turn in pricer.turns(layer):
-        found[learns(pricer.dataflow, turn.node)].append(turn)
+        found[is_learner_node(pricer.dataflow, turn.node)].append(turn)
     return tuple(found[0]), tuple(found[1])
 
 

@@ -206,7 +206,7 @@ class PolicyWorker(Worker):
         check_output(output, num_rows(obs), self.action_dim)
         numbers = {"actions": output.actions, "log-probs": output.logprobs, "values": output.values}
         self._check_finite(numbers, obs, all(request.checked_later for request in asked))
-        rows = zip(requests, spans([request.rows for request in asked]), strict=True)
+        rows = zip(requests, row_slices([request.rows for request in asked]), strict=True)
         return {i: PolicyOutput(**map_obs(lambda array: array[mine], vars(output))) for i, mine in rows}  # noqa: B023
 
     def _values(self, observations: dict[int, Observation], checked_later: bool) -> dict[int, Array]:
@@ -218,7 +218,7 @@ class PolicyWorker(Worker):
         if list(values.shape) != [sum(counts)]:
             raise WrongShape(f"the policy's values are of shape {list(values.shape)}, it must be one per env row")
         self._check_finite({"values": values}, obs, checked_later)
-        return {i: values[mine] for i, mine in zip(observations, spans(counts), strict=True)}
+        return {i: values[mine] for i, mine in zip(observations, row_slices(counts), strict=True)}
 
     def _decided(self, obs: Observation, episodes: Array, decisions: Array, rule: SamplingRule) -> PolicyOutput:
         def decide(obs: Observation, episodes: Array, decisions: Array) -> Observation:
@@ -357,6 +357,6 @@ def sim_of(source: str) -> str:
     return source.partition("/")[0]
 
 
-def spans(counts: Sequence[int]) -> list[slice]:
+def row_slices(counts: Sequence[int]) -> list[slice]:
     """The rows of each request among the rows of all requests."""
     return [slice(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]

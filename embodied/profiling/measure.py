@@ -31,7 +31,7 @@ from embodied.learners.config import DEGREES
 from embodied.placement import PlacementPlan, PlannedHost, Topology, roles_of
 from embodied.placement.cost_curves import constant, fit
 from embodied.placement.deploy import devices_of
-from embodied.placement.grammar import Slot, others
+from embodied.placement.grammar import Slot, extra_roles
 from embodied.placement.layout import DeviceClass
 from embodied.placement.lengths import Lengths
 from embodied.placement.placement_plan import hosts_on
@@ -124,7 +124,8 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             # While a policy knows nothing, episodes last as long as they may.
             made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
-            role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]} for role in others(roles)
+            role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]}
+            for role in extra_roles(roles)
         }
         if probed.lengths:
             made["lengths"] = asdict(probed.lengths)

@@ -21,7 +21,7 @@ from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan
 from embodied.placement.dataflow import Dataflow, embodied_dataflow
 from embodied.placement.deploy import as_placement, granularity
-from embodied.placement.grammar import EMBODIED, others
+from embodied.placement.grammar import EMBODIED, extra_roles
 from embodied.placement.layout import DeviceClass
 from embodied.placement.lengths import Lengths, lengths_from_json
 from embodied.placement.placement_errors import number
@@ -76,7 +76,7 @@ def dataflow_of(
     encodes_once = not algo.whole_episodes and algo.epochs > 1  # with frozen parts of the policy; as rollouts come
     ahead = items if encodes_once else 0
     calls = algo.epochs * -(-items // minibatch)
-    more = [role.name for role in others(roles)]
+    more = [role.name for role in extra_roles(roles)]
     schedule = config.pipeline.schedule
     about: dict[str, Any] = {"schedule": "sync" if schedule == "auto" else schedule, "lengths": lengths}
     about |= {"level": config.pipeline.async_level}
@@ -117,7 +117,7 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
         section: {key: value for key, value in values.items() if (section, key) not in free}
         for section, values in said.items()
     }
-    more: list[Any] = sorted(role.name for role in others(roles))
+    more: list[Any] = sorted(role.name for role in extra_roles(roles))
     added = config.roles.model_dump(mode="json", exclude_defaults=True, exclude={"critic_lr", "reward_weight"})
     more += [added] if more and added else []  # a verifier costs less than a reward model, in the same role
     return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]

@@ -21,7 +21,7 @@ from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, r
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Edge, traced_edges
 from embodied.placement.deploy import as_placement
-from embodied.placement.grammar import EMBODIED, others
+from embodied.placement.grammar import EMBODIED, extra_roles
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
 from embodied.placement.profile import Cost, Link, Profile, Sync
@@ -213,7 +213,7 @@ def calibrate(
     classes = [c for c in there.classes() if c.count and profile.knows(c)]
     roles = roles_of(roles_of_run(program, config))
     where, draws = homes(config, there, roles), draws_on_gpus(config.env)
-    layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, others(roles))
+    layouts = timed_layouts(where["sim"][0], where["learner"][0], config.env.num_envs, extra_roles(roles))
     expected_s = Pricer(profile.dataflow, profile, classes).price(layouts[0]).seconds
     config, profile = shortened(config, profile, expected_s, clock, roles)
     resets_s = more_resets(config, profile, reset_s)
@@ -226,7 +226,7 @@ def calibrate(
         seen = real_run(config, plan, logs / f"run-{place}", clock, program)
         if not place:
             profile = replace(profile, dataflow=replace(profile.dataflow, edges=seen.edges))
-            profile = with_others(profile, pricer, layout, seen, others(roles))
+            profile = with_others(profile, pricer, layout, seen, extra_roles(roles))
             pricer = Pricer(profile.dataflow, profile, classes)
         profile = (with_turns if not place else with_apart)(profile, pricer, layout, seen)
     return with_sim(profile, -resets_s)

@@ -11,7 +11,7 @@ from typing import Any
 from embodied.config.recipe import RunConfig
 from embodied.core.errors import ConfigError
 from embodied.placement import roles_of
-from embodied.placement.grammar import others
+from embodied.placement.grammar import extra_roles
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import Layout, Zone
 from embodied.placement.placement_errors import number
@@ -62,7 +62,7 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
     home = shared if config.env.on_gpu else kinds["cpu"]
     sims = own if home is shared else max(1, home.count // runs)
 
-    more = tuple(role.name for role in others(roles))  # they stay on the run's own devices
+    more = tuple(role.name for role in extra_roles(roles))  # they stay on the run's own devices
 
     @cache
     def seconds(phase: int, count: int) -> float:

@@ -115,9 +115,9 @@ def look(env: ManiSkillEnv, arm: int) -> World:
         turned=turned,
         jacobian=jacobian,
         finger=qpos[:, panda.JOINTS :].mean(axis=1),
-        place=lambda name: seen(gather(lambda one: pose(one, name).p) - base, ahead),
-        axis=lambda name: seen(horizontal_axis(gather(lambda one: pose(one, name).q)), ahead),
-        along=lambda name: seen(x_axis(gather(lambda one: pose(one, name).q)), ahead),
+        place=lambda name: in_arm_frame(gather(lambda one: pose(one, name).p) - base, ahead),
+        axis=lambda name: in_arm_frame(horizontal_axis(gather(lambda one: pose(one, name).q)), ahead),
+        along=lambda name: in_arm_frame(x_axis(gather(lambda one: pose(one, name).q)), ahead),
         numbers=lambda name: gather(lambda one: getattr(one, name)),
     )
 
@@ -125,7 +125,7 @@ def look(env: ManiSkillEnv, arm: int) -> World:
 # Geometry
 
 
-def seen(vectors: np.ndarray, ahead: np.ndarray) -> np.ndarray:
+def in_arm_frame(vectors: np.ndarray, ahead: np.ndarray) -> np.ndarray:
     """Rotates vectors [N, 2 or 3] into the frame of an arm that looks `ahead` [N, 2]."""
     x = (vectors[:, :2] * ahead).sum(1)
     y = vectors[:, 1] * ahead[:, 0] - vectors[:, 0] * ahead[:, 1]

@@ -184,17 +184,17 @@ def turn_between(turned: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def by_joints(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
-    return shortened(GAIN * (aims - joints) / MOST)
+    return scaled_moves(GAIN * (aims - joints) / MOST)
 
 
 def by_joint_targets(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
     """Exact for control modes that add each action to the previous target."""
     asked = np.concatenate([host(one.agent.controller.controllers["arm"]._target_qpos) for one in env.envs])
-    return shortened((aims - asked) / MOST)
+    return scaled_moves((aims - asked) / MOST)
 
 
 def by_hand(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
-    return shortened(GAIN * (panda.hand(aims)[0] - panda.hand(joints)[0]) / MOST)
+    return scaled_moves(GAIN * (panda.hand(aims)[0] - panda.hand(joints)[0]) / MOST)
 
 
 def by_hand_and_turn(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
@@ -204,7 +204,7 @@ def by_hand_and_turn(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) ->
     return np.concatenate([by_hand(env, joints, aims), turn], axis=1)
 
 
-def shortened(moves: np.ndarray) -> np.ndarray:
+def scaled_moves(moves: np.ndarray) -> np.ndarray:
     """Scales moves into [-1, 1], keeping the direction."""
     return moves / np.maximum(1.0, np.abs(moves).max(axis=1, keepdims=True))
 

@@ -38,7 +38,7 @@ def fast_step(model: Any, length: int) -> Step | None:
     return of_llama(model, length) if turns_by_place else None
 
 
-def plain(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+def as_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     """A linear layer as a function."""
     if type(layer) is nn.Linear:
         weight, bias = layer.weight, layer.bias
@@ -65,7 +65,7 @@ def of_llama(model: Any, length: int) -> Step:
     cosines, sines = (table[0, :, None] for table in body.rotary_emb(body.embed_tokens.weight[:1], places))
     half = sines.shape[-1] // 2
     sines = torch.cat((-sines[..., :half], sines[..., half:]), -1)
-    embeddings, head = body.embed_tokens.weight, plain(model.lm_head)
+    embeddings, head = body.embed_tokens.weight, as_function(model.lm_head)
     layers = [llama_layer(layer) for layer in body.layers]
     last = norm(body.norm)
 
@@ -89,8 +89,10 @@ def norm(layer: Any) -> Callable[[Tensor], Tensor]:
 def llama_layer(layer: Any) -> Callable[..., Tensor]:
     attention, mlp = layer.self_attn, layer.mlp
     before, behind = norm(layer.input_layernorm), norm(layer.post_attention_layernorm)
-    q, k, v, o = (plain(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
-    gate, up, down = plain(mlp.gate_proj), plain(mlp.up_proj), plain(mlp.down_proj)
+    q, k, v, o = (
+        as_function(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    )
+    gate, up, down = as_function(mlp.gate_proj), as_function(mlp.up_proj), as_function(mlp.down_proj)
     dim, scale = attention.head_dim, attention.scaling
     norms = (norm(attention.q_norm), norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
 
@@ -112,7 +114,7 @@ def llama_layer(layer: Any) -> Callable[..., Tensor]:
 
 def of_gpt2(model: Any) -> Step:
     body = model.transformer
-    words, positions, head, last = body.wte.weight, body.wpe.weight, plain(model.lm_head), body.ln_f
+    words, positions, head, last = body.wte.weight, body.wpe.weight, as_function(model.lm_head), body.ln_f
     layers = [gpt2_layer(block) for block in body.h]
 
     def step(tokens: Tensor, places: Tensor, cache: KeyValues) -> tuple[Tensor, Tensor]:
@@ -128,7 +130,7 @@ def of_gpt2(model: Any) -> Step:
 def gpt2_layer(block: Any) -> Callable[..., Tensor]:
     attention, mlp = block.attn, block.mlp
     before, behind, act = block.ln_1, block.ln_2, mlp.act
-    into, out, wide, narrow = (plain(part) for part in (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj))
+    into, out, wide, narrow = (as_function(part) for part in (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj))
     dim, scale = attention.head_dim, attention.scaling
 
     def run(hidden: Tensor, index: int, cache: KeyValues) -> Tensor:

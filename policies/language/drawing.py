@@ -32,13 +32,13 @@ def choose(logits: Tensor, rule: SamplingRule, uniform: Tensor) -> tuple[Tensor,
     else:
         if temperature != of_logprobs or not rule.draws_from_all:
             likely = (scores.double() / temperature).exp()
-            sums = (likely if rule.draws_from_all else kept(likely, rule)).cumsum(-1)
+            sums = (likely if rule.draws_from_all else allowed_probabilities(likely, rule)).cumsum(-1)
         tokens = torch.searchsorted(sums, uniform[:, None] * sums[:, -1:], right=True)[:, 0]
         tokens = tokens.clamp(max=scores.shape[-1] - 1)
     return tokens, scored.gather(-1, tokens[:, None])[:, 0].double() - total.log()
 
 
-def kept(likely: Tensor, rule: SamplingRule) -> Tensor:
+def allowed_probabilities(likely: Tensor, rule: SamplingRule) -> Tensor:
     """Unnormalised probabilities [N, vocabulary], with 0 for tokens that the rule excludes. Of equally likely tokens
     the first are kept, so at most top_k remain."""
     ordered, places = likely.sort(dim=-1, descending=True, stable=True)
@@ -63,7 +63,7 @@ def draw_errors(logits: Tensor, tokens: Tensor, rule: SamplingRule, uniform: Ten
     if rule.temperature == 0:
         return 1 - scores.gather(-1, chosen)[:, 0].exp()
     likely = (scores / rule.temperature).exp()
-    likely = likely if rule.draws_from_all else kept(likely, rule)
+    likely = likely if rule.draws_from_all else allowed_probabilities(likely, rule)
     ends = likely.cumsum(-1) / likely.sum(-1, keepdim=True)
     end = ends.gather(-1, chosen)[:, 0]
     begin = torch.where(tokens > 0, ends.gather(-1, (chosen - 1).clamp(min=0))[:, 0], 0.0)

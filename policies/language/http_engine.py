@@ -29,10 +29,10 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
 from embodied.policies.language.folder import as_published
-from embodied.policies.language.http_messages import Read, body_of, fingerprint, settings_of
+from embodied.policies.language.http_messages import ParsedAnswer, body_of, fingerprint, settings_of
 from embodied.policies.language.remote_server import RemoteServer, token_of
 from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
-from embodied.policies.language.trust import find_lie
+from embodied.policies.language.trust import find_mismatch
 from embodied.policies.language.weight_folder import WeightFolder
 from embodied.policies.vla.lora import merged, scaling_of
 from embodied.runtime.tensor_bytes import blob_of
@@ -113,7 +113,7 @@ class HTTPEngine(Engine):
             differences = self.differences([(self.asked[number], found) for _, number, found in came])
             self.gather_s = max(GATHER_S, time.monotonic() - began)
             compared = [
-                (server, number, self.answer(self.asked[number], found), gaps, self.lie(self.asked[number], found))
+                (server, number, self.answer(self.asked[number], found), gaps, self.mismatch(self.asked[number], found))
                 for (server, number, found), gaps in zip(came, differences)
             ]
             for number, answer in self.call(self.pool.release, compared):
@@ -121,10 +121,10 @@ class HTTPEngine(Engine):
                 answers.append(answer)
         return answers
 
-    def arrived(self, wait_s: float) -> list[tuple[PooledServer, int, Read]]:
+    def arrived(self, wait_s: float) -> list[tuple[PooledServer, int, ParsedAnswer]]:
         """Waits for the first answer and returns the arrived ones. If answers are recomputed, it waits for more as long
         as the last recomputation took, so that one pass computes several."""
-        found: list[tuple[PooledServer, int, Read]] = []
+        found: list[tuple[PooledServer, int, ParsedAnswer]] = []
         until = time.monotonic() + wait_s
         with contextlib.suppress(queue.Empty):
             while len(found) < len(self.asked):
@@ -174,7 +174,7 @@ class HTTPEngine(Engine):
             return dict(weights)
         return dict(merged(weights.items(), scaling_of(self.config)))
 
-    def answer(self, request: Request, found: Read) -> Answer:
+    def answer(self, request: Request, found: ParsedAnswer) -> Answer:
         tokens, logprobs = np.array(found.tokens, np.int32), np.array(found.logprobs, self.exact)
         return Answer(request.key, tokens, logprobs, found.finish != "stop", found.dropped)
 
@@ -183,7 +183,7 @@ class HTTPEngine(Engine):
         own = request.sampling
         return (own.seed, own.stream.removeprefix("act/"), own.rule) if own else self.round
 
-    def lie(self, request: Request, found: Read) -> str:
+    def mismatch(self, request: Request, found: ParsedAnswer) -> str:
         """Why an answer is not of this policy's weights; "" if it is, or if it is not verified. A server cannot know
         which answers are verified."""
         if not found.tokens or found.dropped or secrets.SystemRandom().random() >= (self.config.verify or 0.0):
@@ -191,9 +191,9 @@ class HTTPEngine(Engine):
         (seed, stream, rule), count, begin = self.sampling(request), len(found.tokens), len(request.tokens)
         episodes, places = np.full(count, request.episode, np.uint64), begin + np.arange(count)
         noise = rng.uniform(seed, f"act/{stream}", episodes, places, 1)[:, 0]
-        return find_lie(self.policy, request.tokens, found, rule, noise)
+        return find_mismatch(self.policy, request.tokens, found, rule, noise)
 
-    def differences(self, came: list[tuple[Request, Read]]) -> list[np.ndarray]:
+    def differences(self, came: list[tuple[Request, ParsedAnswer]]) -> list[np.ndarray]:
         """For each answer, the differences by token between its log-probs and the learner's; empty for dropped answers,
         or if the learner's are not finite."""
         nothing = [np.zeros(0) for _ in came]

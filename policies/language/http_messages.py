@@ -30,7 +30,7 @@ LEAST = -9999.0  # what vLLM writes for minus infinity
 
 
 @dataclass(frozen=True)
-class Read:
+class ParsedAnswer:
     """A parsed answer: tokens and their log-probs, or why they cannot be used."""
 
     tokens: list[int]
@@ -65,7 +65,7 @@ def body_of(
     }
 
 
-def read_answer(body: Any) -> Read:
+def read_answer(body: Any) -> ParsedAnswer:
     """Parses the only choice of a /v1/completions answer; raises ValueError if it has no token ids."""
     try:
         (choice,) = body["choices"]
@@ -77,10 +77,10 @@ def read_answer(body: Any) -> Read:
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise ValueError("the answer has no token_ids; the server has to know return_token_ids, as vLLM and ours do")
     if not isinstance(logprobs, list) or len(logprobs) != len(tokens):
-        return Read([], [], finish, fingerprint, "log-probs are missing")
+        return ParsedAnswer([], [], finish, fingerprint, "log-probs are missing")
     if not all(type(x) in (int, float) and LEAST < x < float("inf") for x in logprobs):
-        return Read([], [], finish, fingerprint, "a log-prob is not finite")
-    return Read(tokens, [float(x) for x in logprobs], finish, fingerprint, proof=proof)
+        return ParsedAnswer([], [], finish, fingerprint, "a log-prob is not finite")
+    return ParsedAnswer(tokens, [float(x) for x in logprobs], finish, fingerprint, proof=proof)
 
 
 def read_line(data: bytes) -> tuple[int, int, Any]:

@@ -62,9 +62,9 @@ def lay_out(
     if token_positions is None:
         token_positions = np.arange(len(tokens)) - np.repeat(starts, lengths)
     whole = blocks_of(tokens, mask, lengths, groups)
-    found = [part for block in whole for part in cheapest(block, lengths, wide)]
+    found = [part for block in whole for part in split_cheaply(block, lengths, wide)]
     row = max([row, *(block.size for block in found)])
-    bins = evenly([block.size for block in found], row)
+    bins = fill_rows([block.size for block in found], row)
     shape = len(bins), max(sum(found[number].size for number in numbers) for numbers in bins)
     ids, segments = (np.zeros(shape, np.int64) for _ in range(2))
     positions = np.zeros((*shape, *token_positions.shape[1:]), np.int64)
@@ -73,7 +73,7 @@ def lay_out(
         column = 0
         for number in numbers:
             block = found[number]
-            for segment, begin, end in pieces(block, starts, ends):
+            for segment, begin, end in parts_of_block(block, starts, ends):
                 part = slice(column, column + end - begin)
                 ids[at, part], blocks[at, part], segments[at, part] = tokens[begin:end], number, segment
                 positions[at, part] = token_positions[begin:end]
@@ -88,7 +88,7 @@ def lay_out(
     return Packed(ids, positions, blocks, segments, sources, takes.reshape(-1), scored)
 
 
-def pieces(block: PromptBlock, starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
+def parts_of_block(block: PromptBlock, starts: np.ndarray, ends: np.ndarray) -> Iterator[tuple[int, int, int]]:
     """Yields the parts of a block as (segment, first token, end): the shared part, then each member's."""
     first = starts[block.members[0]]
     if block.shared:
@@ -125,7 +125,7 @@ def blocks_of(tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups:
     return found
 
 
-def cheapest(block: PromptBlock, lengths: np.ndarray, wide: float) -> list[PromptBlock]:
+def split_cheaply(block: PromptBlock, lengths: np.ndarray, wide: float) -> list[PromptBlock]:
     """Splits a block into the number of parts with the lowest cost; each part repeats the prompt. A place costs 1, plus
     1 for every `wide` places of its block (attention)."""
     ways, count = [], 1
@@ -179,7 +179,7 @@ def first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
     return bins
 
 
-def evenly(sizes: Sequence[int], most: int) -> list[list[int]]:
+def fill_rows(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Returns the indices of `sizes` in the fewest rows that hold `most`, about equally full, since all rows are as
     wide as the fullest."""
     count = -(-sum(sizes) // most)

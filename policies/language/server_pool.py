@@ -28,7 +28,7 @@ import numpy as np
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.engine import Request
-from embodied.policies.language.http_messages import MOST_TOGETHER, Read, read_answer
+from embodied.policies.language.http_messages import MOST_TOGETHER, ParsedAnswer, read_answer
 from embodied.policies.language.remote_server import RemoteServer, ServerUnavailable
 from embodied.policies.language.trust import JUDGED_TOKENS, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
@@ -72,7 +72,7 @@ class WritingSpeed:
             self.began, self.tokens, self.count = now, 0, 0
 
 
-def rooms(most: dict[str, int], rates: dict[str, float | None]) -> dict[str, int]:
+def request_limits(most: dict[str, int], rates: dict[str, float | None]) -> dict[str, int]:
     """The number of concurrent requests of each server, in proportion to its throughput and within its cache. Example:
     servers with room for 8 that write 30 and 10 tokens/s get 8 and 4; before measurements both get 8.
     """
@@ -99,7 +99,7 @@ class PooledServer:
     longest_s: float = 0.0  # longest time of an answer
     unreleased: dict[int, Any] = field(default_factory=dict)  # unreleased answers, by request
     gap: GapRecord = field(default_factory=GapRecord)
-    lie: str = ""  # why its answers are of other weights; "": no evidence
+    evidence: str = ""  # why its answers are of other weights; "": no evidence
     speed: WritingSpeed = field(default_factory=lambda: WritingSpeed(1))
 
     @property
@@ -125,7 +125,7 @@ class ServerPool:
         self.folder, self.settings, self.max_length, self.most = folder, settings, max_length, most
         self.away_s, self.gap_limit, self.verifies, self.tied = away_s, gap_limit, verifies, tied
         self.queue = RequestQueue()
-        self.done: SimpleQueue[tuple[PooledServer, int, Read] | Exception] = SimpleQueue()  # answers to compare
+        self.done: SimpleQueue[tuple[PooledServer, int, ParsedAnswer] | Exception] = SimpleQueue()  # answers to compare
         self.failing: dict[int, tuple[float, set[str]]] = {}  # request -> (first failure, servers at which it failed)
         self.error: Exception | None = None  # why no server can answer
         self.wanted = ""  # name of the current weights
@@ -179,19 +179,19 @@ class ServerPool:
     def release(self, compared: Sequence[tuple[PooledServer, int, Any, np.ndarray, str]]) -> list[tuple[int, Any]]:
         """Returns the answers that may be used now, by request. `compared` are new answers, each with the differences
         between its log-probs and the learner's, and with evidence of a wrong proof or ""."""
-        for server, number, answer, differences, lie in compared:
+        for server, number, answer, differences, evidence in compared:
             if number in self.queue.taken.get(server.name, ()):  # otherwise it was taken from the server meanwhile
                 server.unreleased[number] = answer
                 server.gap.add(differences)
-                server.lie = lie or server.lie
+                server.evidence = evidence or server.evidence
         found: list[tuple[int, Any]] = []
         for server in self.servers:
             if not server.unreleased:
                 continue
             others = [s.gap.mean for s in self.servers if s is not server and s.gap.tokens >= JUDGED_TOKENS]
             limit = inf if self.gap_limit is None else server.gap.limit(self.gap_limit, others)
-            if server.lie or server.gap.mean > limit:
-                self.drop(server, server.lie or lie_in_gap(server.gap, limit))
+            if server.evidence or server.gap.mean > limit:
+                self.drop(server, server.evidence or gap_evidence(server.gap, limit))
             elif server.gap.tokens >= JUDGED_TOKENS or not server.calls or self.gap_limit is None:
                 found += [(number, answer) for number, answer in server.unreleased.items() if self.settle(number)]
                 server.unreleased = {}
@@ -343,9 +343,9 @@ class ServerPool:
         else:
             self.stop(err)
 
-    def drop(self, server: PooledServer, lie: str) -> None:
+    def drop(self, server: PooledServer, evidence: str) -> None:
         """Drop a server whose answers are not of the weights that it names."""
-        why = f"{server.name}: {lie}"
+        why = f"{server.name}: {evidence}"
         self.totals["dropped_servers"] += 1
         server.is_dropped = True
         server.doubt.set()
@@ -378,7 +378,7 @@ class ServerPool:
         for server in taking:
             server.speed.answers = most[server.name]
         others = [server.name for server in self.servers if not server.takes]
-        self.queue.workers(rooms(most, {server.name: server.speed.rate for server in taking}), others)
+        self.queue.workers(request_limits(most, {server.name: server.speed.rate for server in taking}), others)
         by_name = {server.name: server for server in taking}
         for name, requests in self.queue.take().items():
             server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.ours else 1
@@ -466,7 +466,7 @@ class ServerPool:
         return found
 
 
-def lie_in_gap(gap: GapRecord, limit: float) -> str:
+def gap_evidence(gap: GapRecord, limit: float) -> str:
     return (
         f"the log-probs of its answers differ from those of the learner's weights by {gap.mean:.2g} a token, at most "
         f"{gap.largest:.2g}, in its last {len(gap.answers)} answers of {gap.tokens} tokens; the limit is {limit:.2g} "
@@ -474,7 +474,7 @@ def lie_in_gap(gap: GapRecord, limit: float) -> str:
     )
 
 
-def check_tokens(found: Read, most: int, vocabulary: int) -> None:
+def check_tokens(found: ParsedAnswer, most: int, vocabulary: int) -> None:
     """Raise ValueError if an answer does not fit its request."""
     if len(found.tokens) > most:
         raise ValueError(f"an answer of {len(found.tokens)} tokens, and {most} were asked for")

@@ -275,7 +275,7 @@ class SlotEngine(Engine):
 
     def kept_of(self, request: Request) -> int | None:
         """The free row with the longest beginning of a conversation; None if there is none."""
-        tokens, best = identity(request)[:-1], None
+        tokens, best = tokens_and_pictures(request)[:-1], None
         for row, kept in self.between_turns.items():
             longer = best is None or len(kept) > len(self.between_turns[best])
             if longer and len(kept) <= len(tokens) and np.array_equal(kept, tokens[: len(kept)]):
@@ -327,7 +327,7 @@ class SlotEngine(Engine):
         place = row if row == last else free[-1] if free else None
         if place is None:
             return
-        tokens = np.concatenate([identity(request), self.written[row, : self.counts[row] - 1]])
+        tokens = np.concatenate([tokens_and_pictures(request), self.written[row, : self.counts[row] - 1]])
         if place != row:
             self.cache.copy(row, place, len(tokens))
         self.between_turns[place] = tokens
@@ -445,10 +445,10 @@ class SlotEngine(Engine):
 
 def prefix(request: Request) -> bytes:
     """A key for the tokens that must be cached before the first step."""
-    return identity(request)[:-1].tobytes()
+    return tokens_and_pictures(request)[:-1].tobytes()
 
 
-def identity(request: Request) -> np.ndarray:
+def tokens_and_pictures(request: Request) -> np.ndarray:
     """The tokens of a conversation, int64 [n], with digests of picture names where pictures begin, so that
     conversations with different pictures differ."""
     tokens = np.array(request.tokens, np.int64)

@@ -6,7 +6,7 @@ largest numbers of the network's last hidden states. The policy worker recompute
 compares the numbers. Since the noise of a token is known, it also checks whether the server drew the right tokens.
 
     server   writer.add(state) for every token; writer.proof() is sent with the answer
-    worker   find_lie(policy, request.tokens, answer, rule, noise)   # "" if the answer is this policy's
+    worker   find_mismatch(policy, request.tokens, answer, rule, noise)   # "" if the answer is this policy's
 
 Without the weights nobody can compute the numbers. A server with the weights could generate with other weights and
 compute the proof afterwards; then its tokens are not those that the noise draws.
@@ -34,7 +34,7 @@ from embodied.policies.language.drawing import draw_errors
 from embodied.policies.language.packing import lay_out
 
 if TYPE_CHECKING:
-    from embodied.policies.language.http_messages import Read
+    from embodied.policies.language.http_messages import ParsedAnswer
     from embodied.policies.language.policy import LanguagePolicy
 
 JUDGED_TOKENS = 32  # the fewest tokens for a server's mean gap
@@ -144,7 +144,9 @@ EXACT = Limits(1e-4, 1e-5)
 LIMITS = {torch.float64: EXACT, torch.float32: EXACT, torch.bfloat16: Limits(0.03, 0.01)}  # measured: docs/results.md
 
 
-def find_lie(policy: LanguagePolicy, said: Sequence[int], answer: Read, rule: SamplingRule, uniform: np.ndarray) -> str:
+def find_mismatch(
+    policy: LanguagePolicy, said: Sequence[int], answer: ParsedAnswer, rule: SamplingRule, uniform: np.ndarray
+) -> str:
     """Why an answer to the tokens `said` is not this policy's; "" if it is. `uniform` as for `check_answer`."""
     try:
         proof = [ProofBlock.from_text(text) for text in answer.proof]

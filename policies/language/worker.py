@@ -202,7 +202,7 @@ class LanguageWorker(PolicyWorker):
         self, asked: OpenPrompt, answer: Answer, version: int, dropped: str = "", show: bool = False
     ) -> Completion:
         self.tokens += len(answer.tokens)
-        answer = continued(asked.prompt.written, answer)
+        answer = whole_answer(asked.prompt.written, answer)
         ids, tokenizer = answer.tokens.tolist(), self.policy.tokenizer
         written = ids[:-1] if ids and ids[-1] in tokenizer.stops else ids
         return Completion(
@@ -235,7 +235,7 @@ class LanguageWorker(PolicyWorker):
             self.engine.close()
 
 
-def continued(written: WrittenTokens | None, answer: Answer) -> Answer:
+def whole_answer(written: WrittenTokens | None, answer: Answer) -> Answer:
     """The whole answer, including the tokens that another engine has written."""
     if written is None:
         return answer
@@ -245,7 +245,7 @@ def continued(written: WrittenTokens | None, answer: Answer) -> Answer:
 
 def unfinished(answer: Answer) -> tuple[tuple[str, int], WrittenTokens]:
     """The prompt of a stopped answer (source and number), and its tokens so far."""
-    whole = continued(answer.key.prompt.written, answer)
+    whole = whole_answer(answer.key.prompt.written, answer)
     return (answer.key.source, answer.key.prompt.number), WrittenTokens(whole.tokens, whole.logprobs)
 
 

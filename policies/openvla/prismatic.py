@@ -25,7 +25,7 @@ from embodied.policies.openvla.vision import Projector, VisionBackbone
 from embodied.policies.policy_folder import copy_files, read_blobs
 from embodied.policies.vla.image_processor import processor_of
 from embodied.policies.vla.layers import is_scaled, smooth_filters, with_adapter
-from embodied.policies.vla.lora import adapted, add_lora, initial_adapter, is_adapter
+from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter, with_adapter_options
 from embodied.policies.vla.policy import KEYFRAMES, VLAPolicy, for_acting
 from embodied.policies.vla.statistics import (
     GRIPPERS,
@@ -102,7 +102,9 @@ class PrismaticPolicy(VLAPolicy):
 
     @classmethod
     def for_memory_estimate(cls, config: PrismaticConfig, spec: EnvSpec) -> PrismaticPolicy:
-        without = adapted(config).model_copy(update={"pretrained": None, "statistics": None, "rlds_images": False})
+        without = with_adapter_options(config).model_copy(
+            update={"pretrained": None, "statistics": None, "rlds_images": False}
+        )
         return type(cls.__name__, (cls,), {"hashes_words": True})(without, spec)
 
     def check_env(self) -> None:

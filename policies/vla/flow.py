@@ -26,7 +26,7 @@ from embodied.policies.policy_folder import write_shards
 from embodied.policies.vla.config import FlowConfig
 from embodied.policies.vla.flow_folder import FlowFolder, FlowSettings, layout_of, save_beside, write_back
 from embodied.policies.vla.layers import initial_weight
-from embodied.policies.vla.lora import adapted, add_lora, initial_adapter, is_adapter
+from embodied.policies.vla.lora import add_lora, initial_adapter, is_adapter, with_adapter_options
 from embodied.policies.vla.policy import VLAPolicy
 from embodied.policies.vla.statistics import (
     GRIPPERS,
@@ -168,7 +168,7 @@ class FlowPolicy(VLAPolicy):
 
     @classmethod
     def for_memory_estimate(cls, config: FlowConfig, spec: EnvSpec) -> FlowPolicy:
-        without = adapted(config).model_copy(update={"pretrained": None, "statistics": None})
+        without = with_adapter_options(config).model_copy(update={"pretrained": None, "statistics": None})
         return type(cls.__name__, (CountedFlow, cls), {})(without, spec)
 
     def read_folder(self) -> dict[str, Blob]:

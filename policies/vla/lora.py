@@ -230,7 +230,7 @@ def is_saved(name: str, ends: Collection[str]) -> bool:
 # by name.
 
 
-def adapted(config: Any) -> Any:
+def with_adapter_options(config: Any) -> Any:
     """A policy's options, updated by its folder of adapters, if any."""
     if config.lora_path is None:
         return config

@@ -22,7 +22,7 @@ from embodied.core.arrays import tensor_of
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, Observation
 from embodied.policies.published import PublishedPolicy
-from embodied.policies.vla.lora import adapted, is_adapter, read_adapters
+from embodied.policies.vla.lora import is_adapter, read_adapters, with_adapter_options
 from embodied.policies.vla.vla_tokenizer import Tokenizer
 from embodied.runtime.tensor_bytes import Blob
 
@@ -42,7 +42,7 @@ class VLAPolicy(PublishedPolicy):
     hashes_words = False  # True: always the tokenizer of small models
 
     def __init__(self, config: Any, spec: EnvSpec) -> None:
-        super().__init__(adapted(config), spec)
+        super().__init__(with_adapter_options(config), spec)
         self.adapters = config.lora_path and Path(config.lora_path)
 
     def read_folder(self) -> dict[str, Blob]:

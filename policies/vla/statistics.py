@@ -123,13 +123,13 @@ def stated_ranges(published: dict[str, Any], asked: str | None, spec: EnvSpec) -
     """Returns the ranges by data set, and the chosen data set: `asked` is a published one, or the folder of a
     dataset."""
     folder = Path(asked) if asked and asked not in published and (not published or Path(asked).is_dir()) else None
-    figures = demonstrated(folder, spec) if folder else {}
+    figures = dataset_ranges(folder, spec) if folder else {}
     if not published:
-        return {OWN: figures or plain(spec)}, None
+        return {OWN: figures or default_ranges(spec)}, None
     return (published | {folder.name: figures}, folder.name) if folder else (published, asked)
 
 
-def plain(spec: EnvSpec) -> Figures:
+def default_ranges(spec: EnvSpec) -> Figures:
     """Default ranges: actions from -1 to 1, states within half a turn."""
     limits = {"action": (spec.action.dim, 1.0), "proprio": (spec.state_dim or 0, np.pi)}
     return {
@@ -138,7 +138,7 @@ def plain(spec: EnvSpec) -> Figures:
     }
 
 
-def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
+def dataset_ranges(folder: Path, spec: EnvSpec) -> Figures:
     """The statistics of a dataset's actions and states."""
     counted = f"python -m embodied.datasets.quantiles {folder} writes it"
     if not (folder / DATA_SET).is_file():
@@ -152,7 +152,7 @@ def demonstrated(folder: Path, spec: EnvSpec) -> Figures:
             "embodied.collect writes some)"
         )
     stats, wanted = read_json(folder / DATA_SET), {"action": spec.action.dim, "proprio": spec.state_dim or 0}
-    found = plain(spec)
+    found = default_ranges(spec)
     for part, count in wanted.items():
         numbers = stats.get(FEATURES[part], {})
         if not count:

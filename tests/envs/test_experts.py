@@ -78,11 +78,11 @@ def test_maniskills_expert_places_uses_tools_raises_inserts_and_hands_over(task)
 
 
 def test_an_arm_sees_things_ahead_of_it_wherever_it_looks():
-    from embodied.envs.maniskill.expert import seen
+    from embodied.envs.maniskill.expert import in_arm_frame
 
     ahead = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     things = np.array([[0.2, 0.1, 0.3], [-0.1, 0.2, 0.3], [0.1, -0.2, 0.3]])
-    assert np.allclose(seen(things, ahead), [0.2, 0.1, 0.3])
+    assert np.allclose(in_arm_frame(things, ahead), [0.2, 0.1, 0.3])
 
 
 def test_a_leaning_bowl_is_held_where_its_rim_is_and_the_higher_side_is_known():

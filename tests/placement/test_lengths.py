@@ -11,7 +11,14 @@ from embodied.placement.dataflow import Component, Dataflow, dataflow_from_json,
 from embodied.placement.event_replay import simulate
 from embodied.placement.iteration_cost import Pricer
 from embodied.placement.layout import DeviceClass, Layout, Zone
-from embodied.placement.lengths import Lengths, dealt_ratio, ends, engine_ratios, group_times, learner_ratios
+from embodied.placement.lengths import (
+    Lengths,
+    completion_times,
+    dealt_ratio,
+    engine_ratios,
+    group_times,
+    learner_ratios,
+)
 from embodied.placement.profile import Cost, Profile
 from embodied.placement.profile_planner import Planner
 
@@ -22,7 +29,7 @@ LONG_TAIL = Lengths((100, 200, 400, 4000), group=4, prompt=50, running=2)
 
 
 def test_an_engine_begins_the_next_answer_when_one_is_written():
-    assert ends(np.array([3, 1, 4]), 2).tolist() == [3, 1, 5]
+    assert completion_times(np.array([3, 1, 4]), 2).tolist() == [3, 1, 5]
 
 
 def test_equal_lengths_cost_nothing_and_one_worker_waits_for_nobody():

@@ -48,7 +48,7 @@ class BridgeExpert:
 
     def act(self) -> np.ndarray:
         scene = look(self._env)
-        goal, grip = wish(scene)
+        goal, grip = hand_target(scene)
         ahead = goal - scene.asked
         ahead *= np.minimum(1.0, FASTEST / np.maximum(np.linalg.norm(ahead, axis=1, keepdims=True), 1e-9))
         turn = np.where(scene.held, 0.0, np.clip(angle_to(scene.closing, scene.across), -FASTEST_TURN, FASTEST_TURN))
@@ -77,7 +77,7 @@ def look(env: ManiSkillEnv) -> BridgeWorld:
     )
 
 
-def wish(scene: BridgeWorld) -> tuple[np.ndarray, np.ndarray]:
+def hand_target(scene: BridgeWorld) -> tuple[np.ndarray, np.ndarray]:
     """The hand's target [N, 3], and the fingers' [N]."""
     to_thing, to_place = scene.thing - scene.hand, scene.place - scene.thing
     beside = np.linalg.norm(to_thing[:, :2], axis=1)

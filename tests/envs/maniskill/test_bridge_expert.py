@@ -11,9 +11,9 @@ from embodied.envs.maniskill.bridge.bridge_expert import (
     PRESS,
     BridgeWorld,
     angle_to,
+    hand_target,
     matrices,
     narrow,
-    wish,
 )
 
 pytest.importorskip("mani_skill")
@@ -50,19 +50,19 @@ def scene(**changes):
 
 
 def test_it_does_one_thing_after_another():
-    goal, grip = wish(scene(hand=[0.05, 0.0, 1.0]))
+    goal, grip = hand_target(scene(hand=[0.05, 0.0, 1.0]))
     assert goal[0] == pytest.approx([0, 0, 0.888 + ABOVE]) and grip[0] == OPEN  # over the thing
-    goal, grip = wish(scene(hand=[0.0, 0.0, 0.95]))
+    goal, grip = hand_target(scene(hand=[0.0, 0.0, 0.95]))
     assert goal[0, 2] < 0.888 and grip[0] == OPEN  # down
-    assert wish(scene())[1][0] == CLOSE
-    assert wish(scene(across=[1.0, 0.0]))[1][0] == OPEN  # turned the wrong way
-    goal, grip = wish(scene(held=True))
+    assert hand_target(scene())[1][0] == CLOSE
+    assert hand_target(scene(across=[1.0, 0.0]))[1][0] == OPEN  # turned the wrong way
+    goal, grip = hand_target(scene(held=True))
     assert goal[0, 0] == 0 and goal[0, 2] > 0.92 and grip[0] == CLOSE  # up before sideways
     high = 0.876 + 0.02 + CLEAR
-    goal, _ = wish(scene(held=True, hand=[0, 0, high], thing=[0, 0, high]))
+    goal, _ = hand_target(scene(held=True, hand=[0, 0, high], thing=[0, 0, high]))
     assert goal[0, 0] == pytest.approx(0.1)
-    goal, grip = wish(scene(held=True, hand=[0.1, 0, high], thing=[0.1, 0, high]))
+    goal, grip = hand_target(scene(held=True, hand=[0.1, 0, high], thing=[0.1, 0, high]))
     assert goal[0, 2] == pytest.approx(0.896 - PRESS) and grip[0] == CLOSE  # down, until it touches
-    assert wish(scene(held=True, hand=[0.1, 0, 0.9], thing=[0.1, 0, 0.9]))[1][0] == OPEN
-    goal, grip = wish(scene(hand=[0.1, 0, 0.9], thing=[0.1, 0, 0.9]))
+    assert hand_target(scene(held=True, hand=[0.1, 0, 0.9], thing=[0.1, 0, 0.9]))[1][0] == OPEN
+    goal, grip = hand_target(scene(hand=[0.1, 0, 0.9], thing=[0.1, 0, 0.9]))
     assert goal[0, 2] > 0.94 and grip[0] == OPEN  # away from what lies where it should

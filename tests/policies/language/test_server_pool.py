@@ -17,7 +17,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
 from embodied.policies.language import http_engine, server_pool
 from embodied.policies.language.engine import Request, make_engine
-from embodied.policies.language.server_pool import WritingSpeed, rooms
+from embodied.policies.language.server_pool import WritingSpeed, request_limits
 from embodied.policies.language.trust import GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 from embodied.runtime import published_weights
@@ -202,9 +202,9 @@ def test_a_version_is_kept_until_every_server_has_read_it_or_left(tmp_path):
 
 
 def test_room_follows_throughput_and_stays_within_the_cache():
-    assert rooms({"a": 8, "b": 8}, {"a": 30.0, "b": None}) == {"a": 8, "b": 8}
-    assert rooms({"a": 8, "b": 8}, {"a": 30.0, "b": 10.0}) == {"a": 8, "b": 4}
-    assert rooms({"a": 8, "b": 8}, {"a": 1e6, "b": 0.0}) == {"a": 8, "b": 1}
+    assert request_limits({"a": 8, "b": 8}, {"a": 30.0, "b": None}) == {"a": 8, "b": 8}
+    assert request_limits({"a": 8, "b": 8}, {"a": 30.0, "b": 10.0}) == {"a": 8, "b": 4}
+    assert request_limits({"a": 8, "b": 8}, {"a": 1e6, "b": 0.0}) == {"a": 8, "b": 1}
     speed = WritingSpeed(4)
     for second in range(9):
         speed.wrote(10, float(second), busy=True)
