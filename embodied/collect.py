@@ -157,7 +157,7 @@ def place_of(loaded: Loaded) -> Path:
         raise ConfigError("where to? out=demos/NAME, a folder that is not there yet")
     out = as_path(asked[0])
     if out.exists():
-        raise ConfigError(f"out={out} is there already; name another folder")
+        raise ConfigError(f"out={out} exists already; name another folder")
     return out
 
 

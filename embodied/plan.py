@@ -202,7 +202,7 @@ def why_not_measured(
     if measured := profile.made.get("devices"):
         known = stored_profiles.describe_devices(measured)
     lines = [
-        f"{name} was measured on {known}; {topology.name} would need what was not: {lacks}",
+        f"{name} was measured on {known}; {topology.name} would need unmeasured costs: {lacks}",
         f"measure it on a machine with {reasons.words([*found])}: python -m embodied.profiling recipe={recipe}",
     ]
     if all("cpu" in on for on in profile.costs.values()) and topology.cores:

@@ -120,7 +120,7 @@ def read_order(argv: Sequence[str]) -> ShareOrder:
         problems.append(f"rule={order.rule}: should be {' or '.join(RULES)}")
     order.weights = read_weights(own.get("weights"), len(order.runs), problems)
     if order.resume and (order.runs or common):
-        problems.append(f"resume={order.resume} goes on with the runs of that folder; leave {words[0]} out")
+        problems.append(f"resume={order.resume} continues the runs of that folder; leave {words[0]} out")
     elif order.join and len(order.runs) != 1:
         problems.append(f"join={order.join} adds one run: join={order.join} pointmass_ppo, for example")
     elif not order.resume and not order.runs:
@@ -151,7 +151,7 @@ def new_runs(order: ShareOrder) -> SharedRuns:
     devices = named_devices(order.devices, there) if order.devices else devices_of(there)
     folder = order.folder or first.run.dir / f"share-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():
-        raise ConfigError(f"folder={folder} exists; go on with its runs: resume={folder}, or name another one")
+        raise ConfigError(f"folder={folder} exists; continue its runs: resume={folder}, or name another one")
     shared = SharedRuns(folder, devices, order.rule)
     shared.runs = prepare(shared, order.runs, order.weights, there)
     return shared
@@ -245,8 +245,7 @@ def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
             answer = json.loads(asking.makefile("rb").readline() or b"{}")
     except (OSError, ValueError):
         raise EmbodiedError(
-            f"join={folder}: no command goes on with these runs; start them first: python -m embodied.share "
-            f"resume={folder}"
+            f"join={folder}: no command is running them; start them first: python -m embodied.share resume={folder}"
         ) from None
     said = str(answer.get("said", "error: it was not answered"))
     if said.startswith("error: "):

@@ -238,9 +238,7 @@ def origin_of(start: Path, config: RunConfig, run: Path | None, checkpoint: Path
     if run and not start.exists():
         why = "nothing of the run was saved yet; put it back, or begin a new run without resume="
         if checkpoint and compared:
-            why = (
-                f"algo.kl_coef={compared:g} compares the policy with it; put it back, or go on without: algo.kl_coef=0"
-            )
+            why = f"algo.kl_coef={compared:g} compares the policy with it; put it back, or set algo.kl_coef=0"
         elif checkpoint:
             why = "roles.judge=start asks it about every answer; put it back"
         raise ConfigError(f"{run} started from {start}, which is gone, and {why}")
@@ -398,7 +396,7 @@ def save_what_is_learned(loop: EmbodiedLoop, state: dict, failed: str, folder: R
         recent = {RECENT_EPISODES: list(console.recent)}
         checkpoint = loop.save_what_is_learned(folder.checkpoints, state | recent)
     except EmbodiedError as problem:
-        console.say(f"{WARNING}what was learned since the last checkpoint is lost: {problem}")
+        console.say(f"{WARNING}the training since the last checkpoint is lost: {problem}")
     else:
         if checkpoint:
             console.say(f"saved       {checkpoint}, what was learned until {failed} failed")

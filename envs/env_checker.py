@@ -185,7 +185,7 @@ class Checker:
         limit = self.spec.max_episode_steps - (0 if row == 1 else self.lead)
         last = played.last_step(row)
         if last is None or last >= limit:
-            fail("truncation", f"row {row} goes on after max_episode_steps={self.spec.max_episode_steps}")
+            fail("truncation", f"row {row} continues after max_episode_steps={self.spec.max_episode_steps}")
         terminated, truncated = played.terminated[row], played.truncated[row]
         if terminated[last] and truncated[last]:
             fail("truncation", f"row {row} is terminated and truncated at once")
@@ -253,7 +253,7 @@ class Checker:
         fits = len(shape) == 4 and shape[0] == 2 and shape[3] == 3
         if not fits or any(frame.dtype != np.uint8 or frame.shape != shape for frame in frames):
             fail("frames", f"render_rows of 2 rows gives {frames[0].dtype} {list(shape)}, not uint8 [2, H, W, 3]")
-        self.same("frames", plain.obs, drawn.obs, "drawing frames changes what is observed", exact=True)
+        self.same("frames", plain.obs, drawn.obs, "drawing frames changes observations", exact=True)
         if not np.array_equal(plain.rewards, drawn.rewards):
             fail("frames", "drawing frames changes the rewards")
 

@@ -120,7 +120,7 @@ def parse_map(
     known = {role.name: role for role in roles}
     placed = [name.strip() for key in placement for name in str(key).split(",")]
     if (wrong := not_a_role(placed, [*known], more)) is not None:
-        declared = ", and those that the program declares" * more
+        declared = ", and roles that the program declares" * more
         raise PlacementError(f"{wrong!r} is not a role; roles: {', '.join(known)}{declared}")
     for key, place in placement.items():
         names = tuple(name.strip() for name in str(key).split(","))

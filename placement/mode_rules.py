@@ -147,7 +147,7 @@ def resolved(mode: str, networks: str, gpu_sims: bool, overlap: str) -> tuple[st
         return mode, ""
     kind = "GPUs" if networks == "gpu" else "cores"
     if overlap:
-        return overlap, f"with {overlap} learners work while the others do, on {kind} of their own"
+        return overlap, f"with {overlap} learners work during the rollout, on {kind} of their own"
     if networks == "gpu" and not gpu_sims:
         return "hybrid", "hybrid: sims on cores; policy and learner of a GPU share its weights"
     roles = "all" if networks == "gpu" else "sims and learners"

@@ -106,7 +106,7 @@ def describe_lengths(pricer: Pricer, layout: Layout) -> list[str]:
 
 def why_not_apart(planner: Planner) -> str:
     """Why learners cannot have devices of their own, with the arithmetic."""
-    schedule = f"with pipeline.schedule={planner.dataflow.schedule} learners and the others need devices of their own"
+    schedule = f"with pipeline.schedule={planner.dataflow.schedule} learners and other roles need separate devices"
     if (devices := sum(c.count for c in planner.classes)) < 2:
         return f"{schedule}, 2 at least, and there is {devices}"
     runs_on = planner.pricer.runs_on()
@@ -119,7 +119,7 @@ def why_not_apart(planner: Planner) -> str:
 def why_not(planner: Planner, mode: str) -> str:
     """Why no layout of this mode fits, with the arithmetic."""
     if overlaps(planner.dataflow) and mode in ("collocated", "hybrid"):
-        return f"with pipeline.schedule={planner.dataflow.schedule} learners take no turns with others on a device"
+        return f"with pipeline.schedule={planner.dataflow.schedule} learners take no turns with other roles on a device"
     devices = sum(c.count for c in planner.classes)
     names = named(planner.dataflow.by_name)
     if mode == "hybrid" and names != LOOP:

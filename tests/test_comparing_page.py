@@ -51,7 +51,7 @@ def test_seeds_are_trained_gone_on_with_and_compared(capsys):
 
     before = {name: (path / "run.json").read_text() for name, path in runs.items()}
     assert train.main([*command[:-1], "algo.minibatch_size=32"]) == 0
-    assert "which is there already" in capsys.readouterr().out
+    assert "which exists already" in capsys.readouterr().out
     assert {name: (path / "run.json").read_text() for name, path in runs.items()} == before
 
     (_, both) = [words for module, *words in COMMANDS if module == "embodied.report"]

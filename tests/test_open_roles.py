@@ -141,7 +141,7 @@ def test_the_planner_places_components_of_any_names(tmp_path, capsys):
 
 def test_a_typo_in_a_map_is_blamed_and_not_the_role_of_a_program():
     placed = {"sim,policy": "cpu:0", "reward": "cpu:0", "lerner": "cpu:0"}
-    with pytest.raises(PlacementError, match=r"'lerner' is not a role; roles: .*, and those that the program declares"):
+    with pytest.raises(PlacementError, match=r"'lerner' is not a role; roles: .*, and roles that the program declares"):
         parse_map(placed, more=True)
     with pytest.raises(PlacementError, match="'learner' has no place"):
         parse_map({"sim,policy": "cpu:0"}, more=True)

@@ -54,4 +54,4 @@ def test_the_documented_runs_finish_side_by_side_and_are_not_begun_again(tmp_pat
     assert "2 of 2 runs finished" in capsys.readouterr().out
     assert [run.folder for run in read_shared_runs(folder).runs] == [run.folder for run in shared.runs], before
     late = [word.replace("runs/share-DATE", str(folder)) for word in JOINING]
-    assert share.main(late) == 1 and "no command goes on with these runs" in capsys.readouterr().err
+    assert share.main(late) == 1 and "no command is running them" in capsys.readouterr().err

@@ -47,7 +47,7 @@ class EpisodeBuffer:
         """Append an env step: a value for every feature."""
         if odd := frame.keys() ^ self.features.keys():
             missing, unknown = sorted(odd & self.features.keys()), sorted(odd & frame.keys())
-            raise ValueError(f"a frame lacks {missing} and has {unknown}, of which the dataset's features say nothing")
+            raise ValueError(f"a frame lacks {missing} and has {unknown}, which is not among the dataset's features")
         values = {name: as_described(name, frame[name], feature) for name, feature in self.features.items()}
         for name, column in self._columns.items():
             column.append(values[name])

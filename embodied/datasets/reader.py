@@ -99,7 +99,7 @@ class Dataset:
         columns = self._columns(entry)
         number = int(columns["task_index"][0])
         if number not in self.tasks:
-            raise EmbodiedError(f"{self.tasks_file} has no task {number}, of which episodes are; {AGAIN}")
+            raise EmbodiedError(f"{self.tasks_file} has no task {number}, although episodes have it; {AGAIN}")
         task = self.tasks[number]
         obs: Observation = {"instruction": [task] * entry["length"]}
         if STATE in columns:
@@ -133,7 +133,7 @@ class Dataset:
             columns = lerobot_layout.renamed({name: as_array(table[name]) for name in table.column_names}, self.theirs)
             if len(table) != entry["length"] or not (columns["episode_index"] == entry["episode_index"]).all():
                 wanted = f"rows {first} to {first + entry['length']}"
-                raise ValueError(f"{wanted} are not those of episode {entry['episode_index']}")
+                raise ValueError(f"{wanted} do not match episode {entry['episode_index']}")
             self._check(columns, entry["length"])
         return columns
 

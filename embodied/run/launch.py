@@ -42,7 +42,7 @@ from embodied.runtime import Cluster, choose_backend, describe_backend
 WIDTH = 118
 LONGER = 4  # a run without success is advised to be so many times as long
 
-UNSAVED = "; what came after the last checkpoint is lost"
+UNSAVED = "; the training after the last checkpoint is lost"
 
 
 def run(
@@ -189,7 +189,7 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
     updating = [role.name for role in roles if role.phase == "update"]
     if not plan.apart(*updating) and not gives_way(config, plan, updating):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
-        turns = f"but with {placement} they take turns with others on their devices"
+        turns = f"but with {placement} they take turns with other roles on their devices"
         if schedule := overlap_key(config):
             works = "placement=auto, or pipeline.schedule=sync"
             try:
@@ -343,7 +343,7 @@ def schedule_lines(config: RunConfig) -> list[str]:
     """For schedules other than sync, lines that say when an update begins, with advice."""
     schedule, level, algo = config.pipeline.schedule, config.pipeline.async_level, config.algo
     if schedule == "periodic":
-        how = "learners take finished groups while others are played, and make one step after the last"
+        how = "learners process groups during the rollout, and take one step after the last group"
         return [f"schedule    periodic: {how}"]
     if schedule != "async":
         return []
@@ -374,7 +374,7 @@ def without_success(config: RunConfig) -> str:
         f"a longer run, {steps}",
         "demonstrations to begin with (docs/demonstrations.md)" if run.start_from is None else "",
     ]
-    return f"nothing has succeeded so far; what may help: {'; '.join(filter(None, options))}"
+    return f"no success so far; suggestions: {'; '.join(filter(None, options))}"
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:

@@ -186,7 +186,7 @@ def check_same_policy(start: str, there: Any, here: Any) -> None:
     from_folders = all(policy.published and policy.pretrained is not None for policy in (there, here))
     free = (*FREE, "policy.pretrained") if from_folders else FREE
     if odd := [line for line in differing("policy", there, here) if line.partition("=")[0] not in free]:
-        raise ConfigError(f"{start} is another policy: {'; '.join(odd)}; set these keys as they are there")
+        raise ConfigError(f"{start} is another policy: {'; '.join(odd)}; set these keys to the same values")
 
 
 def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> None:

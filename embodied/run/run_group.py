@@ -142,7 +142,7 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
     kind = "sweep" if wanted.swept else "seeds"
     folder = named or parent / f"{wanted.name}-{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     if folder.exists():
-        raise ConfigError(f"{folder} is there already and holds no {GROUP}; name another folder: group=FOLDER")
+        raise ConfigError(f"{folder} exists already and has no {GROUP}; name another folder: group=FOLDER")
     return replace(wanted, folder=folder, made=provenance()), True
 
 
@@ -173,7 +173,7 @@ def held(group: RunGroup) -> Iterator[None]:
     lock = os.open(logs / "group.log", os.O_RDWR | os.O_CREAT)
     try:
         if taken(lock) is False:
-            raise EmbodiedError(f"{group.folder}: another process goes on with these runs; stop that one first")
+            raise EmbodiedError(f"{group.folder}: another process continues these runs; stop it first")
         yield
     finally:
         os.close(lock)

@@ -96,7 +96,7 @@ def read_order(argv: Sequence[str], sweep: bool) -> Order:
     if "seed" in given:
         problems.append("seed= and seeds= are both there: write seeds=0-4, or seeds=3 for one")
     if "resume" in given:
-        problems.append("resume=: the same command goes on with what is unfinished; leave resume= out")
+        problems.append("resume=: the same command continues unfinished runs; leave resume= out")
     if sweep and not grid and "seeds" not in typed:
         problems.append("nothing is swept: give a key several values, for example algo.lr=1e-4,3e-4,1e-3")
     names = {key for key in grid if key in given}
@@ -122,7 +122,7 @@ def read_seeds(text: str, problems: list[str]) -> tuple[int, ...]:
             return ()
         found += range(first, last + 1)
     if len({*found}) < len(found):
-        problems.append(f"seeds={text}: a seed is there twice")
+        problems.append(f"seeds={text}: a seed is given twice")
     return tuple(found)
 
 
@@ -352,7 +352,7 @@ def describe(group: RunGroup, new: bool, todo: Sequence[Member], states: dict[st
     settings, seeds = (len({getattr(member, name) for member in todo}) for name in ("setting", "seed"))
     what = f"{settings} settings x {number(seeds, 'seed')} = " if settings > 1 else ""
     return [
-        f"group       {group.folder}{'' if new else ', which is there already'}",
+        f"group       {group.folder}{'' if new else ', which exists already'}",
         f"runs        {what}{number(len(todo), 'run')}{f': {there}' if there else ''}",
         f"            {how}",
     ]

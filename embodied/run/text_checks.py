@@ -21,7 +21,7 @@ LEARNING = (
     never_with(
         "policy.temperature",
         {"policy.engine": ("vllm", "http")},
-        "its log-probs are those of temperature 1; try policy.engine=transformers, or policy.temperature=1",
+        "its log-probs are for temperature 1; try policy.engine=transformers, or policy.temperature=1",
     ),
 )
 ACTING = (never_with("env.side_by_side", {}, "only text envs hold conversations; leave it out"),)

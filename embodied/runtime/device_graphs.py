@@ -32,7 +32,7 @@ class HostGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in READS:
-            raise RuntimeError(f"{func} reads what is only being recorded")
+            raise RuntimeError(f"{func} reads a result while it is recorded")
         result = func(*args, **(kwargs or {}))
         known = tree_map_only(Tensor, lambda tensor: tensor.detach(), (args, kwargs or {}, tree_leaves(result)))
         self.calls.append((func, *known))

@@ -201,7 +201,7 @@ class DeviceSharing:
         mine = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}
         calls = [phase.call for phase in mine.values() if phase.call]
         if len(calls) < len(mine):
-            raise LeaseError(f"{gang} needs devices that others hold: phases that share devices cannot be nested")
+            raise LeaseError(f"{gang} needs devices of another phase: phases that share devices cannot be nested")
         for call in calls:
             call.wait()
         if mine:

@@ -85,8 +85,8 @@ class ServeConfig(Strict):
     def conflicts(self) -> Iterator[str]:
         if self.token is None and not self.loopback:
             yield (
-                f"host={self.host} can be reached by others, who must show a token: set the environment variable "
-                f"{TOKEN} (python -c 'import secrets; print(secrets.token_urlsafe())' makes one)"
+                f"host={self.host} can be reached from other machines, so clients must send a token: set the "
+                f"environment variable {TOKEN} (python -c 'import secrets; print(secrets.token_urlsafe())' makes one)"
             )
         if self.token is not None and len(self.token) < SHORTEST:
             yield f"the token in {TOKEN} has fewer than {SHORTEST} letters; take a longer one"

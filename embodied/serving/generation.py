@@ -130,7 +130,7 @@ class Generation:
 
         def update() -> None:
             if self.kept and self.writing:
-                why = "what /pause keeps would go on with other weights; send /resume first, or /pause?mode=wait"
+                why = "frozen answers would continue with other weights; send /resume first, or /pause?mode=wait"
                 settle(done, error=BadRequest(why, status=409))
                 return
             self.abort(mode)
@@ -326,7 +326,7 @@ class Generation:
         own = self.policy.state_dict(keep_vars=True)
         names = {name: self.policy.stored_name(stored, name) for name in own}
         if odd := sorted({*names.values()} ^ stored.keys()):
-            raise CheckpointError(f"{folder}: its weights are not those of this model: {', '.join(odd[:4])} differ")
+            raise CheckpointError(f"{folder}: these are weights of another model: {', '.join(odd[:4])} differ")
         found = {name: tensor_of(stored[there]) for name, there in names.items()}  # read once: they may be gone soon
         blobs = [(names[name], blob_of(tensor)) for name, tensor in found.items()]
         for name, new in found.items():

@@ -316,7 +316,7 @@ def within(ids: np.ndarray, block: range) -> np.ndarray:
 def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
     """Refuse a state that is not of `num_envs` env rows."""
     if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
-        raise ValueError(f"env_ids should be those of {num_envs} env rows")
+        raise ValueError(f"env_ids should belong to {num_envs} env rows")
     if odd := [name for name, array in state.items() if len(array) != num_envs]:
         raise ValueError(f"{odd[0]} has {len(state[odd[0]])} rows of {num_envs}")
     if odd := [name for name in ("rows.started", "rows.length", "rows.episode") if state[name].dtype.kind not in "iu"]:

@@ -218,7 +218,7 @@ class RolloutManager:
 
     def _report_restart(self, restart: int, failure: Failure, abandoned: int) -> None:
         budget = self.budget
-        anew = "abandoned: new ones begin, and all that was learned is kept"
+        anew = "abandoned: new ones begin, and learned weights are kept"
         lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
         self.notify(
             f"{failure.worker} is started again (restart {restart}, at most {budget.max_restarts} in "

@@ -151,7 +151,7 @@ def choose_card() -> None:
     elif numbers.count(0) == 1:
         os.environ[CHOICE] = str(numbers.index(0))
     elif int(place) >= len(files):
-        print(f"EGL has no device {place} ({wanted or 'no file known'}): drawn on what it has", file=sys.stderr)
+        print(f"EGL has no device {place} ({wanted or 'no file known'}): another one renders", file=sys.stderr)
         del os.environ[CHOICE]
 
 

@@ -145,7 +145,7 @@ class TextEnvChecker:
                 continue
             turns = self.play(spec, None)
             if not turns[-1].success:
-                said = f"of {len(turns)} turns" if turns[-1].done else f"after {len(turns)} turns it goes on"
+                said = f"of {len(turns)} turns" if turns[-1].done else f"after {len(turns)} turns it continues"
                 fail("solution", f"solution() is not scored as a success ({said}): {turns[-1]!r:.200}")
 
     def conversations_end(self, specs: list[EpisodeSpec]) -> None:
@@ -216,7 +216,7 @@ class TextEnvChecker:
     def checked(self, said: Any, method: str) -> Said:
         """Checks that an env speaks in text or messages, and returns that."""
         if not said:
-            fail("said", f"{method} says nothing; a conversation that goes on needs something to answer")
+            fail("said", f"{method} says nothing; a conversation that continues needs a reply")
         messages = isinstance(said, tuple | list) and all(
             isinstance(one, dict) and isinstance(one.get("role"), str) and is_content(one.get("content"))
             for one in said

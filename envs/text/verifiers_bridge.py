@@ -292,7 +292,7 @@ class Example:
             was, now = (repr(one[at])[:120] if at < len(one) else "nothing" for one in (known, messages))
             what = "its tools" if messages[: len(known)] == known and len(messages) > len(known) else f"message {at}"
             self.refuse(
-                f"it changes what was said before, and a conversation here only appends: {what}, {was}, is {now} now"
+                f"it changes earlier messages, and a conversation can only be extended: {what}, {was}, is {now} now"
             )
         new = messages[len(known) :]
         said = in_words(new, () if known else tools)

@@ -55,8 +55,8 @@ class ExpertLoads:
     def check_publishable(self) -> None:
         if self.adds_bias:
             raise ConfigError(
-                "policy.expert_bias_rate gave this model's routers biases that other programs do not know: what is "
-                "published would answer otherwise; train without it to publish"
+                "policy.expert_bias_rate gave this model's routers biases that other programs do not support: the "
+                "published model would answer differently; train without it to publish"
             )
 
     @contextmanager

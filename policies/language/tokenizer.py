@@ -85,7 +85,7 @@ class ConversationTokenizer:
         for answer in (ANSWER, THOUGHT):
             now = self.render((ASKED, {"role": "assistant", "content": answer}, more))
             if not now.startswith(before + answer):
-                what = "leaves out what the model thought in earlier answers" if answer == THOUGHT else "does not"
+                what = "leaves out the thoughts of earlier answers" if answer == THOUGHT else "does not"
                 raise ConfigError(
                     f"a chat template must say a longer conversation in the same words and more, and this one {what}; "
                     f"{ADVICE}, or ask for one answer only (env.max_episode_steps=1)"
@@ -113,7 +113,7 @@ class ConversationTokenizer:
         text = self.render((ASKED, {"role": "assistant", "content": ANSWER}, *said))
         _, found, behind = text.rpartition(ANSWER)
         if not found:
-            raise ConfigError(f"the model's chat template does not say what the model answered; {ADVICE}")
+            raise ConfigError(f"the model's chat template leaves out the model's answers; {ADVICE}")
         end = next((end for end in map(self.own.decode, sorted(self.stops)) if end and behind.startswith(end)), "")
         return behind.removeprefix(end) if ended else behind
 

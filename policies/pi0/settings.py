@@ -104,7 +104,7 @@ def kind_of(names: Collection[str], where: str) -> str:
         return "pi05"
     if "action_time_mlp_in" in ends:
         return "pi0"
-    raise CheckpointError(f"{where}: these weights are neither those of Pi0 (action_time_mlp_in) nor of Pi0.5")
+    raise CheckpointError(f"{where}: these weights are neither Pi0's (action_time_mlp_in) nor Pi0.5's")
 
 
 def _gemma(variant: str, where: str) -> GemmaSettings:

@@ -315,7 +315,7 @@ class FlowPolicy(VLAPolicy):
     def save_published(self, folder: Path | str, shard_bytes: int = 5 * 10**9) -> None:
         """Write the original layout, for other programs: without value head, adapters merged."""
         if not (self.source and self.source.layout):
-            raise ConfigError("only what came from a published folder can be saved as one; policy.pretrained is unset")
+            raise ConfigError("only a policy from a published folder can be saved as one; policy.pretrained is unset")
         weights = write_back(Path(folder), self.source, self.published_weights())
         write_shards(Path(folder), weights, shard_bytes)
 

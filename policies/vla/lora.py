@@ -79,7 +79,7 @@ def add_lora(parts: Mapping[str, nn.Module], config: LoraOptions, whole: Iterabl
         )
     if not names:
         targets = f"policy.lora_targets={config.lora_targets}"
-        raise ConfigError(f"{targets} names no layer of what is trained; try reference or linear")
+        raise ConfigError(f"{targets} names no trained layer; try reference or linear")
     check_patterns(config, names)
 
 

@@ -82,7 +82,7 @@ class VLAPolicy(PublishedPolicy):
             return
         if max(places) >= there:
             raise ConfigError(
-                f"policy.keyframes={list(places)} are numbers of the state, of which this env gives {there or 'none'}; "
+                f"policy.keyframes={list(places)} are indices of the state, but this env gives {there or 'none'}; "
                 "set env.state=proprio, or leave it out"
             )
         if not any(p.requires_grad for p in self.vision_encoder().parameters()):

@@ -174,7 +174,7 @@ DAMAGES = {
     ),
     "data short": (
         rows(DATA, first_rows(10)),
-        "file-000.parquet cannot be read: rows 6 to 15 are not those of episode 1",
+        "file-000.parquet cannot be read: rows 6 to 15 do not match episode 1",
     ),
     "data elsewhere": (elsewhere(DATA), "file-000.parquet leaves the dataset's folder"),
     "data a loop": (looping, "file-000.parquet cannot be"),
@@ -188,7 +188,7 @@ DAMAGES = {
     "action uneven": (rows(DATA, cell("action", [0.0], 3)), "file-000.parquet cannot be read: "),
     "action wider": (rows(DATA, every("action", [0.0] * 3)), "action is float64 [3], meta/info.json says [2]"),
     "action text": (rows(DATA, every("action", ["a", "b"])), "file-000.parquet cannot be read: action is object"),
-    "frames of others": (rows(DATA, every("episode_index", 1)), "rows 0 to 6 are not those of episode 0"),
+    "frames of others": (rows(DATA, every("episode_index", 1)), "rows 0 to 6 do not match episode 0"),
     "frames out of order": (rows(DATA, cell("frame_index", 3, 1)), "frame_index does not count from 0 to 5"),
 }
 FILMS = {

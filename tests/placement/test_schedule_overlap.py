@@ -29,7 +29,7 @@ def places(plan):
 def test_on_two_cores_learners_have_the_second_one(tmp_path, recipe):
     config, plan = planned(tmp_path, *recipe, "cluster.machines=2xCPU")
     assert places(plan) == {(("sim", "policy"), (0,)), (("learner",), (1,))}
-    assert f"with pipeline.schedule={config.pipeline.schedule} learners work while the others do" in plan.reason
+    assert f"with pipeline.schedule={config.pipeline.schedule} learners work during the rollout" in plan.reason
     told = launch.describe(config, plan)
     assert re.search(r"^schedule    (async|periodic): ", told, re.M)
     assert ("algo.decoupled=true" in told) == (config.pipeline.schedule == "async")
@@ -104,7 +104,7 @@ def test_policies_may_share_the_learners_devices_where_others_are_left_to_act(tm
     all_share = 'placement={"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:1"}'
     sims_share = 'placement={"sim": "cpu:0-1*2", "policy": "cpu:0-1*2", "learner": "cpu:1"}'
     for recipe, refused in ((PPO, all_share), (PPO, sims_share), (GRPO, shared)):
-        with pytest.raises(ConfigError, match="take turns with others on their devices"):
+        with pytest.raises(ConfigError, match="take turns with other roles on their devices"):
             planned(tmp_path, *recipe, *two, refused)
 
 

@@ -245,7 +245,7 @@ def test_adapters_beside_changed_weights_are_refused(official, base, tmp_path):
 
 def test_targets_can_be_named_and_must_exist():
     assert counts(build(lora_rank=4, lora_targets=("q_proj", "v_proj")))[0] == 8
-    with pytest.raises(ConfigError, match="names no layer"):
+    with pytest.raises(ConfigError, match="names no trained layer"):
         build(lora_rank=4, lora_targets=("qq_proj",))
     with pytest.raises(ConfigError, match=r"policy\.pretrained=FOLDER too"):
         build(lora_path="somewhere")
@@ -262,7 +262,7 @@ def test_a_pattern_that_fits_no_adapted_layer_is_answered_with_one_that_does():
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [("3", "should be linear, reference, or names of layers such as"), ("foo", "('foo',) names no layer of what is")],
+    [("3", "should be linear, reference, or names of layers such as"), ("foo", "('foo',) names no trained layer")],
 )
 def test_what_is_no_layer_is_refused_in_a_line(asked, said, capsys):
     given = ["recipe=pointmass_ppo_openvla_tiny", "policy.lora_rank=2", f"policy.lora_targets={asked}", "--dry-run"]

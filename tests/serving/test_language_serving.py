@@ -320,7 +320,7 @@ def test_pages_of_browsers_are_turned_away(server):
 
 def test_other_hosts_need_a_token(monkeypatch):
     monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(ValueError, match="can be reached by others, who must show a token"):
+    with pytest.raises(ValueError, match="can be reached from other machines, so clients must send a token"):
         ServeConfig(checkpoint="x", host="0.0.0.0")
 
 
@@ -388,7 +388,7 @@ def test_weights_of_another_model_or_none_change_nothing(server, folder, tmp_pat
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "odd" / "model.safetensors").mkdir(parents=True)
     for path, reason in (
-        (other, "are not those of this model"),
+        (other, "these are weights of another model"),
         (wider, "differ"),
         (str(tmp_path / "empty"), "no weights"),
         (write(tmp_path / "nan", model_of(folder), float("nan")), "numbers that are not finite"),

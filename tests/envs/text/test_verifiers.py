@@ -180,7 +180,7 @@ def test_an_environment_that_fails_drops_the_conversation_with_the_reason(opened
 @pytest.mark.parametrize(
     ("plays", "why"),
     [
-        ("rewrites", "it changes what was said before, and a conversation here only appends: message 1, "),
+        ("rewrites", "it changes earlier messages, and a conversation can only be extended: message 1, "),
         ("pictures", "it says image_url, and a conversation here is text"),
         ("streams", "it asks for something else than one chat completion: "),
     ],

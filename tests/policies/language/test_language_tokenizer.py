@@ -78,7 +78,7 @@ def test_plain_text_of_a_later_turn_is_appended_as_it_is():
 
 @pytest.mark.parametrize(
     ("template", "why"),
-    [(QWEN3, "leaves out what the model thought in earlier answers"), (STRICT, None), (PLAIN, None)],
+    [(QWEN3, "leaves out the thoughts of earlier answers"), (STRICT, None), (PLAIN, None)],
 )
 def test_a_template_that_says_earlier_turns_otherwise_is_refused(template, why):
     tokenizer = with_template(template)
@@ -156,5 +156,5 @@ def test_the_template_travels_with_a_saved_policy(tmp_path):
 def test_one_answer_only_asks_nothing_of_a_template(tmp_path):
     folder = publish(tmp_path, "qwen3", True, template=QWEN3)
     assert build(SPEC, pretrained=str(folder)).tokenizer.chat
-    with pytest.raises(ConfigError, match="leaves out what the model thought"):
+    with pytest.raises(ConfigError, match="leaves out the thoughts"):
         build(TALKS, pretrained=str(folder))
