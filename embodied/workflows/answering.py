@@ -1,8 +1,8 @@
 """Which policy workers answer in a round: they join, leave, die and are replaced while requests wait.
 
-Requests wait with the players (`envs/request_client.py`); a player is told who answers it, and nothing else. Where
-several language engines write, all prompts wait here for whichever has room (`SharedPrompts`), since the length of an
-answer is not known before it is written.
+Requests wait with the players (`envs/request_client.py`); a player is told only who answers it. With several language
+engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer is not known in
+advance.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from embodied.runtime import Handle
 if TYPE_CHECKING:
     from embodied.workflows.rollout_manager import RolloutManager
 
-SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts hears from us
+SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts gets an empty message
 
 
 class Answering:
-    """The policy workers of a round, and whom each source asks. Whatever changes when, every request is answered."""
+    """The policy workers of a round, and which of them each source asks. Every request is answered, also when workers
+    change."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class Answering:
         sampling: SamplingRule,
         beside: bool = False,
     ) -> None:
-        """`policies` take part from the beginning. Where an evaluation is played `beside`, each sim has one place more,
-        asked as its first stage is."""
+        """`policies` take part from the beginning. If an evaluation is played `beside`, each sim has one more source,
+        which asks the same worker as its first stage."""
         self.manager, self.device_sharing, self.policies = manager, manager.device_sharing, manager.policies
         self.sources = {f"sim-{s}/{i}#{manager.rounds}": (s, i) for s in sims for i in range(stages + beside)}
         self.replies = {source: manager.replies[sim][stage] for source, (sim, stage) in self.sources.items()}
@@ -49,7 +50,7 @@ class Answering:
         self.serving: dict[int, Handle] = {}
         self.names: dict[int, str] = {}  # names of the serving workers; every replacement has a new name
         self.lives = count()
-        self.leaving: dict[int, float] = {}  # policy worker -> until when it may answer
+        self.leaving: dict[int, float] = {}  # policy worker -> the time until which it may answer
         self.changes = -1  # of turns, that it knows of
         self._name(policies)
         self.shared = SharedPrompts(self.names.values()) if manager.prompts and policies else None
@@ -58,7 +59,7 @@ class Answering:
             self._serve(policy)
 
     def route(self, sim: int) -> Route:
-        """How a sim asks at first."""
+        """The route of a sim at the beginning."""
         mine = [source for source, (of, _) in self.sources.items() if of == sim]
         return tuple(replace(self.told[source], replies=self.replies[source]) for source in mine)
 
@@ -70,7 +71,7 @@ class Answering:
         return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
 
     def go_on(self) -> None:
-        """Let policy workers join or leave, and hand on what waits."""
+        """Let policy workers join or leave, and hand out waiting prompts."""
         self.device_sharing.go_on()
         self.changes = self.device_sharing.changes
         if self.shared:
@@ -89,8 +90,8 @@ class Answering:
             self.device_sharing.rest([worker for worker, rests in zip(self.policies.workers, idle) if rests])
 
     def begin_again(self, replaced: Iterable[int]) -> None:
-        """Let the successors of policy workers that died answer instead of them. Those that others have taken the
-        device from are built when they have it again, and join then."""
+        """Let the successors of dead policy workers answer instead of them. Successors whose device other workers hold
+        are built when they get it back, and join then."""
         replaced = {*replaced}
         for policy in replaced & self.serving.keys():
             if self.policies.workers[policy] in self.device_sharing.unbuilt:
@@ -128,7 +129,7 @@ class Answering:
         self.names |= {policy: f"policy-{policy}#{self.manager.rounds}.{next(self.lives)}" for policy in policies}
 
     def _serve(self, policy: int) -> None:
-        """Start serving. A worker knows every source of the round, since any may ask it some day."""
+        """Start serving. A worker knows every source of the round, since any of them may ask it later."""
         mine = [source for source, told in self.told.items() if self.names[policy] in told.channels]
         shared = (self.names[policy], self.manager.prompts) if self.shared else ()
         requests = self.manager.requests[policy]
@@ -146,7 +147,7 @@ class Answering:
                 self.replies[source].put(new)
 
     def _servers(self, source: str) -> Servers:
-        """Whom a source asks, and who else may have something of it to answer."""
+        """The worker that a source asks, and other workers that may still have requests of it."""
         manager = self.manager
         if self.shared or not self.names:
             return Servers(source, {"all": manager.prompts} if self.shared else {})
@@ -175,7 +176,7 @@ class Answering:
                 manager.requests[policy].put(PromptBatch("the driver", ()))
 
     def _end_late(self) -> None:
-        """A policy worker that should have left and is still at an answer loses its process."""
+        """End the process of a policy worker that should have left and is still answering."""
         for policy, until in self.leaving.items():
             if monotonic() > until and not self.serving[policy].done():
                 self.leaving[policy] = inf
@@ -184,11 +185,10 @@ class Answering:
 
 
 class SharedPrompts:
-    """The prompts of a round, which wait for whichever engine has room."""
+    """The prompts of a round, which wait until an engine has room."""
 
     def __init__(self, first: Iterable[str]) -> None:
-        """Nothing is handed out before the engines `first`, with which the round begins, have said how much room they
-        have."""
+        """Nothing is handed out before the engines `first`, with which the round begins, have reported their room."""
         self.first = {*first}
         self.queue = RequestQueue()
         self.room: dict[str, int] = {}  # by engine
@@ -197,15 +197,15 @@ class SharedPrompts:
 
     @property
     def progress(self) -> float:
-        """The part of all prompts so far that is answered."""
+        """The share of all prompts so far that is answered."""
         return self.answered / max(1, self.answered + self.queue.unanswered)
 
     def rests(self, engine: str) -> bool:
-        """True if there is no prompt left for this engine, as far as is known."""
+        """True if no known prompt is left for this engine."""
         return bool(self.answered) and not self.queue.waiting and not self.queue.load(engine)
 
     def hear(self, items: Iterable[PromptBatch | Vacancy], sources: Iterable[str]) -> None:
-        """Prompts of these sources, and what engines say; prompts of other sources are dropped."""
+        """Take prompts of these sources, and reports of engines; drop prompts of other sources."""
         playing = {*sources}
         for item in items:
             if isinstance(item, Vacancy):
@@ -233,7 +233,7 @@ class SharedPrompts:
 
 
 def in_batches(taken: list[Waiting]) -> list[PromptBatch]:
-    """Neighbours of one source together."""
+    """Batches of neighbouring prompts of the same source."""
     return [
         PromptBatch(source, tuple(one.request for one in mine))
         for source, mine in groupby(taken, lambda one: one.key[0])

@@ -57,7 +57,7 @@ class Relays:
         return self.asked[group.role].answering() if group.role in self.asked else nullcontext()
 
     def inlets(self, learners: list[Channel]) -> list[Channel]:
-        """Where sims put rollouts for each learner rank."""
+        """The channels into which sims put rollouts for each learner rank."""
         return self.channels[0][: self.ranks] if self.groups else learners
 
     def pass_rollouts(self, batch: int, sources: Sequence[Sequence[str]], learners: list[Channel]) -> dict[str, float]:
@@ -77,8 +77,8 @@ class Relays:
     def pass_groups(
         self, groups: Iterable[tuple[int, ...]], experience: Experience
     ) -> tuple[dict[int, float], dict[str, float]]:
-        """Let these groups of episodes pass through, whose keepers the workers of the last role are then. Returns each
-        episode's total reward, without those whose sim has died meanwhile, and the metrics."""
+        """Let these groups of episodes pass through; the workers of the last role keep them afterwards. Returns each
+        episode's total reward, without episodes whose sim has died meanwhile, and the metrics."""
         rewards: dict[int, float] = {}
         metrics: dict[str, float] = {}
         left = sorted(groups)
@@ -140,7 +140,7 @@ class Collector(BatchSource):
     """Collects batches with sims and policies, and sends them to learners."""
 
     def __init__(self, workers: Workers) -> None:
-        """Lay a channel to each learner."""
+        """Make a channel to each learner."""
         self.config = workers.config
         self.rollouts, self.learners = workers.rollouts, workers.learners
         self.trajectories, self.relays = workers.trajectory_channels(), Relays(workers)
@@ -149,11 +149,11 @@ class Collector(BatchSource):
         self.began = 0.0
 
     def rows_of_ranks(self) -> list[np.ndarray | None]:
-        """The env rows that each learner rank owns, where these are its units."""
+        """The env rows that each learner rank owns, if these are its units."""
         return [None] * len(self.trajectories)
 
     def begin_learning(self, batch: int, one_by_one: bool = False) -> Handle:
-        """Have each learner rank take its units of a batch as they come, and step when it has all."""
+        """Let each learner rank take its units of a batch as they come, and take a gradient step when it has all."""
         version, ranks = self.rollouts.weight_sync.learned, zip(self.trajectories, self.rows_of_ranks(), strict=True)
         return self.learners.learn.each([(channel, batch, version, rows, one_by_one) for channel, rows in ranks])
 
@@ -170,14 +170,14 @@ class Collector(BatchSource):
         return learning or self.begin_learning(batch)
 
     def close_channels(self) -> None:
-        """Learners that wait for units wait no longer."""
+        """End the wait of learners for units."""
         for channel in self.trajectories:
             channel.close("the run ends")
 
 
 @dataclass
 class RolloutParts:
-    """A rollout as the sims have collected it: which of them gave which env rows, and where the time went."""
+    """A rollout as the sims have collected it: which sim gave which env rows, and the times."""
 
     number: int  # of the batch, in its channels
     version: int
@@ -200,7 +200,8 @@ class RolloutParts:
 
 
 class HorizonCollector(Collector):
-    """The source of batches that PPO learns from: so many decisions of every env row, episodes going on in the next."""
+    """The source of PPO's batches: a fixed number of decisions of every env row. Episodes continue in the next
+    batch."""
 
     def __init__(self, workers: Workers) -> None:
         """Sims put rollouts into `inlets`."""
@@ -309,7 +310,7 @@ class HorizonCollector(Collector):
 
 
 def within(ids: np.ndarray, block: range) -> np.ndarray:
-    """Which of these ids a block of neighbours has."""
+    """Which of these ids are in the block, bool."""
     return (ids >= block.start) & (ids < block.stop)
 
 

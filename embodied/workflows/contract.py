@@ -35,22 +35,22 @@ WARNING: Final = "warning: "  # begins a line of `notify` that is about no resta
 class Role:
     """One kind of worker. Its replicas are as many as the plan has hosts for it; `workers.groups[name]` calls them all.
 
-    A sim or policy worker that dies is replaced; one of another role ends the run with its cause. `arguments` is asked
-    while groups are launched: of `workers` there are the recipe (`config`), `torch_device(role)` and what else is known
+    A sim or policy worker that dies is replaced; one of another role ends the run with its cause. `arguments` is called
+    while groups are launched: then `workers` has the recipe (`config`), `torch_device(role)` and whatever else is known
     by then.
     """
 
     name: str  # in placements, logs and process names
-    worker: str | Callable[[RunConfig], str]  # "package.module:Class", imported by its processes alone; or which it is
+    worker: str | Callable[[RunConfig], str]  # "package.module:Class", or a function that returns it
     arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, the same for every replica
     phase: Literal["rollout", "update"] = ROLLOUT
-    beside: str | None = None  # whose processes it shares in modes; None: the learners', "": it has devices of its own
+    beside: str | None = None  # in modes: the role whose processes it shares; None: learners, "": no role
     sends_to: tuple[str, ...] = ()  # roles that read its channels; answers need no name
     holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
     relays: bool = False  # trajectories pass through its workers, `RelayWorker`s, on their way to learners
     asks: str = ""  # the role of language workers that answer the conversations its workers begin, of relaying ones
     builds: bool = False  # `build` of its workers gets the env's spec, and the folder of the policy a run starts from
-    saved: bool = False  # checkpoints have what its workers' `get_state` returns, which `set_state` gets on resuming
+    saved: bool = False  # checkpoints hold what its workers' `get_state` returns; `set_state` gets it on resuming
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -78,7 +78,7 @@ def check_roles(roles: tuple[Role, ...]) -> None:
 
 
 class Batch(Protocol):
-    """The data of one iteration. The trajectories themselves lie at the learners; this says which they are."""
+    """The data of one iteration. The trajectories themselves are with the learners; a batch names them."""
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -86,8 +86,8 @@ class Batch(Protocol):
 
 
 class BatchSource:
-    """Collects batches and has them learned from: rollouts of a fixed length, groups of whole episodes,
-    demonstrations on disk. It is made when all workers are built, and lays the channels of trajectories."""
+    """Collects batches and lets learners learn from them: rollouts of a fixed length, groups of whole episodes,
+    demonstrations on disk. It is made when all workers are built, and makes the channels of trajectories."""
 
     exhausted = ""
     """Why the run should end here; empty while there is something to learn from."""
@@ -104,8 +104,8 @@ class BatchSource:
         raise NotImplementedError
 
     def update(self, batch: Any, iteration: int, total: int) -> Handle | None:
-        """Begin the learners' update of this batch, in which they compute advantages where no scores are compared here;
-        None where it holds nothing to learn from."""
+        """Begin the learners' update on this batch, in which they compute advantages unless scores are compared here.
+        None if the batch holds nothing to learn from."""
         raise NotImplementedError
 
     def metrics(self, batch: Any) -> dict[str, float]:
@@ -143,7 +143,7 @@ class Workflow(Protocol):
     evaluator: Evaluator
 
     spec: EnvSpec
-    """The observations and actions that the env offers."""
+    """The observations and actions of the env."""
 
     def __init__(
         self,

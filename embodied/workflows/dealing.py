@@ -1,5 +1,5 @@
-"""Deals the episodes of a batch to learner ranks by cost, with the rules of `placement/balance.py`. The driver knows
-lengths only; the data stay with the workers that collected them.
+"""Deals the episodes of a batch to learner ranks by cost, with the rules of `placement/balance.py`. The driver only
+knows lengths; the data stay with the workers that collected them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Dealer:
-    """Knows the lengths of episodes, from their end until they are learned from."""
+    """The lengths of episodes, from their end until learners have learned from them."""
 
     def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool) -> None:
         self.config, self.learners, self.text = config, learners, text
@@ -52,7 +52,7 @@ class Dealer:
 
     @cached_property
     def divides(self) -> tuple[Sequence[int], ExchangeCosts] | None:
-        """The numbers of ranks that may compute a sequence together, and the cost of their exchange."""
+        """How many ranks may compute a sequence together, and the cost of their exchange."""
         if self.config.learner.sequence_degree == 1:
             return None
         found = self.learners[0].divides().wait()[0]
@@ -91,7 +91,7 @@ class Dealer:
         return {one: ranks.start for group, ranks in zip(groups, free.ranks, strict=True) for one in group}
 
     def _divided(self, parts: Sequence[tuple[Sequence[int], int | None]]) -> Division:
-        """Episodes of a group, and the rank that has them: the ranks that compute them, and their loads."""
+        """For episodes of a group and the rank that has them: the ranks that compute them, and their loads."""
         degrees, exchange = self.divides
         loads = [SequenceLoad(self.items(episodes), self.cost(episodes), rank) for episodes, rank in parts]
         return divide_sequences(loads, len(self.learners), exchange, degrees)
@@ -101,7 +101,7 @@ class Dealer:
         return sum(self.lengths[episode][0] for episode in episodes)
 
     def steps(self, count: int, iteration: int) -> list[list[int]]:
-        """So many groups by gradient steps, where these take whole groups (`RankBatch.order`)."""
+        """This many groups by gradient steps, if these take whole groups (`RankBatch.order`)."""
         algo = self.config.algo
         if not self.text or algo.minibatch_size is None:
             return []
@@ -111,7 +111,7 @@ class Dealer:
         ]
 
     def balance_ratio(self, of_ranks: Sequence[Sequence[Unit]], iteration: int) -> float:
-        """Maximum over mean cost of the learner ranks, which have these units."""
+        """Maximum over mean of the learner ranks' costs, if they have these units."""
         units = [
             (unit.ids.tolist(), rank) for rank, mine in enumerate(of_ranks) for unit in mine if not unit.is_padding
         ]

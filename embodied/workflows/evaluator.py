@@ -1,11 +1,10 @@
-"""Playing a fixed list of episodes to the end, whatever happens to the sim workers that play them, and evaluation.
+"""Plays a fixed list of episodes to the end, also when sim workers die, and evaluates.
 
-What a dead worker has finished counts; the rest its successor plays. Those that were open when it died may be what
-killed it: they come last, each with no other beside it, and one that kills twice is an error episode. Results are
-passed on as they come, and a request to stop takes effect when the decisions in progress are played.
-Which episodes are filmed is decided here: the first `eval.videos`, and `eval.failure_videos` of those that fail. These
-are known only afterwards and played once more, when the results are written: recording costs no more than the episodes
-that are recorded.
+Episodes that a dead worker has finished count; its successor plays the rest. Episodes that were open when it died may
+have killed it: they are played last, one at a time, and an episode that kills twice is an error episode. Results are
+passed on as they come, and a request to stop takes effect after the decisions in progress. The first `eval.videos`
+episodes are filmed, and `eval.failure_videos` of the failures. Failures are known only afterwards, so they are played
+once more when the results are written: recording costs only the recorded episodes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from embodied.workflows.rollout_manager import RolloutManager
     from embodied.workflows.workers import Workers
 
-MAX_ATTEMPTS = 2  # at an episode that is open whenever its worker dies
+MAX_ATTEMPTS = 2  # to play an episode that is open when its worker dies
 
 Heard = Callable[[Iterable[EpisodeResult]], object]
 
@@ -47,17 +46,17 @@ def never() -> bool:
 
 
 def ignore(episodes: Iterable[EpisodeResult]) -> None:
-    """Results are not kept on the way."""
+    """Do not keep results before the end."""
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """The episodes and envs of a run's evaluations, whatever its weights are."""
+    """The episodes and envs of a run's evaluations, the same for all weights."""
 
     protocol: EvaluationProtocol
     env: Any  # config of the envs under this protocol
     episodes: list[EpisodeSpec]
-    most: int | None  # episodes that differ from one another; None: without end
+    most: int | None  # number of different episodes; None: unlimited
     rows: int  # env rows of each sim worker
 
 
@@ -67,7 +66,7 @@ def evaluation_plan(
     """The evaluation's episodes of `tasks`, among the episodes of `all_tasks`."""
     kind, options = env_class(config.env), config.eval
     protocol = choose_protocol(kind, config.env, options.protocol)
-    # Where all are prompts, the same once more would say nothing new.
+    # All held-out prompts, `samples` times each: more episodes would only repeat them.
     most = protocol.stored_states * len(all_tasks) * options.samples if speaks(kind) else None
     fixed = EpisodeList(options.seed, "eval", all_tasks, protocol.stored_states, options.samples)
     count = min(options.episodes, most or options.episodes)
@@ -77,8 +76,8 @@ def evaluation_plan(
 
 
 def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
-    """Env rows of each sim worker that play evaluation episodes: no more than it takes to get through them in as many
-    turns, 50 instead of 64 for 200 episodes."""
+    """Env rows of each sim worker that play evaluation episodes: the fewest with which the number of turns stays the
+    same, such as 50 instead of 64 for 200 episodes."""
     share = -(-num_episodes // num_sims)
     most = max(1, min(-(-num_envs // num_sims), share))
     turns = max(1, -(-share // most))
@@ -111,8 +110,8 @@ class Evaluator:
         stop: Callable[[], bool] = never,
     ) -> list[EpisodeResult]:
         """Play the fixed evaluation episodes that `kept` lacks with the current version; returns all results in episode
-        order. Videos of the first go into `out/videos`, the dataset to its path (None: `out/dataset`); `stop` as for
-        `play_fixed`."""
+        order. Videos of the first episodes go into `out/videos`, the dataset to its path (None: `out/dataset`); `stop`
+        is as in `play_fixed`."""
         results = dict(kept.finished) if kept else {}
         with self.workers.timers.measure("evaluate"):
             self.read_spec()
@@ -139,8 +138,8 @@ class Evaluator:
         notify: Callable[[str], object],
         stop: Callable[[], bool] = never,
     ) -> None:
-        """Play these once more and film them, and `notify` of each; whatever is not filmed once `stop` is true has no
-        video."""
+        """Play these once more and film them, with a `notify` for each; episodes that are not filmed when `stop`
+        becomes true get no video."""
         done: set[int] = set()
         count = f"{len(failures)} failure{'s' * (len(failures) > 1)}"
         notify(f"videos      {count} to film, played once more; the results do not wait for it")
@@ -192,7 +191,7 @@ class Evaluator:
         heard: Heard = ignore,
         stop: Callable[[], bool] = never,
     ) -> list[EpisodeResult]:
-        """The outcome of every episode, in order; with an expert no policy worker is asked."""
+        """The outcome of every episode, in order. An expert needs no policy worker."""
         workers = self.workers
 
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
@@ -204,7 +203,7 @@ class Evaluator:
 
 
 def rule_of(options: EvalSection) -> SamplingRule:
-    """How the answers of an evaluation are drawn; the log-probs in its transcripts are at temperature 1."""
+    """The sampling rule of an evaluation; the log-probs in its transcripts are at temperature 1."""
     return SamplingRule(options.temperature, options.top_p, options.top_k, "eval")
 
 
@@ -218,9 +217,9 @@ def play_fixed(
     heard: Heard = ignore,
     stop: Callable[[], bool] = never,
 ) -> list[EpisodeResult]:
-    """The outcome of every episode, in order. `begin(sim, its episodes, route, those to be played alone)`. `heard` gets
-    finished episodes soon, also if a worker fails. EvaluationStopped once `stop()` is true and something is missing.
-    Experts ask no policy worker, which would wait in vain."""
+    """The outcome of every episode, in order. `begin(sim, its episodes, route, episodes to be played alone)` starts a
+    sim. `heard` gets finished episodes soon, also if a worker fails. Raises EvaluationStopped if `stop()` is true and
+    episodes are missing. With experts no policy worker serves."""
     num_sims = len(rollouts.sims)
     results: dict[int, EpisodeResult] = {}
     left = deal_to_sims(episodes, num_sims, rollouts.spec.text)
@@ -252,8 +251,8 @@ def play_fixed(
 
 
 def deal_to_sims(episodes: list[EpisodeSpec], num_sims: int, text: bool) -> dict[int, list[EpisodeSpec]]:
-    """The episodes that each sim worker plays: in turn, or of simulators' tasks as few as possible, since a sim loads
-    the scenes of all of its tasks."""
+    """The episodes that each sim worker plays: dealt in turn, or for simulators so that each sim has few tasks, since
+    it loads the scenes of all of its tasks."""
     if text or len({spec.task for spec in episodes}) <= 1:
         return {sim: episodes[sim::num_sims] for sim in range(num_sims)}
     dealt = enumerate(deal_by_task([spec.task for spec in episodes], num_sims))
@@ -281,7 +280,7 @@ class NoteListener:
             self.rollouts.warn(note.warning)
         try:
             self.heard(result for note in new for result in note.finished)
-        except Exception as err:  # a full disk: what cannot be kept is not played on
+        except Exception as err:  # a full disk: episodes whose results cannot be kept are not continued
             self.problem = self.problem or err
         if not self.stopping and (self.problem or self.stop()):
             self.stopping = True
@@ -308,7 +307,7 @@ def error(spec: EpisodeSpec, cause: str) -> EpisodeResult:
 def to_record_again(
     options: EvalSection, episodes: list[EpisodeSpec], results: list[EpisodeResult]
 ) -> list[EpisodeSpec]:
-    """The failures that have no video yet, as many as are wanted."""
+    """The failures without a video yet, at most the wanted number."""
     failed = {result.index for result in results if result.success_once is False}
     recorded = sum(index < options.videos for index in failed)
     missing = [spec for spec in episodes if spec.index in failed and spec.index >= options.videos]

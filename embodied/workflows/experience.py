@@ -1,9 +1,9 @@
-"""The driver's record of whole episodes: which worker keeps each, and which groups of them learners have been sent.
+"""The driver's record of whole episodes: which worker keeps each, and which groups were sent to learners.
 
-A group is learned from when all of it was sent: to one learner rank, or a part of it to each. What a sim had sent of a
-group before it died counts for nothing then. With schedule=periodic groups are sent as soon as it is certain that the
-batch will hold them, each to the rank that has least to do so far, and learned from while others are played. Otherwise
-they are sent when the batch is complete, dealt by what they cost (`placement/balance.py`).
+Learners use a group when all of it was sent: to one learner rank, or a part of it to each. If a sim dies before that,
+the parts that it sent do not count. With schedule=periodic groups are sent as soon as it is certain that the batch will
+hold them, each to the rank with the least cost so far, and learned from while others are played. Otherwise they are
+sent when the batch is complete, dealt by cost (`placement/balance.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class GroupTransfer:
     """A group on its way from sims to learner ranks."""
 
     group: Group
-    shares: dict[int, list[int]]  # by rank, the places of its episodes in the group; none: padding
+    shares: dict[int, list[int]]  # by rank, the places of its episodes in the group; empty: padding
     calls: dict[int, dict[str, Handle]]  # by rank and source
 
     @property
@@ -39,7 +39,7 @@ class GroupTransfer:
         return all(call.done() for call in self.handles)
 
     def arrived(self) -> bool:
-        """True if all of it was sent; not where a sim died first."""
+        """True if all of it was sent; false if a sim died first."""
         return all(call.succeeded() and call.wait()[0] for call in self.handles)
 
 
@@ -47,8 +47,8 @@ class Experience:
     """Whole episodes that workers keep, and groups on their way to learners."""
 
     def __init__(self, rollouts: RolloutManager, in_step: bool, relays: Sequence[WorkerGroup] = ()) -> None:
-        """With `in_step` all ranks take every group together, some of its episodes each, and run their passes together.
-        Sims keep their episodes, unless these pass through the `relays`."""
+        """With `in_step` every rank takes some episodes of every group, and all run their passes together. Sims keep
+        their episodes, unless these pass through the `relays`."""
         self.rollouts, self.in_step = rollouts, in_step
         self.keepers = [rollouts.sims, *relays]
         self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
@@ -59,16 +59,16 @@ class Experience:
         self.loads = np.zeros(0)  # by rank, the cost of this batch's groups sent on arrival
 
     def begin(self, channels: list[Channel]) -> None:
-        """A batch begins, whose groups go through these channels to the learner ranks."""
+        """Begin a batch; its groups go to the learner ranks through these channels."""
         self.channels, self.loads = channels, np.zeros(len(channels))
 
     def keep_at(self, episodes: Mapping[str, Collection[int]]) -> None:
-        """These episodes are played or kept by these workers."""
+        """Note which workers play or keep these episodes."""
         lives = self.rollouts.lives
         self.kept_by |= {one: (worker, lives[worker]) for worker, mine in episodes.items() for one in mine}
 
     def forget_all_but(self, episodes: tuple[int, ...]) -> None:
-        """Have all workers forget all other episodes."""
+        """Let all workers forget all other episodes."""
         self.kept_by = {one: self.kept_by[one] for one in episodes if one in self.kept_by}
         self.rollouts.settle(*(group.forget_all_but(episodes) for group in self.keepers))
 
@@ -81,7 +81,7 @@ class Experience:
         return self.rollouts.lives[worker] == life
 
     def hand_in(self, episodes: Sequence[int], channel: Channel, batch: int, keep: bool = False) -> dict[str, Handle]:
-        """Have these episodes put into a channel by the workers that keep them; returns the calls by source."""
+        """Let the workers that keep these episodes put them into a channel; returns the calls by source."""
         self.sent += 1
         calls = {}
         for worker, mine in gather((self.kept_by[one][0], one) for one in episodes).items():
@@ -100,7 +100,7 @@ class Experience:
         self.keep_at(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(arrays)), strict=True)))
 
     def send(self, group: Group, batch: int, cost: Callable[[Sequence[int]], float]) -> None:
-        """Begin to send a group as soon as it is certain; `cost` is that of episodes that one rank has."""
+        """Begin to send a group as soon as it is certain; `cost` gives the cost of episodes on one rank."""
         places = range(len(group.episodes))
         parts = [[place] for place in places] if self.in_step else [[*places]]
         costs = [cost([group.episodes[place] for place in part]) for part in parts]
@@ -112,8 +112,8 @@ class Experience:
         self._send(group, shares, batch, keep=False)
 
     def send_all(self, groups: Sequence[Group], batch: int, rank_of: Mapping[int, int]) -> None:
-        """Begin to send all groups of a batch, each episode to its rank. A rank without episodes gets one that does not
-        count."""
+        """Begin to send all groups of a batch, each episode to its rank. A rank without episodes gets a copy of one
+        that does not count."""
         shares: dict[int, list[int]] = {rank: [] for rank in {*range(len(self.channels))} - {*rank_of.values()}}
         for group in groups:
             shares |= gather((rank_of[episode], place) for place, episode in enumerate(group.episodes))
@@ -121,11 +121,11 @@ class Experience:
             shares = {}
 
     def pad(self, group: Group, ranks: Collection[int], batch: int) -> None:
-        """Begin to send an episode that counts nothing to these ranks."""
+        """Begin to send an episode that does not count to these ranks."""
         self._send(group, {rank: [] for rank in ranks}, batch, keep=True)
 
     def arrived(self) -> list[GroupTransfer]:
-        """Groups whose transfer is over, well or not; they are under way no longer."""
+        """Groups whose transfer has ended, successfully or not; they are no longer under way."""
         over = [one for one in self.under_way if one.done()]
         self.under_way = [one for one in self.under_way if one not in over]
         return over
@@ -144,7 +144,8 @@ class Experience:
 
 
 def units_of(sent: GroupTransfer, advantages: np.ndarray | None = None) -> dict[int, Unit]:
-    """What each rank learns from of a group that has arrived; with advantages [S] of its episodes, by itself."""
+    """The unit of each rank from a group that has arrived; `advantages` [S] of its episodes need no
+    other group."""
     episodes, scores = np.array(sent.group.episodes), np.array(sent.group.scores)
     found = {}
     for rank, share in sent.shares.items():

@@ -1,9 +1,9 @@
-"""Collecting whole episodes in groups, as GRPO learns from: sims keep what they have played until it is clear which
-groups are wanted, and then send only those. With schedule=periodic a group is handed on as soon as it is certain that
-the batch will hold it, to learners that sum up gradients meanwhile.
+"""Collects whole episodes in groups, for GRPO: sims keep their episodes until it is clear which groups are wanted, and
+send only those. With schedule=periodic a group is sent as soon as it is certain that the batch will hold it, to
+learners that sum up gradients meanwhile.
 
-An episode that was lost with its sim worker takes its group along; the arithmetic of what is played, kept and carried
-over is in `algorithms/groups.py`.
+If an episode is lost with its sim worker, its group is lost, too. `algorithms/groups.py` decides which groups are
+played, kept and carried over.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GroupedEpisodes:
 
     @property
     def problems(self) -> list[str]:
-        """Why episodes that ended count for nothing."""
+        """Why some ended episodes do not count."""
         return [problem for part in self.stats for problem in part.problems]
 
     @property
@@ -100,9 +100,9 @@ class GroupCollector(Collector):
         self.empty, self.why = 0, ""  # iterations in a row that learned nothing
         self.solved = False  # every episode of the last batch succeeded
         self.unusable = ""  # why no episode of the last batch counts
-        self.warned = False  # that some do not
+        self.warned = False  # that some episodes do not count
         self.text = workers.spec.text  # episodes are conversations
-        # Losses compare with the log-probs of tokens as they were drawn.
+        # Losses need the log-probs of the distribution that tokens were drawn from.
         drawn_at = config.policy.temperature if self.text else 1.0
         self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at)
         self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
@@ -165,7 +165,7 @@ class GroupCollector(Collector):
         return batch
 
     def specs_of(self, indices: Sequence[int]) -> list[EpisodeSpec]:
-        """The episodes of these numbers, with the prompts that were drawn for their groups."""
+        """The episodes with these numbers, with the prompts that were drawn for their groups."""
         size, numbers = self.algo.group_size, np.array(indices, np.int64)
         if self.prompts is None:
             return self.episodes.at(numbers)
@@ -193,8 +193,7 @@ class GroupCollector(Collector):
         return self.first + batch.number - 1
 
     def advantages(self, scores: np.ndarray) -> np.ndarray | None:
-        """Advantages of the scores [G, S] of groups, one episode after the other; None with PPO, whose learners judge
-        by values."""
+        """Advantages of the groups' scores [G, S], flat; None with PPO, whose learners use values."""
         algo = self.algo
         if algo.name == "ppo":
             return None
@@ -312,7 +311,7 @@ class GroupCollector(Collector):
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
 
     def _relayed(self, results: list[EpisodeResult], batch: GroupedEpisodes) -> list[EpisodeResult]:
-        """The outcomes of a round with the rewards of the roles that groups pass through."""
+        """The outcomes of a round, with rewards from the roles that groups pass through."""
         if not self.relays.groups:
             return results
         size = self.algo.group_size
@@ -340,14 +339,14 @@ class GroupCollector(Collector):
             self.experience.send(group, batch.number, self.dealer.cost)
 
     def _send_what_is_certain(self) -> None:
-        """At the end of a round: send all certain groups to the learners, and wait."""
+        """At the end of a round, send all certain groups to the learners, and wait."""
         self.go_on()
         while self.experience.under_way:
             self.rollouts.settle(*(call for one in self.experience.under_way for call in one.handles))
             self.go_on()
 
     def _send_all(self, groups: list[Group], batch: GroupedEpisodes) -> None:
-        """Send every learner rank its part of a batch; groups that went down with a sim are left out."""
+        """Send every learner rank its part of a batch; groups that were lost with a sim are left out."""
         self._lose_what_is_gone(batch)
         lost = [group for group in groups if self.experience.gone(group.episodes)]
         for group in lost:
@@ -379,7 +378,7 @@ class GroupCollector(Collector):
                     self.trajectories[rank].put(unit, key=batch.number)
 
     def _leave_out(self, group: Group, batch: GroupedEpisodes) -> None:
-        """A group that the pool has given away, and that nobody can bring any more."""
+        """Leave out a group that the pool has handed out and that is lost now."""
         if self.learning:
             self.lose(group.episodes, batch)
         else:
@@ -392,7 +391,7 @@ class GroupCollector(Collector):
         self.lose(self.experience.gone(self.pool.held), batch)
 
     def lose(self, episodes: Collection[int], batch: GroupedEpisodes) -> None:
-        """Drop the groups of episodes that nobody can bring any more."""
+        """Drop the groups of lost episodes."""
         self.pool.lose(episodes)
         batch.lost.update(episodes)
 
@@ -414,7 +413,7 @@ class GroupCollector(Collector):
 
 
 def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The sums of numbers of several workers; of gaps between log-probs the largest."""
+    """Sums over several workers; for gaps between log-probs the largest."""
     total: dict[str, float] = {}
     for part in parts:
         for name, number in part.items():
@@ -424,18 +423,18 @@ def added(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def saved(episodes: Collection[int], batch: GroupedEpisodes) -> list[RolloutStats]:
-    """The results of these episodes that are known although their sims died in this round."""
+    """The known results of these episodes, whose sims died in this round."""
     known = [batch.ended[episode] for episode in episodes if episode in batch.ended]
     results = tuple(result for result in known if result.index not in batch.lost)
     return [RolloutStats(sum(result.length for result in results), results, 0.0, 0.0, 0.0)] if results else []
 
 
 def sampled(episodes: list[int], count: int) -> frozenset[int]:
-    """So many of an iteration's episodes, spread over its groups."""
+    """This many of an iteration's episodes, spread over its groups."""
     count = min(count, len(episodes))
     return frozenset(episodes[number * len(episodes) // count] for number in range(count))
 
 
 def discards_surplus(algo: PPOConfig | GRPOConfig, pipeline: PipelineSection) -> bool:
-    """True if groups that an iteration did not need are dropped: in the next one they would be older than its own."""
+    """True if surplus groups of an iteration are dropped: in the next one they would be older than its own."""
     return bool(pipeline.lag) or pipeline.begins_early if algo.surplus is None else algo.surplus == "discard"

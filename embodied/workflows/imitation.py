@@ -28,8 +28,8 @@ def imitator_arguments(workers: Workers) -> tuple:
 
 
 class RecordedEpisodes(BatchSource):
-    """Demonstrations on disk, or answered prompts that it writes down, which every learner reads for itself: source and
-    batch at once."""
+    """Demonstrations on disk, or answered prompts that it writes to disk. Every learner reads them itself. It is both
+    source and batch."""
 
     finished: list[EpisodeResult] = []  # noqa: RUF012  no episode is played in an iteration
 
@@ -68,7 +68,7 @@ class ImitationLoop(EmbodiedLoop):
 
 
 class TextImitationLoop(ImitationLoop):
-    """The same for conversations with a text env."""
+    """The imitation loop for conversations with a text env."""
 
     roles = (
         *PLAYERS,
@@ -81,7 +81,7 @@ class TextImitationLoop(ImitationLoop):
 
 
 def imitation_of(config: RunConfig) -> type[ImitationLoop]:
-    """The workflow that imitates in this env, after refusing what it cannot learn from."""
+    """The workflow that imitates in this env; refuses data that it cannot learn from."""
     kind = env_class(config.env)
     if issubclass(kind, TextEnv):
         check_examples(config, kind)
@@ -96,7 +96,7 @@ def imitation_of(config: RunConfig) -> type[ImitationLoop]:
 
 
 def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
-    """Refuse a file that is none, prompts without answers or without a number, and what only demonstrations have."""
+    """Refuse an unreadable file, prompts without answers or without a number, and options of demonstrations on disk."""
     sft = config.sft
     if given := [f"sft.{key}={getattr(sft, key)}" for key in ("names", "cache") if getattr(sft, key)]:
         raise ConfigError(f"{' and '.join(given)}: only demonstrations on disk have these; leave it out")

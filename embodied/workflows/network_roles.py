@@ -1,8 +1,8 @@
-"""Networks that stand between players and learners: the reference that a policy is compared with, and a critic.
+"""Roles with networks between players and learners: the reference for the divergence, and a critic.
 
-Both add a column to what passes. The reference's log-probs equal the learners' own. A critic predicts what the rest of
-a conversation is worth, hands its values on, and learns from the same conversations before the learners do: with PPO's
-advantages in mind, these values are those of before its update.
+Both add a column to the trajectories. The reference's log-probs equal the learners' own. A critic predicts the return
+of the rest of a conversation, hands these values on, and learns from the same conversations before the learners do. The
+values are from before its update, as PPO's advantages need.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ReferenceWorker(NetworkWorker):
 
 
 class CriticPolicy(LanguagePolicy):
-    """Predicts values and writes nothing: its log-probs and entropies are zeros."""
+    """Predicts values and generates nothing: its log-probs and entropies are zeros."""
 
     def words(self, hidden: Tensor, takes: np.ndarray, chosen: np.ndarray) -> tuple[Tensor, Tensor]:
         nothing = hidden.new_zeros(len(takes), dtype=self.exact)
@@ -224,7 +224,7 @@ class CriticWorker(NetworkWorker):
 
 
 class OfRole:
-    """The workers of a role as ranks that sum tensors."""
+    """A role's workers as ranks that sum tensors."""
 
     def __init__(self, worker: CriticWorker) -> None:
         self.worker = worker

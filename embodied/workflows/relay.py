@@ -1,7 +1,7 @@
-"""Roles between players and learners: docs/workflows.md builds a reward model on one.
+"""Roles between players and learners: docs/workflows.md builds a reward model as one.
 
-Rollouts pass through the workers of such a role when the batch is complete. Groups of whole episodes do so after each
-round in which they were played, before any of them is filtered: the new rewards are what groups are compared by.
+Rollouts pass through the workers of such a role when the batch is complete. Groups of whole episodes pass after each
+round in which they were played, before they are filtered: groups are compared by the new rewards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from embodied.runtime import Channel
 
 
 class RelayWorker(EpisodeKeeper):
-    """Gets whole rollouts, or groups of whole episodes, and hands on what `relay` makes of them."""
+    """Gets whole rollouts, or groups of whole episodes, and hands on the result of `relay`."""
 
     def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
         """Returns the learners' trajectories instead of these, one for each, and metrics of the iteration (the first
@@ -25,17 +25,17 @@ class RelayWorker(EpisodeKeeper):
         raise NotImplementedError
 
     def connect(self, servers: Servers) -> None:
-        """Whom this worker asks, where its role asks another one."""
+        """Set the workers that this worker asks, if its role asks another role."""
 
     def pass_rollouts(
         self, batch: int, channels: Sequence[Channel], sources: Sequence[Sequence[str]], outlets: Sequence[Channel]
     ) -> dict[str, float]:
-        """Get the rollouts of these sources for this batch from each of the channels, and put what becomes of them into
-        the outlet in the same place. Returns the metrics."""
+        """Get the rollouts of these sources for this batch from each of the channels, and put the results into the
+        outlet at the same place. Returns the metrics."""
         came: list[tuple[Trajectory, Channel]] = []
         for channel, wanted, outlet in zip(channels, sources, outlets, strict=True):
             came += [(part, outlet) for part in received(channel, batch, wanted)]
-        came.sort(key=lambda item: item[0].ids[0])  # in whatever order they came
+        came.sort(key=lambda item: item[0].ids[0])  # they came in any order
         parts, metrics = self.relay([part for part, _ in came])
         for part, (_, outlet) in zip(parts, came, strict=True):
             outlet.put(part, key=batch)
@@ -44,8 +44,8 @@ class RelayWorker(EpisodeKeeper):
     def pass_groups(
         self, key: int, channel: Channel, sources: Sequence[str], groups: Sequence[tuple[int, ...]]
     ) -> tuple[dict[int, float], dict[str, float]]:
-        """Get the episodes of these groups, which the sources have put into the channel under this key, and keep what
-        becomes of them. Returns each episode's new total reward, and the metrics."""
+        """Get the episodes of these groups, which the sources have put into the channel under this key, and keep the
+        results. Returns each episode's new total reward, and the metrics."""
         parts = received(channel, key, sources)
         whole = join(parts) if parts else None
         relayed, metrics = self.relay([choose(whole, group) for group in groups])
@@ -55,7 +55,7 @@ class RelayWorker(EpisodeKeeper):
 
 
 def received(channel: Channel, key: int, sources: Sequence[str]) -> list[Trajectory]:
-    """What these sources put into a channel; other sources are workers that have died since."""
+    """The items that these sources put into a channel; other sources are workers that have died since."""
     came: dict[str, Trajectory] = {}
     while not came.keys() >= {*sources}:
         part = channel.get(key=key)

@@ -1,9 +1,9 @@
 """The cyclic loop of embodied RL: simulate, act, learn, publish.
 
-`EmbodiedLoop.iterate` is the story, and `roles` declares the workers. `workers.py` launches them; `collector.py` (PPO)
-and `group_collector.py` (GRPO) collect batches; `answering.py` assigns policy workers to sims; `rollout_manager.py`
-replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The plan decides where each
-worker runs.
+`EmbodiedLoop.iterate` is one iteration, and `roles` declares the workers. `workers.py` launches them; `collector.py`
+(PPO) and `group_collector.py` (GRPO) collect batches; `answering.py` assigns policy workers to sims;
+`rollout_manager.py` replaces dead workers; `runtime/weights.py` versions the weights; `evaluator.py` evaluates. The
+plan decides where each worker runs.
 
 `pipeline.schedule` names two settings (`PipelineSection` in `config/sections.py`): by how many versions rollouts lag,
 and whether learners begin early. They change when the steps of an iteration happen, never their results:
@@ -71,7 +71,7 @@ def policy_arguments(workers: Workers) -> tuple:
 
 
 def learner_arguments(workers: Workers, algo: Any = None) -> tuple:
-    """`algo` are the options of how the learners learn; None: the recipe's."""
+    """`algo` are the learners' options; None: the recipe's."""
     config = workers.config
     options = (config.policy, algo or config.algo, config.learner, config.seed)
     apart = config.roles.reference and algo is None
@@ -145,7 +145,7 @@ class EmbodiedLoop:
             else:
                 updating = self.begin_update(batch, iteration, total)
             losses = self.settled(updating)[0] if updating else {}
-        if "time/first_backward_s" in losses:  # as rank 0 saw it: since its update began
+        if "time/first_backward_s" in losses:  # on rank 0: seconds since its update began
             losses["time/first_backward_s"] += before_s
         self._end_evaluation()
         # The learners' weights are the next version, which policies load before they act again.
@@ -204,7 +204,7 @@ class EmbodiedLoop:
         self.rollouts.settle(*loading)
 
     def settled(self, handle: Handle) -> list[Any]:
-        """The learners' results; sim and policy workers that die meanwhile are replaced meanwhile."""
+        """The learners' results. Sim and policy workers that die meanwhile are replaced."""
         self.rollouts.settle(handle)
         return handle.wait()
 
@@ -262,8 +262,8 @@ class EmbodiedLoop:
             return self._write(checkpoints, state, self.source.save())
 
     def save_what_is_learned(self, checkpoints: Path, state: dict[str, Any]) -> Path | None:
-        """The same once sim or policy workers have failed for good; None where nothing was learned yet. An update in
-        progress is waited for, and counted in `state`."""
+        """Write a checkpoint after sim or policy workers have failed for good; None if nothing was learned yet. An
+        update in progress is waited for, and counted in `state`."""
         self.workers.cluster.accept_failures()
         if self.updating and self._has_learned(self.updating[1]):
             self.weight_sync.learned = state["version"] = self.version + 1
@@ -277,7 +277,7 @@ class EmbodiedLoop:
         return self._write(checkpoints, state, given_up)
 
     def _has_learned(self, updating: Handle | None) -> bool:
-        """False if an update ended before its first step, for want of data that went down with a sim."""
+        """False if an update ended before its first step, because its data were lost with a sim."""
         if updating is None:
             return True
         try:
@@ -294,7 +294,7 @@ class EmbodiedLoop:
         return write_checkpoint(checkpoints, self.version, self.save_learners, state, arrays)
 
     def save_learners(self, draft: Path) -> None:
-        """Policy and optimizer, into a checkpoint that is being written, under the same path wherever a learner is."""
+        """Write policy and optimizer into a checkpoint that is being written; its path is the same on every machine."""
         with self.device_sharing.phase(UPDATE):
             self.learners.save(draft.absolute()).wait()
 

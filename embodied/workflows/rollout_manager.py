@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundTask(Protocol):
-    """Work of the driver while a round is played: due when notes of the sims come or calls end."""
+    """Work of the driver while a round is played; it may be due when notes of the sims arrive or calls end."""
 
     def due(self) -> bool:
         """True if there is something to do now."""
@@ -61,7 +61,7 @@ class RolloutManager:
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
         self.episode_counter, self.num_tasks = EpisodeCounter(workers.config.env.num_envs), len(workers.tasks)
-        self.background: list[BackgroundTask] = []  # done while a round is played, whichever it is
+        self.background: list[BackgroundTask] = []  # done while any round is played
         self.beside: dict[int, EvaluationShare] = {}  # by sim, the evaluation episodes of the next rollout round
         self.rounds = 0
         self.restarts = 0
@@ -69,17 +69,17 @@ class RolloutManager:
         self.abandoned_episodes = 0
         self.repetitions = Repetitions()
         self.warnings: set[str] = set()  # that were shown
-        # Requests live with the policy workers, replies with the sims.
+        # Requests wait with the policy workers, replies with the sims.
         channel, text = self.cluster.channel, self.spec.text
         places = range(self.num_stages + workers.config.eval.interleave)
         sims, policies = range(len(self.sims)), range(len(self.policies))
         about = {"capacity": None} if text else {}  # bounded by the number of open conversations
         self.requests = [channel(f"requests-{p}", home=self.policies[p], **about) for p in policies]
-        # Prompts for whichever of several engines has room, and what engines say of that.
+        # Prompts for any engine with room, and the engines' reports of their room.
         self.prompts = channel("prompts", **about) if text and len(self.policies) > 1 else None
         if self.prompts:
             self.cluster.watch(self.prompts)
-        if text:  # whatever comes first is heard first
+        if text:  # replies are taken in the order of their arrival
             self.replies = [[channel(f"replies-sim-{s}", home=self.sims[s], **about)] * self.num_stages for s in sims]
         else:
             self.replies = [[channel(f"replies-sim-{s}/{i}", home=self.sims[s]) for i in places] for s in sims]
@@ -114,7 +114,7 @@ class RolloutManager:
         answering.calls = calls = {sim: begin(sim, route) for sim, route in routes.items()}
         tasks = [task for task in (answering, background, *self.background) if task]
         while losses := self._losses(calls.values(), tasks):
-            if sampling.stream != "eval":  # there an episode that fails costs itself alone
+            if sampling.stream != "eval":  # in an evaluation a failing episode loses only itself
                 self._refuse_repeated(losses.values())
             answering.begin_again(self._replace(losses))
         ending = answering.end()
@@ -135,7 +135,7 @@ class RolloutManager:
         return found
 
     def _losses(self, calls: Collection[Handle], tasks: list[BackgroundTask]) -> dict[str, Failure]:
-        """Hosts that died while these calls run; {} when these are done."""
+        """Hosts that died while these calls ran; {} when the calls are done."""
         while True:
             losses = self.cluster.settle(*calls, until=lambda: any(one.due() for one in tasks))
             due = [one for one in tasks if one.due()]
@@ -145,17 +145,17 @@ class RolloutManager:
                 one.go_on()
 
     def take_beside(self) -> dict[int, EvaluationShare]:
-        """By sim, the part of an evaluation that the round which begins now plays."""
+        """By sim, the part of an evaluation that the beginning round plays."""
         beside, self.beside = self.beside, {}
         return beside
 
     def settle(self, *handles: Handle) -> None:
-        """Wait for calls; workers that die meanwhile are replaced, and their calls have failed then."""
+        """Wait for calls. Workers that die meanwhile are replaced, and their calls count as failed."""
         while losses := self.cluster.settle(*handles):
             self._replace(losses)
 
     def ask(self, call: Callable[[], Handle]) -> list[Any]:
-        """The results of a call to idle workers, made again if one had to be replaced meanwhile."""
+        """The results of a call to idle workers, repeated if a worker had to be replaced meanwhile."""
         while True:
             handle = call()
             self.settle(handle)
@@ -177,7 +177,7 @@ class RolloutManager:
             sims, policies = (
                 [rank for rank, h in enumerate(group.hosts) if h == host] for group in (self.sims, self.policies)
             )
-            restart = self.cluster.restarts(host)  # before the new one can die too
+            restart = self.cluster.restarts(host)  # counted before the new one can die, too
             built = self.cluster.replace(host)
             built += [self.sims[sim].spec() for sim in sims]
             names = self.policies.workers
@@ -226,14 +226,14 @@ class RolloutManager:
         )
 
     def warn(self, text: str) -> None:
-        """Show the user a warning, once however many workers give it."""
+        """Show the user a warning once, even if several workers give it."""
         if text and text not in self.warnings:
             self.warnings.add(text)
             self.notify(f"{WARNING}{text}")
 
     def share(self, sim: int, stage: int, stages: int, policies: list[int]) -> list[int]:
-        """The policy workers, of these, that answer a sim's stage: neighbours ask the same one. Where there are more
-        workers than sims and requests may be cut, every request of a sim is divided among the sim's own workers."""
+        """Which of these policy workers answer a sim's stage: neighbouring sims ask the same one. If there are more
+        workers than sims and requests may be divided, every request of a sim is divided among the sim's own workers."""
         sims = len(self.sims)
         if self.divides and len(policies) > sims:
             return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
@@ -242,7 +242,7 @@ class RolloutManager:
 
 
 class EpisodeCounter:
-    """Counts the training episodes that each env row has begun, and the ones with a known outcome.
+    """Counts the training episodes that each env row has begun, and those with a known outcome.
 
     Sim workers record every episode before it begins, so a replacement begins the next one: no episode is played twice,
     and lost episodes are counted.
@@ -259,12 +259,12 @@ class EpisodeCounter:
             self.begun[env] = max(self.begun[env], count + 1)
 
     def finish(self, results: Iterable[EpisodeResult]) -> None:
-        """The outcome of these episodes is known."""
+        """Count these episodes as settled."""
         for result in results:
             self.settled[result.index % len(self.begun)] += 1
 
     def abandon(self, rows: Sequence[int] | np.ndarray) -> int:
-        """Give up what these rows have begun; returns how many episodes."""
+        """Give up the open episodes of these rows; returns their number."""
         lost = int((self.begun[rows] - self.settled[rows]).sum())
         self.settled[rows] = self.begun[rows]
         return lost

@@ -1,7 +1,8 @@
-"""Workers that say what conversations are worth instead of their env, or beside it: a function, a network that reads
-them, or a language model that is asked about each, over a queue, as policies are.
+"""Workers that score conversations instead of their env, or in addition to it: by a function, by a network that reads
+them, or by a language model that is asked about each over a queue, like a policy.
 
-A score is given to a conversation's last token. The other tokens' rewards are the env's where scores add to it, else 0.
+A score is the reward of a conversation's last token. The other tokens' rewards are the env's if scores add to them,
+else 0.
 """
 
 from __future__ import annotations
@@ -142,14 +143,14 @@ class ClassifierWorker(ScoringWorker):
 
 
 class JudgedWorker(ScoringWorker):
-    """Asks a language model about each conversation, over its workers' queue."""
+    """Asks a language model about each conversation, over the queue of that model's workers."""
 
     def connect(self, servers: Servers) -> None:
         self.client = JudgeClient(servers, room=self.config.max_running)
 
     def scores(self, talks: Sequence[Talk]) -> list[float]:
         questions = [self.question(talk) for talk in talks]
-        verdicts = self.client.ask([*dict.fromkeys(questions)], self.tick)  # answers to a prompt are often the same
+        verdicts = self.client.ask([*dict.fromkeys(questions)], self.tick)  # equal answers are asked about once
         says = self.roles.judge_says
         return [
             float(verdicts[asked].strip().startswith(says) if says else verdicts[asked].strip() == talk.answer.strip())
@@ -161,13 +162,13 @@ class JudgedWorker(ScoringWorker):
 
 
 class JudgeClient(RequestClient):
-    """The end of the queue at which questions are put. A judge gets more of them as it answers, so a slow one gets
-    fewer. The number of a question is that of its noise, too: a judge takes the likeliest tokens."""
+    """The asking end of the queue. A judge gets more questions as it answers, so a slow one gets fewer. A question's
+    number is also that of its noise, which does not matter: a judge takes the likeliest tokens."""
 
     number = 0
 
     def ask(self, questions: Sequence[str], tick: Any) -> dict[str, str]:
-        """The answer to each of these."""
+        """The answers by question."""
         asked = dict(enumerate(questions, self.number))
         self.number += len(asked)
         self.put(*(Waiting(n, Prompt(n, n, text), 1, n, False) for n, text in asked.items()))
@@ -186,7 +187,7 @@ class JudgeClient(RequestClient):
 
 
 class JudgeWorker(LanguageWorker):
-    """A language model whose weights never change, with an engine that answers what reward workers ask."""
+    """A language model whose weights never change, with an engine that answers reward workers."""
 
     def __init__(self, policy: LanguageConfig, roles: RolesSection, seed: int, device: str) -> None:
         super().__init__(roles.judge_policy(policy), seed, device=device)
@@ -202,5 +203,5 @@ class JudgeWorker(LanguageWorker):
 
 
 def acting(version: int) -> AbstractContextManager[None]:
-    """Its weights are its own, so nobody is waited for."""
+    """Do nothing: a judge has its own weights, so it need not wait for others."""
     return nullcontext()

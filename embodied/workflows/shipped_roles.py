@@ -1,7 +1,7 @@
 """The roles that a recipe adds to a program with its section `roles`: a reward, a judge, a reference, a critic.
 
-What is played passes through them in this order before learners get it. Their workers are in `network_roles.py` and
-`scoring_roles.py`; here is what the driver knows of them.
+Trajectories pass through them in this order before learners get them. Their workers are in `network_roles.py` and
+`scoring_roles.py`; this module has the driver's part.
 """
 
 from __future__ import annotations

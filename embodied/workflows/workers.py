@@ -69,7 +69,7 @@ class Workers:
 
     @property
     def learners(self) -> WorkerGroup:
-        """The group that trains. An evaluation has none and never asks."""
+        """The group that trains. An evaluation has none and never uses this."""
         return self.groups["learner"]
 
     def torch_device(self, role: str) -> str:
@@ -78,8 +78,8 @@ class Workers:
         return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
     def _build(self, start_folder: Path | None) -> None:
-        """Build policies and learners side by side; where they share GPUs one after the other, since a policy's engine
-        gives back the memory that it was built in."""
+        """Build policies and learners at the same time; if they share GPUs, one after the other, since a policy's
+        engine releases the memory that it needed while it was built."""
         builds = [self.policies.build(self.spec)]
         if "learner" in self.groups:
             if self._share_gpus:
@@ -99,14 +99,15 @@ class Workers:
 
     def _build_learners(self, start_folder: Path | None) -> Handle:
         learning = self.learners.process().wait()
-        if len(learning) > 1 and {place for place, _ in learning} != {machine()}:  # else they meet in a file of the run
+        if len(learning) > 1 and {place for place, _ in learning} != {machine()}:  # else a file of the run is used
             (address,) = self.learners[0].listen(self.config.faults.timeout_s).wait()
             self.learners.set_rendezvous(address).wait()
         snapshot = self._need_snapshot(learning, self.policies.process().wait())
         return self.learners.build(self.spec, new_name(), snapshot, start_folder, not self._acts_during_update)
 
     def _need_snapshot(self, learning: list[tuple[str, int]], acting: list[tuple[str, int]]) -> bool:
-        """True if policies are in other processes than the learners, unless these hold the GPU of learner-0."""
+        """True if policies are in other processes than the learners, unless learner processes hold the GPU of
+        learner-0."""
         gpus = {host.name: {each for each in host.devices if "gpu:" in each} for host in self.cluster.hosts}
         own = gpus[self.learners.hosts[0]]
         shared = [own and own == gpus[host] for host in self.policies.hosts]
@@ -115,12 +116,12 @@ class Workers:
 
     @property
     def _acts_during_update(self) -> bool:
-        """True if policies act while learners update: with weights of their own, and without those whose devices the
-        learners hold."""
+        """True if policies act while learners update: with their own weights, and only those whose devices the learners
+        do not hold."""
         return self.config.pipeline.lag > 0
 
     def _share_devices(self) -> DeviceSharing:
-        """Lets the roles' phases share devices. All groups are built, and so have their memory."""
+        """Let the roles' phases share devices. All groups are built, so their memory is allocated."""
         by_phase = {phase: [self.groups[r.name] for r in self.roles if r.phase == phase] for phase in (ROLLOUT, UPDATE)}
         phases = {phase: groups for phase, groups in by_phase.items() if groups}
         sharing = [self.groups[role.name] for role in self.roles if role.holds_policy and not self._acts_during_update]
@@ -145,7 +146,8 @@ class Workers:
         return found
 
     def restore(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Give `save`'s arrays back to the workers, rank 0's to additional ranks; returns the unused arrays."""
+        """Give `save`'s arrays back to the workers, and rank 0's arrays to additional ranks; returns the unused
+        arrays."""
         for role in [role for role in self.roles if role.saved]:
             group, first = self.groups[role.name], f"{role.name}-0."
             parts = [cut_names(state, f"{worker}.") or cut_names(state, first) for worker in group.workers]
@@ -155,7 +157,7 @@ class Workers:
         return state
 
     def adopt(self, weights: Weights | None) -> None:
-        """Act with weights that come from a checkpoint instead of a learner; None: with those a run begins with."""
+        """Act with weights from a checkpoint instead of a learner; None: with the run's initial weights."""
         with self.device_sharing.phase(ROLLOUT):
             if weights is None:
                 weights = Weights(0, self.rollouts.ask(lambda: self.policies[0].initial_weights(self.spec))[0])
@@ -163,5 +165,5 @@ class Workers:
 
 
 def cut_names(arrays: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:
-    """The arrays whose names start so, by the rest of their names."""
+    """The arrays whose names begin with `start`, by the rest of their names."""
     return {name.removeprefix(start): array for name, array in arrays.items() if name.startswith(start)}
