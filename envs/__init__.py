@@ -1,5 +1,5 @@
-"""The envs: one folder per simulator, of which this module picks the one that a recipe names, and what an env of one's
-own is made of. Simulators are imported only when named.
+"""The envs, one folder per simulator, and the classes for the user's own env. This module picks the env that a recipe
+names; simulators are imported only when named.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from embodied.envs.own_modules import import_all, import_class, simulator_of
 if TYPE_CHECKING:
     from embodied.envs.vector_env import VectorEnv
 
-PUBLIC = {  # what an env of one's own needs, by the module that defines it; imported when asked for
+PUBLIC = {  # names for the user's own env, by the module that defines them; imported on first use
     "ActionSpec": "embodied.core.types",
     "EnvSpec": "embodied.core.types",
     "EpisodeSpec": "embodied.core.types",
@@ -54,12 +54,12 @@ def __getattr__(name: str) -> Any:
 
 
 def make_env(config: Any, num_envs: int) -> VectorEnv:
-    """`num_envs` rows of the env a config describes."""
+    """The env of this config, with `num_envs` rows."""
     return env_class(config)(config, num_envs)
 
 
 def env_that_knows(tasks: str | Sequence[str]) -> str | None:
-    """The `env.name` that the names of these tasks alone say, if they do."""
+    """The `env.name` that follows from the names of these tasks alone; None if it does not."""
     names = (tasks,) if isinstance(tasks, str) else tasks
     return next((name for name in PLUGINS if names and all(map(plugin(name).knows, names))), None)
 
@@ -77,8 +77,8 @@ def speaks(kind: type) -> bool:
 
 
 def env_class(config: Any) -> type[Any]:
-    """The plug-in behind `env.name`: ours, the user's, or ours around the user's `gymnasium.Env`. A class
-    of VectorEnv or TextEnv that is made from config and num_envs."""
+    """The class for `env.name`: ours, the user's, or our wrapper of the user's `gymnasium.Env`. A subclass of VectorEnv
+    or TextEnv, constructed from config and num_envs."""
     from embodied.envs.config import kind_of
 
     import_all(config)

@@ -1,7 +1,7 @@
 """Where the actions of recorded or evaluated episodes come from: a policy worker, or an expert of the task.
 
-An expert's actions may be executed with noise. A recorder is shown what the expert wanted, the env what the noise made
-of it: so demonstrations also show how one finds back.
+An expert's actions may be executed with noise. Recorders get the expert's action, the env the noisy one, so
+demonstrations also show how to recover.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class ActionSource(Protocol):
         """Request the next decisions of the rows `at`, which see `obs`."""
 
     def answer(self) -> tuple[np.ndarray, np.ndarray]:
-        """These decisions [len(at), C, A], and what they are worth [len(at)], empty if unknown."""
+        """These decisions [len(at), C, A], and their values [len(at)], empty if unknown."""
 
 
 class PolicyActions:
-    """The actions of a policy worker, drawn by this rule (None: that of the round)."""
+    """The actions of a policy worker, drawn by this rule (None: the round's rule)."""
 
     def __init__(self, client: PolicyClient, rule: SamplingRule | None = None) -> None:
         self.client, self.rule = client, rule
         self.source = client.source
 
     def begin(self, rows: np.ndarray) -> None:
-        """A policy remembers nothing."""
+        """Do nothing: a policy has no memory."""
 
     def ask(self, obs: Observation, rows: EpisodeTracker, at: np.ndarray) -> None:
         self.client.ask(obs, rows.episode[at], rows.decision[at], rule=self.rule)
@@ -69,7 +69,7 @@ class ExpertActions:
 
 
 def disturbed(actions: np.ndarray, rows: EpisodeTracker, recording: Recording) -> np.ndarray:
-    """The actions [N, C, A] with the noise that was asked for, which follows from episode and decision."""
+    """The actions [N, C, A] with the requested noise, which follows from episode and decision."""
     if not recording.noise:
         return actions
     width = actions[0].size

@@ -24,23 +24,23 @@ class Expert(Protocol):
 
 
 class CataloguedTask(TypedDict):
-    """What `embodied.list tasks` and `embodied.doctor` say of a task."""
+    """A task as `embodied.list tasks` and `embodied.doctor` show it."""
 
     about: str
-    problem: str  # why it cannot be trained, wherever; empty if it can
+    problem: str  # why it cannot be trained on any machine; empty if it can
     missing: dict[str, str]  # downloads that it needs and this machine lacks -> how to get each
 
 
 class EnvCapabilities:
-    """Answers of an env's class before a run; a plug-in overrides the methods for which it has one."""
+    """Answers of an env's class before a run; a plug-in overrides the methods that concern it."""
 
-    draws_on_gpus = False  # whether its cameras can, beside a simulator on cores
-    catalogue = ""  # the name of the simulator whose own list of tasks `catalogued` asks
-    other_folder = ""  # how one says where the downloads are that these tasks need
+    draws_on_gpus = False  # whether its cameras can render on GPUs while the simulator is on cores
+    catalogue = ""  # the name of the simulator whose list of tasks `catalogued` returns
+    other_folder = ""  # how to tell the folder of the downloads that these tasks need
 
     @classmethod
     def tasks(cls, config: Any) -> tuple[str, ...]:
-        """The tasks of `env.task`, by the names of `EpisodeSpec`; episodes take turns among them."""
+        """The tasks of `env.task`, named as in `EpisodeSpec`; episodes take turns among them."""
         return (config.task,) if isinstance(config.task, str) else tuple(config.task)
 
     @classmethod
@@ -50,12 +50,12 @@ class EnvCapabilities:
 
     @classmethod
     def plays_together(cls, config: Any) -> bool:
-        """True if the rows of one env are simulated in a batch, so that few cost almost as much as some more."""
+        """True if the rows of one env are simulated in a batch, so that a few more rows cost little."""
         return False
 
     @classmethod
     def knows(cls, task: str) -> bool:
-        """True if this name alone says that the task is this env's, for evaluations that name no env."""
+        """True if this name alone identifies a task of this env, for evaluations that name no env."""
         return False
 
     @classmethod
@@ -70,7 +70,7 @@ class EnvCapabilities:
 
     @classmethod
     def longest_episode(cls, config: Any) -> int | None:
-        """The longest episode in env steps, as far as it is known without the simulator."""
+        """The longest episode in env steps; None if only the simulator knows it."""
         return config.max_episode_steps
 
     @classmethod
@@ -84,21 +84,21 @@ class EnvCapabilities:
 
     @classmethod
     def proven(cls, config: Any, proofs: Path) -> Any:
-        """The config with what `python -m embodied.check` found out on this machine. Called before `check`."""
+        """The config with the findings of `python -m embodied.check` on this machine. Called before `check`."""
         return config
 
     @classmethod
     def seek_proof(cls, config: Any, proofs: Path, say: Callable[[str], object]) -> None:
-        """Find out what `proven` wants to know where that is quick, and `say` so. Called before training."""
+        """Find out what `proven` needs if that is quick, and report it with `say`. Called before training."""
 
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
-        """Lines for the first screen about a resolved config that would surprise."""
+        """Lines for the first screen about surprising properties of a resolved config."""
         return []
 
     @classmethod
     def rehearse(cls, config: Any) -> None:
-        """Refuse what only a built env knows to be wrong; for a dry run."""
+        """Refuse mistakes that only a built env can find; for a dry run."""
 
     @classmethod
     def on_cores(cls, config: Any) -> Any:
@@ -107,17 +107,17 @@ class EnvCapabilities:
 
     @classmethod
     def plain(cls, config: Any) -> Any:
-        """A resolved config that tests nothing but the env itself."""
+        """A resolved config for testing the env itself."""
         return cls.resolve(config)
 
     @classmethod
     def explained(cls, config: Any) -> AbstractContextManager[None]:
-        """Turns mistakes in the code of a user's task into one line, around building and stepping."""
+        """Around building and stepping: turns an exception from the code of a user's task into one line."""
         return nullcontext()
 
     @classmethod
     def prove(cls, config: Any, proofs: Path) -> list[str]:
-        """Find out on this machine what `proven` wants to know, keep it, and say it in lines."""
+        """Find out on this machine what `proven` needs, store it, and return lines that report it."""
         return []
 
     def expert(self, kind: str = "scripted", tick: Callable[[], None] = lambda: None) -> Expert:
@@ -132,7 +132,7 @@ class EnvCapabilities:
 
     @classmethod
     def check_expert(cls, config: Any, kind: str) -> None:
-        """Refuse what no expert of this kind plays, before anything is built."""
+        """Refuse tasks that no expert of this kind plays, before anything is built."""
 
     def facts(self) -> dict[str, str]:
         """The choices of this env and their values, by topic."""

@@ -1,4 +1,4 @@
-"""The options that all envs share, and what several simulators' have in common. Free of torch and simulators."""
+"""The options that all envs share, and those that several simulators share. Imports neither torch nor simulators."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class CommonEnvConfig(Strict):
     """Packages that it needs."""
 
     task_base: ClassVar[str] = ""
-    """The simulator's class whose subclasses are its tasks, where a user's may be: env.task=my_pkg.my_module:MyTask."""
+    """The simulator's class whose subclasses are its tasks; empty if users cannot add tasks with
+    env.task=my_pkg.my_module:MyTask."""
 
     shaped: ClassVar[str] = ""
     """The `reward_mode` to suggest instead of a sparse one; empty if there is none."""
@@ -118,20 +119,20 @@ class CommonEnvConfig(Strict):
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:
-        """The name and description of each value of `env.task` where it takes fixed names, else one description; for
-        `embodied.list tasks`. `name` is that of the env, where several have these options."""
+        """The name and description of each value of `env.task` if it takes fixed names, else one description; for
+        `embodied.list tasks`. `name` is the env's name, if several envs have these options."""
         field = cls.model_fields["task"]
         fixed = get_args(field.annotation) if get_origin(field.annotation) is Literal else ("",)
         return [(task, field.description or "") for task in fixed]
 
     @classmethod
     def advice(cls, lacking: Collection[str], environ: Mapping[str, str]) -> list[str]:
-        """Lines on where its files are looked for, if some are among those that these lines say are missing."""
+        """Lines that say where this env's files are searched, if `lacking` names some of them."""
         return []
 
     @property
     def physics(self) -> str:
-        """The kind of physics, where the simulator has several."""
+        """The kind of physics, if the simulator has several."""
         return ""
 
     @property
@@ -141,16 +142,16 @@ class CommonEnvConfig(Strict):
 
     @property
     def observed_images(self) -> dict[str, tuple[int, int]]:
-        """Height and width of the images that are observed, by camera, as far as the options say."""
+        """Height and width of the observed images by camera, as far as the options say."""
         return {}
 
     def worker_bytes(self, rows: int, num_tasks: int) -> float:
-        """Memory of a sim worker whose env rows play so many tasks at most; 0 where it is not known."""
+        """Memory of a sim worker whose env rows play at most `num_tasks` tasks; 0 if unknown."""
         return 0.0
 
 
 class NamedWithKind(CommonEnvConfig):
-    """Envs whose name is KIND:NAME: the task is NAME, unless results are to call it something else."""
+    """Envs whose name is KIND:NAME: the task is NAME, unless `env.task` gives it another name for results."""
 
     written: ClassVar[str]
     """The task as `env.name` gives it, for messages."""

@@ -83,4 +83,4 @@ ENV_CONFIGS: dict[str, type[CommonEnvConfig]] = {
 }
 NAMED = {kind: model for kind, model in ENV_CONFIGS.items() if issubclass(model, NamedWithKind)}  # env.name=KIND:NAME
 SIMULATORS = {model.task_base: kind for kind, model in ENV_CONFIGS.items() if model.task_base}
-"""Those whose tasks can be the user's own, by the class that these derive from."""
+"""Simulators that take the user's own tasks, by the base class of these tasks."""

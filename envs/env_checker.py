@@ -1,4 +1,4 @@
-"""Does an env keep the contract? `check_vector_env(env)` plays a few episodes and names the first rule that is broken.
+"""Checks an env's contract: `check_vector_env(env)` plays a few episodes and names the first broken rule.
 
 For authors of plug-ins: run it in a test on an env of 3 rows or more. It takes about five episodes' worth of steps.
 """
@@ -21,7 +21,7 @@ from embodied.envs.vector_env import VectorEnv, action_space, observation_space
 
 SEED = 20_001
 CHUNK = 3
-FEW = 8  # steps where a short look is enough
+FEW = 8  # steps of a short check
 
 
 class ContractViolation(EmbodiedError):
@@ -35,8 +35,8 @@ class ContractViolation(EmbodiedError):
 def check_vector_env(env: VectorEnv, atol: float = 0.0) -> None:
     """Raise `ContractViolation` for the first broken rule.
 
-    `atol` is how far a row's numbers may depend on which other rows are simulated with it, for simulators that are not
-    exact; repeating the same batch has to give the same numbers in any case.
+    `atol` is how much a row's numbers may depend on the other rows of its batch, for simulators that are not exact. The
+    same batch must always give the same numbers.
     """
     if env.num_envs < 3:
         raise ValueError(f"the check needs 3 env rows or more, this env has {env.num_envs}")
@@ -398,12 +398,12 @@ def rows_of(obs: Observation, rows: Any) -> Observation:
 
 
 def flat(obs: Observation, row: int) -> np.ndarray:
-    """Everything one row sees as one vector of numbers (texts do not change inside an episode)."""
+    """All observed numbers of a row as one vector (texts do not change inside an episode)."""
     return np.concatenate([np.asarray(part[row], float).ravel() for part in leaves(obs) if not is_text(part)])
 
 
 def far(one: Observation, other: Observation) -> float:
-    """The largest difference of two observations; infinite where texts differ."""
+    """The largest difference of two observations; infinite if texts differ."""
 
     def distance(part: Any, others: Any) -> float:
         if is_text(part):
@@ -415,7 +415,7 @@ def far(one: Observation, other: Observation) -> float:
 
 def images_are_painted_where_promised(check: Checker) -> None:
     """Check envs that leave their images to `_paint`: a row is painted when it begins, at the border of a chunk if it
-    moved, and where its episode ends inside a chunk: once for everything new that is seen."""
+    moved, and when its episode ends inside a chunk, once for each new image."""
     env, everybody = check.env, np.arange(check.num)
     with painted_rows(env) as counts:
         check.reset(check.first)

@@ -1,11 +1,11 @@
 """A vector env, the episodes that its rows play, and the record of what they play.
 
-`EpisodePlayer` is the common part of rollouts and evaluations (`evaluation.py`): rows without an episode stay frozen
-and are shown to no policy. Episodes and their outcomes do not depend on the number of rows.
+`EpisodePlayer` is the common part of rollouts and evaluations (`evaluation.py`): rows without an episode stay frozen,
+and no policy sees them. Episodes and their outcomes do not depend on the number of rows.
 
 `Stage` plays rollouts for training. The cycle of a decision is ask -> take -> ask: `ask` sends the current observation
 to the policy, `take` receives its actions, plays and records them, and begins new episodes on the rows that are done.
-Two stages let the policy answer one while the other is simulated (`step_stages`).
+With two stages the policy answers one while the other is simulated (`step_stages`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Refill = Callable[[np.ndarray, ChunkResult], None]  # begins episodes on rows th
 class EpisodeTracker:
     """The open episodes of N env rows. An episode is a success at the end if its last live step was a success.
 
-    Rewards and success that come as tensors are added up on their device, and read where an episode ends."""
+    Rewards and success that come as tensors are added up on their device, and read when an episode ends."""
 
     def __init__(self, num_envs: int, has_success: bool) -> None:
         self.has_success = has_success
@@ -65,7 +65,7 @@ class EpisodeTracker:
         self.success_once: Array = np.zeros(num_envs, bool)
         self.success_now: Array = np.zeros(num_envs, bool)
         self.success_at_reset: Array = np.zeros(num_envs, bool)
-        self.keys: tuple[Array, Array] | None = None  # episodes and decisions on the device of observations
+        self.keys: tuple[Array, Array] | None = None  # episodes and decisions, on the device of observations
 
     def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], success: Array | None) -> None:
         """These rows were just reset to these episodes."""
@@ -101,7 +101,7 @@ class EpisodeTracker:
         if self.keys is not None:
             self.keys = (self.keys[0], self.keys[1] + 1) if live.all() else None
         self.length += mask.sum(axis=1)
-        if is_tensor(result.rewards):  # 0 of steps that nobody took
+        if is_tensor(result.rewards):  # 0 for steps that were not taken
             self.total_reward = tensor_of(self.total_reward, result.rewards.device) + result.rewards.sum(dim=1)
         else:
             self.total_reward += (result.rewards * mask).sum(axis=1)
@@ -185,14 +185,14 @@ class EpisodePlayer:
         return result
 
     def end(self, result: ChunkResult) -> tuple[np.ndarray, list[EpisodeResult]]:
-        """The rows whose episodes ended in this decision, and how; they play no more."""
+        """The rows whose episodes ended in this decision, and their results; they stop playing."""
         done = np.flatnonzero(result.done & self.playing)
         self.playing[done] = False
         return done, self.rows.results(done)
 
 
 def of_rows(array: Array, at: np.ndarray) -> Array:
-    """These rows; all of them without an index, which would go to the device."""
+    """The rows `at` of an array. All rows are returned without indexing, which would copy an index to the device."""
     return array if len(at) == len(array) else array[at]
 
 
@@ -220,14 +220,14 @@ class Stage(EpisodePlayer):
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
         self.journal = journal
-        self.initial = np.full(env.num_envs, -1, np.int64)  # the listed episode in whose initial state a row began
+        self.initial = np.full(env.num_envs, -1, np.int64)  # the episode of the list from whose initial state a row began
         if env.config.retries and not env.env_spec.has_success:
             raise ConfigError(
                 f"env.retries={env.config.retries} plays episodes that end without success again, but "
                 f"{env.config.name} {env.config.task} reports no success; leave it out"
             )
         self.client: PolicyClient | None = None
-        self.checked_later = False  # numbers on a device, at the end of a rollout
+        self.checked_later = False  # numbers on a device are checked at the end of a rollout
         self.final_obs: Observation | None = None  # of the rows `final_rows`, truncated in the last decision
         self.final_rows = np.empty(0, np.int64)
 
@@ -250,13 +250,14 @@ class Stage(EpisodePlayer):
 
     def reset_all(self, episodes: EpisodeList) -> None:
         """Begin the next episode of every row: when a run begins, when it is resumed without the simulator's state, and
-        after a restart. With `env.stagger` a part of each row's step limit counts as used, so that the episodes do not
-        end together."""
+        after a restart. With `env.stagger` a part of each row's step limit counts as used, so that episodes do not all
+        end at once."""
         elapsed = head_start(self.env_ids, self.env.env_spec.max_episode_steps) if self.env.config.stagger else None
         self.reset(np.arange(self.env.num_envs), episodes, elapsed)
 
     def go_on(self, done: np.ndarray, result: ChunkResult, episodes: EpisodeList) -> None:
-        """Keep what truncated episodes showed last, whose value is asked for next, and begin the next ones."""
+        """Keep the last observations of truncated episodes, whose values are requested next, and begin the next
+        episodes."""
         self.final_rows = np.flatnonzero(result.truncated.any(axis=1))
         self.final_obs = (
             map_obs(lambda array: of_rows(array, self.final_rows), self.obs) if len(self.final_rows) else None
@@ -320,8 +321,8 @@ class Stage(EpisodePlayer):
 def step_stages(
     stages: Sequence[Stage], records: Sequence[Record], refills: Sequence[Refill], horizon: int = 0
 ) -> Iterator[int]:
-    """Play until no row does, or `horizon` decisions. Stages take turns, so that the policy works for one while another
-    is simulated; yields the number of decisions after each round."""
+    """Play `horizon` decisions, or until all rows are done. Stages take turns, so the policy answers one while another
+    is simulated. Yields the number of decisions after each round."""
     for stage in stages:
         if stage.playing.any():
             stage.ask()
@@ -337,7 +338,7 @@ def step_stages(
 
 
 class Record:
-    """Records what one stage plays, decision by decision, until it is handed on as a trajectory."""
+    """Records one stage's decisions until they are handed on as a trajectory."""
 
     def __init__(self, source: str, horizon: int = 0) -> None:
         """Holds `horizon` decisions of every env row, with values; without a horizon whole episodes, without values."""
@@ -395,5 +396,5 @@ class Record:
 
 
 def owned(array: Array) -> Array:
-    """A copy, since the memory of a message is used again."""
+    """A copy, since the memory of a message is reused."""
     return array if is_tensor(array) else np.array(array)

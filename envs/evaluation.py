@@ -1,8 +1,8 @@
-"""Plays a fixed list of episodes to the end, with a policy worker or an expert that chooses the actions.
+"""Plays a fixed list of episodes to the end; a policy worker or an expert chooses the actions.
 
-What counts as a success, once or at the end, is noted by `EpisodeTracker` in `episode_player.py`. What is kept of them
-is the caller's choice: a `Recording` names its recorders, which work here, in the sim worker's process
-(`reporting/video_recorder.py`, `datasets/episode_buffer.py`).
+`EpisodeTracker` in `episode_player.py` notes success, once and at the end. The caller chooses what else is kept: a
+`Recording` names recorders, which work in the sim worker's process (`reporting/video_recorder.py`,
+`datasets/episode_buffer.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from embodied.runtime import Channel, Timers
 
 
 class Recorder(Protocol):
-    """Records the episodes of env rows. A context manager, which in the end discards unfinished episodes. It is made
-    with the env, the recording, and a function that shows the user a line, for a recorder that gives up."""
+    """Records the episodes of env rows. A context manager that discards unfinished episodes at the end. It is
+    constructed with the env, the recording, and a function that shows the user a line, for a recorder that gives up."""
 
     def begin(self, rows: np.ndarray, specs: list[EpisodeSpec], instructions: np.ndarray | None) -> None:
         """Episodes begin on these rows."""
@@ -35,7 +35,7 @@ class Recorder(Protocol):
         """These rows, a mask, have taken an env step."""
 
     def played(self, result: ChunkResult) -> None:
-        """The decision had this result."""
+        """Record the result of the decision."""
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
         """The episodes of these rows are over."""
@@ -55,10 +55,10 @@ def play_episodes(
     timers: Timers,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[list[EpisodeResult]]:
-    """Play a fixed list of episodes to the end, a free row taking the next one, decision by decision: yields the
-    episodes that have ended since the last time, while the next decisions are requested and not waited for yet. `alone`
-    are the last of the episodes; each is played with no other beside it. Once `stop` says so the decision in progress
-    is the last one, and what is not over is given up."""
+    """Play a fixed list of episodes to the end; a free row takes the next one. After every decision yields the newly
+    ended episodes, when the next decisions are requested but not yet awaited. `alone` are the last episodes; they are
+    played one at a time. When `stop()` is true, the decision in progress is the last one, and open episodes are given
+    up."""
     player, waiting = EpisodePlayer(env, timers), deque(episodes)
     outcomes: list[EpisodeResult] = []
 

@@ -1,7 +1,7 @@
 """Evaluation protocols: how the episodes of an evaluation are played, under a name with a version.
 
-A plug-in declares its own in `EnvCapabilities.protocols`. When a rule changes the name gets a new version, so two
-results of one protocol were always played alike.
+A plug-in declares its own in `EnvCapabilities.protocols`. When a rule changes, the name gets a new version, so results
+under the same name were played by the same rules.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ class EvaluationProtocol:
     stored_states: int = 0  # stored initial states of a task, taken in order; 0: an episode draws its own from its seed
 
     def apply(self, config: Any) -> Any:
-        """The env config evaluation envs are made from."""
+        """The config of evaluation envs."""
         return config.model_copy(update=self.options)
 
     @property
     def published_name(self) -> str:
-        """Its name in the physics of published results."""
+        """Its name with the physics of published results."""
         return self.name.partition("+")[0]
 
     def in_mujoco(self, versions: tuple[str, ...]) -> EvaluationProtocol:
-        """This protocol where one of these versions of MuJoCo is installed, else another one that names the version."""
+        """This protocol if one of these versions of MuJoCo is installed, else one whose name contains the installed
+        version."""
         try:
             installed = version("mujoco")
-        except PackageNotFoundError:  # planned here, played elsewhere
+        except PackageNotFoundError:  # planned here, played on another machine
             return self
         if installed in versions:
             return replace(self, rules=f"{self.rules}; MuJoCo {installed}")
@@ -50,7 +51,8 @@ AS_TRAINED = EvaluationProtocol(
 
 
 def choose_protocol(kind: type[EnvCapabilities], config: Any, name: str | None) -> EvaluationProtocol:
-    """The protocol of this name, or the env's first. A resolved env config decides which there are."""
+    """The protocol of this name, or the env's first one. Which protocols exist may depend on the resolved env
+    config."""
     known = {protocol.name: protocol for protocol in kind.protocols(config)}
     if name is None:
         return next(iter(known.values()))

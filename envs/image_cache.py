@@ -1,4 +1,4 @@
-"""The images of a vector env that are drawn only where somebody looks."""
+"""The images of a vector env, drawn only when they are needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ImageCache:
         self.stale = np.zeros(num_envs, bool)
 
     def images(self, rows: np.ndarray | None = None) -> Images:
-        """The images of all rows; those of the given rows (or of all that ever began) show them as they are now."""
+        """The images of all rows; those of the given rows (by default of all that ever began) are up to date."""
         stale = self.stale if rows is None else self.stale & np.isin(np.arange(len(self.stale)), rows)
         rows = np.flatnonzero(stale)
         if len(rows):

@@ -1,8 +1,8 @@
-"""The user's own modules: importing them with clear words, and finding out whose simulator runs what they define.
+"""The user's own modules: imports them with clear error messages, and finds the simulator that runs their classes.
 
 `my_tasks:SphereToRing-v1` names something a module registers when it is imported, `my_tasks:SphereToRing` a class in
-it. What a class is follows from its bases, looked up by name, so nothing here imports a simulator: only the user's
-module does, and simulators that have to be prepared before their import are prepared in that moment.
+it. The kind of a class follows from the names of its bases, so nothing here imports a simulator. Only the user's module
+does, and a simulator that has to be prepared before its import is prepared at that moment.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def prepare_libero() -> None:
-    """robosuite's switches take effect in its import."""
+    """robosuite reads its switches while it is imported."""
     if not getattr(LOCAL, "preparing_libero", False):
         LOCAL.preparing_libero = True
         simulator()
 
 
-# package -> what has to happen before its import
+# package -> what to do before its import
 PREPARE: dict[str, Callable[[], None]] = {
     "sapien": ensure_vulkan,
     "robosuite": prepare_libero,
@@ -75,13 +75,13 @@ def import_module(name: str, said: str) -> ModuleType:
 
 
 def import_all(config: Any) -> None:
-    """Import what `env.modules` names: robots, controllers, tasks that register themselves."""
+    """Import the modules of `env.modules`: robots, controllers, tasks that register themselves."""
     for name in config.modules:
         import_module(name, "env.modules")
 
 
 def import_class(where: str, key: str = "env.name") -> Any:
-    """Imports what `my_pkg.my_module:Name` names as this key's value."""
+    """Imports the class or function `my_pkg.my_module:Name`, the value of this key."""
     if not EXTERNAL.fullmatch(where):
         raise ConfigError(unknown_env(where) if key == "env.name" else f"{key}={where!r} is not my_pkg.my_module:name")
     module_name, _, name = where.partition(":")
@@ -93,7 +93,7 @@ def import_class(where: str, key: str = "env.name") -> Any:
 
 
 def registered_with_libero(module: ModuleType, name: str) -> type | None:
-    """LIBERO's decorator `register_problem` leaves None where the class was."""
+    """The class that LIBERO's decorator `register_problem` has replaced by None."""
     envs = sys.modules.get("libero.libero.envs")
     found = envs.TASK_MAPPING.get(name.lower()) if envs else None
     return found if found and found.__module__ == module.__name__ else None
@@ -106,18 +106,18 @@ def simulator_of(found: Any) -> str | None:
 
 
 def as_a_task(name: Any) -> str | None:
-    """The simulator whose task `env.name=my_tasks:Class` is: then it means env.name=SIMULATOR env.task=my_tasks:Class.
-    None where the class is an env of its own, or no class can be meant."""
+    """The simulator whose task `env.name=my_tasks:Class` is; then it means env.name=SIMULATOR env.task=my_tasks:Class.
+    None if the class is an env itself, or the name is not a class."""
     return simulator_of(import_class(name)) if isinstance(name, str) and names_a_class(name) else None
 
 
 def names_a_class(name: str) -> bool:
-    """True if this `env.name` is a class of the user's, and not gym:<id> or the like."""
+    """True if this `env.name` is a class of the user, not gym:<id> or similar."""
     return EXTERNAL.fullmatch(name) is not None and kind_of({"name": name}) == "external"
 
 
 def is_own(task: str) -> bool:
-    """True if a task's name says which of the user's modules has it."""
+    """True if a task's name contains one of the user's modules."""
     return ":" in task
 
 
@@ -137,7 +137,7 @@ def tasks_in(module: ModuleType, simulator: str) -> dict[str, type]:
 
 
 def own_modules(env: Any) -> list[str]:
-    """All modules of the user's that this env section names, for machines that have to be sent them."""
+    """All modules of the user that this env section names, to be sent to other machines."""
     tasks = [env.task] if isinstance(env.task, str) else list(env.task)
     named = tasks if env.name in SIMULATORS.values() else []
     named += [where for where in (env.name, env.reward) if names_a_class(where)]
@@ -145,12 +145,12 @@ def own_modules(env: Any) -> list[str]:
 
 
 def file_name(task: str) -> str:
-    """A task's name as part of a file's."""
+    """A task's name as a part of a file name."""
     return "".join(c if c.isalnum() or c in "-." else "-" for c in task)
 
 
 def as_module(name: str) -> str:
-    """A hint at the module that the path of a file means."""
+    """A hint with the module's name, if the name is a file's path."""
     path = name.removeprefix("./").removesuffix(".py")
     meant = path.replace("/", ".").strip(".")
     looks_like_file = name.endswith(".py") or "/" in name
@@ -161,7 +161,7 @@ def as_module(name: str) -> str:
 
 @contextmanager
 def explained(task: Any) -> Iterator[None]:
-    """A mistake in the code of a task becomes one line that says where it is."""
+    """Turns a mistake in the code of a task into one line with its place."""
     try:
         yield
     except EmbodiedError:
@@ -182,7 +182,7 @@ def try_out(env: VectorEnv) -> None:
 
 
 def where(err: BaseException) -> str:
-    """The deepest line that is not of a package's."""
+    """The deepest line outside of packages."""
     frames = traceback.extract_tb(err.__traceback__)
     ours = (str(Path(__file__).parent), str(Path(inspect.getfile(EmbodiedError)).parent))
     mine = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(ours)]
@@ -196,7 +196,7 @@ def place(err: BaseException) -> str:
 
 
 class Preparing(MetaPathFinder):
-    """Finds nothing: it is asked first, and prepares a simulator that is about to be imported."""
+    """Finds nothing. It is called before other finders, and prepares a simulator that is about to be imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name in PREPARE and name not in self.begun():

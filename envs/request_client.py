@@ -1,4 +1,4 @@
-"""How a player asks policy workers, and takes the answers from whichever of them gives it (`core/request_queue.py`)."""
+"""Sends a player's requests to policy workers, and takes the answers of any of them (`core/request_queue.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RequestClient:
     workers and sends them its requests."""
 
     def __init__(self, servers: Servers, room: float = float("inf")) -> None:
-        """A worker has at most so many rows of its requests at a time."""
+        """A worker has at most `room` rows of its requests at a time."""
         self.source, self.replies, self.room = servers.source, servers.replies, room
         self.queue = RequestQueue()
         self._begin_with(servers)
@@ -26,7 +26,7 @@ class RequestClient:
         self._send()
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """The next message to this source, at most so many seconds away; None if it was no answer."""
+        """The next message to this source, awaited for at most `timeout_s`; None if it was no answer."""
         reply = self.replies.get(timeout_s=timeout_s)
         if reply.source != self.source:  # of an earlier round
             return None
@@ -56,7 +56,7 @@ class PolicyClient(RequestClient):
     def __init__(self, servers: Servers) -> None:
         super().__init__(servers)
         self.number = 0
-        self.rows = 0  # that the last request asked about
+        self.rows = 0  # of the last request
 
     def ask(self, obs: Observation, episodes: Any, decisions: Any, **what: Any) -> None:
         self.number, self.rows = self.number + 1, len(episodes)

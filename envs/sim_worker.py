@@ -43,7 +43,7 @@ class SimWorker(PlayerWorker):
         super().__init__(*options, **more)
         self.stages: list[Stage] = []
         self.eval_env = None
-        self.memory = AllocatedMemory()  # of its GPU, by all its simulators
+        self.memory = AllocatedMemory()  # of its GPU, used by all its simulators
         self.away: dict[str, np.ndarray] | None = None  # state of the envs, while their simulators are freed
 
     def spec(self) -> EnvSpec:
@@ -64,14 +64,15 @@ class SimWorker(PlayerWorker):
         return self.stages[0].env.env_spec
 
     def eval_spec(self) -> EnvSpec:
-        """The same of the envs for evaluations."""
+        """Build the envs for evaluations and return their spec."""
         if self.eval_env is None:
             with self.memory.measured():
                 self.eval_env = make_env(self.eval_config, self.eval_rows)
         return self.eval_env.env_spec
 
     def needs(self, shared: bool = False) -> Needs:
-        """The memory that its simulators took when they were built. They stay if their state cannot be saved."""
+        """The memory that its simulators took when they were built. Simulators whose state cannot be saved are not
+        offloaded."""
         return Needs(self.memory.num_bytes, 0 if self._can_leave() else self.memory.num_bytes)
 
     def _can_leave(self) -> bool:
@@ -108,10 +109,10 @@ class SimWorker(PlayerWorker):
         beside: EvaluationShare | None = None,
     ) -> RolloutStats:
         """Play `horizon` decisions in every env and hand each learner rank the trajectories of its env rows, for this
-        `batch`: at the end, or every `granularity` decisions. Or, without a horizon, play a list of episodes to their
-        ends, as many at a time as there are envs, and keep them; where their ends are `noted`, `hand_in` may be asked
-        for each from then on. The episodes of an evaluation `beside` take turns with these, in separate envs, and are
-        asked about on the last place of the route."""
+        `batch`: at the end, or every `granularity` decisions. Without a horizon, play a list of episodes to their ends,
+        as many at a time as there are envs, and keep them; if their ends are `noted`, `hand_in` may be called for each
+        from then on. The episodes of an evaluation `beside` take turns with these, in separate envs, and use the last
+        place of the route."""
         before, make = self.timers.totals(), partial(Record, horizon=horizon)
         evaluation = self._evaluating(beside, route[-1]) if beside else iter(())
         route = route[: len(self.stages)]
@@ -125,7 +126,7 @@ class SimWorker(PlayerWorker):
         for decisions in step_stages(self.stages, records, refills, horizon):
             next(evaluation, None)
             if granularity and decisions > 1 and (decisions - 1) % granularity == 0:
-                self._deliver(records, out, batch, decisions - 1)  # what follows the last one is not known yet
+                self._deliver(records, out, batch, decisions - 1)  # the observation after the last one is not known yet
         if horizon:
             for stage, record in zip(self.stages, records, strict=True):
                 stage.close(record)
@@ -154,7 +155,7 @@ class SimWorker(PlayerWorker):
         return [partial(stage.refill, waiting=waiting) for stage, waiting in zip(self.stages, queues, strict=True)]
 
     def begin(self, episodes: EpisodeList, started: np.ndarray) -> None:
-        """Take over from a worker that died, whose env rows had begun so many episodes: begin their next ones."""
+        """Take over from a dead worker, whose env rows had `started` episodes: begin their next ones."""
         for stage, begun in zip(self.stages, np.split(started, len(self.stages)), strict=True):
             stage.rows.started[:] = begun
             stage.reset_all(episodes)
@@ -168,8 +169,8 @@ class SimWorker(PlayerWorker):
         alone: frozenset[int],
         expert: str | None = None,
     ) -> list[EpisodeResult]:
-        """Play these episodes to the end in separate envs, some of them with no other beside them, with the policy or
-        with an expert of the task. `notes` hears of every beginning and end."""
+        """Play these episodes to the end in separate envs, some of them alone, with the policy or with an expert of the
+        task. `notes` gets every beginning and end."""
         self.eval_spec()
         client = PolicyClient(route[0])
         action_source = (
@@ -180,7 +181,7 @@ class SimWorker(PlayerWorker):
         return [result for ended in turns for result in ended]
 
     def _evaluating(self, share: EvaluationShare, servers: Servers) -> Iterator[list[EpisodeResult]]:
-        """Play the episodes of an evaluation, a decision whenever the next item is wanted."""
+        """Play the episodes of an evaluation, one decision for each item of the iterator."""
         self.eval_spec()
         actions = PolicyActions(PolicyClient(servers), share.rule)
         about = (actions, share.recording, share.notes, frozenset[int](), self.timers)
@@ -227,14 +228,14 @@ def places(stage: Stage, state: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def env_state(stage: Stage, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The simulator's part of the state; empty where it cannot be saved."""
+    """The simulator's part of the state; empty if it cannot be saved."""
     return {name[4:]: array[places(stage, state)] for name, array in state.items() if name.startswith("env.")}
 
 
 def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
     at = places(stage, state)
     rows = {name[5:]: array[at] for name, array in state.items() if name.startswith("rows.")}
-    stage.initial[:] = rows.get("initial", rows["episode"])  # older checkpoints know of no retries
+    stage.initial[:] = rows.get("initial", rows["episode"])  # older checkpoints have no retries
     stage.rows.set_state(rows, episodes.at(stage.initial, rows["episode"]))
     if saved := env_state(stage, state):
         stage.obs = text_arrays(stage.env.set_state(saved))

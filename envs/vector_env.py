@@ -1,9 +1,9 @@
 """The env contract: N rows side by side, driven from outside, never reset by themselves. `episode_player.py` plays
 rollouts with them, `evaluation.py` evaluations.
 
-A plug-in implements `_reset_rows`, `_step`, `_observe`, for videos `render_rows` and for images `_paint`; resets, time
-limits, action chunks, freezing of finished rows and the meaning of success live here, once. Surprising: a row that is
-done stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
+A plug-in implements `_reset_rows`, `_step`, `_observe`, for videos `render_rows` and for images `_paint`; this class
+implements resets, time limits, action chunks, freezing of finished rows and the meaning of success. A row that is done
+stays frozen (reward 0, mask False) until `reset` names it, and a row that was never reset counts as done.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ TEXT = "".join(chr(code) for code in range(32, 127))
 class StepResult:
     """One env step of all rows. Its values for inactive rows are ignored.
 
-    Tensors stay on their device, but for flags that can end an episode: the host reads these in every step. Where only
-    the step limit ends episodes (`on_success=continue`, and `terminated` an array), the host reads nothing.
+    Tensors stay on their device, except flags that can end an episode: the host reads these in every step. If only the
+    step limit ends episodes (`on_success=continue`, and `terminated` is an array), the host reads nothing.
 
     `terminated` may include success: `on_success` decides whether success ends the episode. A simulator whose episodes
     can continue after success (`on_success=continue`) reports failures only.
@@ -61,7 +61,7 @@ class StepResult:
     rewards: Array  # float [N]
     terminated: Array  # bool [N]
     success: Array | None = None  # bool [N]; None for envs that have no success
-    truncated: Array | None = None  # bool [N], where the simulator itself cuts episodes short
+    truncated: Array | None = None  # bool [N], if the simulator itself cuts episodes short
 
 
 class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
@@ -87,11 +87,11 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
         self._image_cache = ImageCache(num_envs, env_spec.images, lambda rows: self._paint(rows))
         self._live = np.zeros(num_envs, bool)
         self._elapsed = np.zeros(num_envs, np.int64)
-        self._since = np.zeros(num_envs, np.int64)  # env steps since the first success, it included
+        self._since = np.zeros(num_envs, np.int64)  # env steps since the first success, including it
         self._success: Array = np.zeros(num_envs, bool)
         self._reward = Reward(config.reward, num_envs, env_spec.has_success)
         self._rewards: Array = np.zeros(num_envs, self.dtype)
-        self.checks: FiniteChecks | None = None  # of tensors, where `check_noted` is called later for many decisions
+        self.checks: FiniteChecks | None = None  # of tensors, if `check_noted` is called later for many decisions
 
     # Methods of a plug-in. It never writes again to an array that it has returned.
 
@@ -135,11 +135,12 @@ class VectorEnv(EnvCapabilities, GymnasiumVectorEnv):
 
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
-        """Says that nothing can be recorded where no frames can be drawn."""
+        """Says that nothing can be recorded if no frames can be drawn."""
         return [f"no videos: {problem}" for problem in cls._missing_frames()]
 
     def _get_state(self) -> dict[str, np.ndarray] | None:
-        """Arrays with one row per env that `_set_state` restores bitwise; None where the simulator cannot."""
+        """Arrays with one row per env that `_set_state` restores bitwise; None if the simulator cannot save its
+        state."""
         return None
 
     def _set_state(self, state: dict[str, np.ndarray]) -> None:
@@ -450,7 +451,7 @@ def action_space(spec: EnvSpec) -> spaces.Space:
 
 
 class Reward:
-    """The reward of an env step, as `env.reward` says, the same way for every simulator.
+    """The reward of an env step by `env.reward`, the same for every simulator.
 
     own: the simulator's reward. success: 1 in the env step that solves the task for the first time, else 0. difference:
     the simulator's reward minus its previous reward (0 before the first step), so that an episode's return is its last
@@ -462,9 +463,9 @@ class Reward:
 
     def __init__(self, name: str, num_envs: int, has_success: bool) -> None:
         self.name = name
-        self.memory = np.zeros(num_envs)  # per row: the last reward, or whether success was paid for
+        self.memory = np.zeros(num_envs)  # per row: the last reward, or whether success was rewarded
         self.function = import_class(name, "env.reward") if ":" in name else None
-        self.on_device = name == "own"  # whether it reads nothing that a simulator has on a GPU
+        self.on_device = name == "own"  # whether it reads no data of a simulator on a GPU
         if name == "success" and not has_success:
             raise ConfigError(
                 "env.reward=success, but this env does not report success; "

@@ -1,5 +1,5 @@
-"""Whole episodes, as groups are made of: kept in the sim worker that played them until learners want them, handed over
-or forgotten, and written into checkpoints.
+"""Whole episodes, the parts of groups: the sim worker that played them keeps them until learners want them, hands them
+over or forgets them, and writes them into checkpoints.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class EpisodeKeeper(Worker):
 
     @served_while_busy
     def hand_in(self, episodes: list[int], source: str, channel: Channel, batch: int, keep: bool = False) -> bool:
-        """Send these episodes, which have ended, and forget them unless they are to be kept; False where not all are
-        here."""
+        """Send these ended episodes, and forget them unless `keep` is true; False if not all are here."""
         if not self.kept_episodes.keys() >= {*episodes}:
             return False
         parts = parts_of(
@@ -46,7 +45,7 @@ class EpisodeKeeper(Worker):
         return arrays_of(join(parts_of(self.kept_episodes))) if self.kept_episodes else {}
 
     def set_kept(self, arrays: dict[str, np.ndarray]) -> list[int]:
-        """Keep this worker's part of what all workers kept; returns which episodes these are."""
+        """Keep this worker's part of the episodes that all workers kept; returns their numbers."""
         kept = trajectory_from(arrays)
         self.kept_episodes = dict.fromkeys(kept.ids[self.rank :: self.world_size].tolist(), kept)
         self.forget_all_but(tuple(self.kept_episodes))
@@ -66,7 +65,7 @@ class PlayerWorker(EpisodeKeeper):
         whole_episodes: bool = False,
     ) -> None:
         """`journal` records every training episode, or its end. Evaluations use `eval_rows` separate envs of
-        `eval_config`; without stages there are no other envs. With `whole_episodes` no episode is open between
+        `eval_config`; with no stages there are no training envs. With `whole_episodes` no episode is open between
         rollouts."""
         self.config, self.num_stages, self.journal = config, stages, journal
         self.eval_config, self.eval_rows = eval_config or config, eval_rows
@@ -75,7 +74,7 @@ class PlayerWorker(EpisodeKeeper):
 
     @served_while_busy
     def stop_playing(self) -> None:
-        """Give up the evaluation in progress, and any that follows."""
+        """Give up the evaluation in progress, and any later one."""
         self.stopped = True
 
 
@@ -86,7 +85,7 @@ def parts_of(kept: dict[int, Trajectory]) -> list[Trajectory]:
 
 
 class EpisodeStream(Record):
-    """Each whole episode is put into `store` as it ends, and then noted in the journal."""
+    """Puts each whole episode into `store` when it ends, and then notes it in the journal."""
 
     def __init__(self, source: str, store: dict[int, Trajectory], journal: Channel) -> None:
         super().__init__(source)
@@ -110,12 +109,12 @@ class EpisodeStream(Record):
 
 
 def rows_of(rows: Sequence[int], *arrays: Array) -> Array:
-    """A row of each of these arrays, as one array."""
+    """One row of each of these arrays, as one array."""
     return concatenate([array[row : row + 1] for array, row in zip(arrays, rows, strict=True)])
 
 
 def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
-    """Everything as flat arrays, for a checkpoint."""
+    """A trajectory as flat arrays, for a checkpoint."""
     flat = {"ids": trajectory.ids, "lengths": trajectory.lengths, **flat_dict(decisions_of(trajectory))}
     return {name: part.astype(str) if is_text(part) else host(part) for name, part in flat.items()}
 
@@ -128,7 +127,7 @@ def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
 
 
 def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of an older checkpoint, which named each whole episode once, completed by the missing arrays."""
+    """The arrays of an older checkpoint, which named each whole episode once, with the missing arrays added."""
     if "ids" in arrays:
         return arrays
     unknown = np.zeros_like(arrays["mask"])

@@ -1,11 +1,11 @@
-"""Questions from a data set (`core/rows.py`). What an answer puts into its last `\\boxed{...}` is compared with the
-solutions as mathematics, by math-verify in a process of its own.
+"""Questions from a data set (`core/rows.py`). The content of an answer's last `\\boxed{...}` is compared with the
+solutions as mathematics, by math-verify in a separate process.
 
 A row holds `question` or `problem` (asked as a message, with the request to box the result), `prompt` (text to be
 continued as it is) or `messages`, and `answer` or `solutions`, of which any will do. With `images`, a question or its
-messages show pictures, each where the text says <image>, or all before a question that does not: files beside the data
-set, or as geometry3k has them, bytes in its rows. With a `solve_rate`, the share of some model's answers that were
-right, `env.solve_rate` chooses among those to train on.
+messages show pictures, each at an <image> in the text, or all before a text without one. They are files beside the data
+set, or bytes in its rows, as in geometry3k. `env.solve_rate` chooses training questions by `solve_rate`, the share of
+some model's answers that were right.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from embodied.envs.text.scoring_process import Scorers
 from embodied.envs.text.text_env import TextEnv, Turn
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
-SHARE, MOST = 0.05, 500  # held out of a file that has no other beside it
-FEW = 20  # held-out questions with which an evaluation tells little
-PLACE = "<image>"  # of a picture in a text
+SHARE, MOST = 0.05, 500  # held out if no file of held-out questions is given
+FEW = 20  # fewer held-out questions than this say little
+PLACE = "<image>"  # marks the place of a picture in a text
 BOX = "\\boxed{"
 RATE = "solve_rate"
 ASKED, SOLVED = ("question", "problem", "prompt", "messages"), ("answer", "solutions")
@@ -73,7 +73,7 @@ class Math(TextEnv):
 
     @classmethod
     def remarks(cls, config: Any, proofs: Path) -> list[str]:
-        """A note where the file is so short that few of its questions are held out."""
+        """A note if the file is so short that few of its questions are held out."""
         count = len(questions(config)[1])
         if config.held_out is not None or count >= FEW:
             return []
@@ -165,7 +165,7 @@ def questions(config: Any) -> tuple[list[Question], list[Question]]:
 
 
 def read(path: Path) -> list[Question]:
-    """The questions of a data set, a row each."""
+    """The questions of a data set, one for each row."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     try:
         stamps = [file.stat() for file in files]
@@ -203,8 +203,8 @@ def parsed(entry: dict[str, Any], where: str, data: Path) -> Question:
 
 
 def illustrated(asks: Said, images: Any, data: Path, where: str) -> Said:
-    """The messages with these pictures of a data set, each in place of an <image>, or all before the first message's
-    text."""
+    """The messages with these pictures of a data set, each in place of an <image>, or all before the text of the first
+    message."""
     texts_alone = not isinstance(asks, str) and all(isinstance(message["content"], str) for message in asks)
     names = [picture_file(each, data.absolute()) for each in images] if isinstance(images, list) else [None]
     if not texts_alone or None in names:
@@ -227,7 +227,7 @@ def illustrated(asks: Said, images: Any, data: Path, where: str) -> Said:
 
 
 def picture_file(image: Any, data: Path) -> str | None:
-    """The file of a picture: beside the data set; or where a row holds its bytes, in a folder that is made for them."""
+    """The file of a picture: beside the data set, or in a new folder if the row holds the picture's bytes."""
     name, blob = (image.get("path"), image.get("bytes")) if isinstance(image, dict) else (image, None)
     if not isinstance(blob, bytes):
         return str((data if data.is_dir() else data.parent) / name) if isinstance(name, str) else None

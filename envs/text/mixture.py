@@ -1,4 +1,4 @@
-"""Several text envs as one: every group of conversations is with one of them, drawn by their weights.
+"""Several text envs as one: every group of conversations plays one of them, drawn by their weights.
 
     env:
       name: mixture
@@ -6,7 +6,8 @@
         sums: {name: sums, weight: 3}
         puzzles: {name: "reasoning_gym:chain_sum", kwargs: {max_terms: 3}}
 
-An evaluation plays the held-out prompts of each, apart; metrics of training are apart too, by the names given here.
+An evaluation plays the held-out prompts of each env and reports them separately, and so do training metrics, under the
+names given here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _known: dict[str, dict[str, Part]] = {}  # by the mixture as JSON, in this proce
 
 
 def parts_of(config: Any) -> dict[str, Part]:
-    """The envs of a mixture by the tasks of the mixture: a name, or name/task where one has several."""
+    """The envs of a mixture by the tasks of the mixture: a name, or name/task if an env has several tasks."""
     key = json.dumps(config.mixture, sort_keys=True, default=str)
     if key not in _known:
         _known[key] = made_of(config)
@@ -133,7 +134,7 @@ class Mixture(TextEnv):
         self.env = self.envs.get(part.name) or part.kind(part.config, self.shared[part.name][1])
         self.envs[part.name] = self.env
         self.turns, self.most = 0, part.kind.longest_episode(part.config)
-        # A seed is given to every task in turn, and here another task may be drawn.
+        # Seeds are dealt to tasks in turn, but a mixture may draw another task.
         said = self.env.reset(replace(spec, task=part.tasks[0], seed=int(draw.integers(2**31))))
         self.drawn = None if self.env.drawn is None else (self.source, self.env.drawn)
         return said

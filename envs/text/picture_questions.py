@@ -1,5 +1,5 @@
-"""Pictures, a toy for small models that see: count dots, name a colour, add two digits. Every picture is a drawing,
-named by its random seed."""
+"""Pictures, a toy for small models that read images: count dots, name a colour, add two digits. Every picture is a
+drawing, named by its random seed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Python that a policy wrote, run in a child process that can compute and nothing else.
+"""Runs Python that a policy wrote in a child process that can only compute.
 
-The child imports a few modules, then gives up all else: the kernel (seccomp) refuses it to open files or sockets, to
-start processes or threads, to signal others; limits end it after some seconds of work or some memory. It has no
-environment variables, and what it prints is all that comes back. Linux on x86-64 only: elsewhere it is refused.
+The child imports a few modules; then the kernel (seccomp) forbids it to open files or sockets, to start processes or
+threads, and to signal others. Limits end it after some seconds of work or some memory. It has no environment variables,
+and only its output is returned. Linux on x86-64 only: elsewhere it is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULES = (
     "heapq operator"
 )
 MEMORY = 512 << 20  # bytes of address space
-LONGEST = 10_000  # characters of a program, and of what it prints
+LONGEST = 10_000  # characters of a program, and of its output
 START_S = 60.0  # for the child to start, on a busy machine
 END_S = 10.0  # for a child that was killed to be gone
 
@@ -73,7 +73,7 @@ sys.__stdout__.flush()
 
 
 def check_box() -> None:
-    """Raise ConfigError where the kernel cannot keep a program in."""
+    """Raise ConfigError if the kernel cannot confine a program."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise ConfigError(
             f"Python that a policy writes runs on Linux and x86-64 alone, where the kernel keeps it in, not on "
@@ -82,7 +82,7 @@ def check_box() -> None:
 
 
 def run_python(code: str, seconds: int = 2, memory: int = MEMORY) -> str:
-    """What a program prints, the value of its last line among it, or why it was ended."""
+    """A program's output, with the value of its last line, or why it was ended."""
     check_box()
     if len(code) > LONGEST:
         return f"error: a program of more than {LONGEST:,} characters"

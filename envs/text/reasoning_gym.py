@@ -1,8 +1,9 @@
 """`env.name=reasoning_gym:<task>`: the generated puzzles of reasoning_gym, whose answers come in <answer> tags.
 
-A training conversation asks one of the first 10,000 questions of a data set with seed 0, an evaluation those of
-another seed; questions that both have are not trained on. Its own scores pay for parts of an answer, and for containing
-it: here an answer is right or not, unless `env.partial_scores` asks for the score, and containing it never counts.
+A training conversation asks one of the first 10,000 questions of a data set with seed 0, an evaluation those of another
+seed; common questions are not trained on. The package's scores reward parts of an answer, and longer texts that contain
+it. Here an answer is right or wrong, unless `env.partial_scores` is set, and a text that only contains the answer is
+wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from embodied.envs.text.scoring_process import Scorers, dataset_of, entry_of
 from embodied.envs.text.text_env import TRIES, TextEnv, Turn
 
 POOL = 10_000  # questions to train on
-HELD_OUT_SEED = 1 << 30  # question i of seed s is made by a generator of seed s + i: far from those to train on
+HELD_OUT_SEED = 1 << 30  # question i of seed s is made by a generator of seed s + i, so this is far from the training questions
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -52,7 +53,7 @@ class ReasoningGym(TextEnv):
             )
         try:
             dataset_of(task, options(config, 0))[0]
-        except Exception as err:  # of its own checks, which assert
+        except Exception as err:  # from the package's own assertions
             raise ConfigError(f"env.name={config.name} env.kwargs={config.kwargs}: {in_a_line(err)}") from err
 
     @classmethod
@@ -63,7 +64,7 @@ class ReasoningGym(TextEnv):
 
     @classmethod
     def load(cls, config: Any) -> HeldOutQuestions:
-        """The held-out questions, and the process that scores."""
+        """The held-out questions, and the scoring process."""
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         held_out = dataset_of(task_of(config), options(config, HELD_OUT_SEED))
@@ -93,7 +94,7 @@ class ReasoningGym(TextEnv):
             return of, index, entry_of(task, of, index)
         rng, of = generator(spec.seed, "prompt", spec.task), options(self.config, 0)
         tries = rng.integers(POOL, size=TRIES).tolist()
-        for index in [spec.question, *tries] if spec.question >= 0 else tries:  # a held-out one is drawn anew
+        for index in [spec.question, *tries] if spec.question >= 0 else tries:  # held-out questions are drawn again
             if (entry := entry_of(task, of, index))["question"] not in self.shared.questions:
                 return of, index, entry
         raise ConfigError(f"env.name={self.config.name}: it has hardly more questions than the held-out ones")
@@ -114,10 +115,10 @@ class ReasoningGym(TextEnv):
 
 
 def task_of(config: Any) -> str:
-    """The name of the task at reasoning_gym."""
+    """The task's name in reasoning_gym."""
     return config.name.partition(":")[2]
 
 
 def options(config: Any, seed: int) -> str:
-    """The arguments of a data set as JSON, with which the process that scores makes the same one."""
+    """The arguments of a data set as JSON, from which the scoring process makes the same data set."""
     return json.dumps({**config.kwargs, "seed": seed, "size": POOL}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""Text to be written backwards: the smallest task for a chat model, rewarded by how similar its answer is.
+"""Text to be written backwards: the smallest task for a chat model, rewarded by the similarity of its answer.
 
 `sentences` asks in messages for the reversed text between tags, as PRIME-RL's example does; `letters` shows
 "reverse hello:" and wants "olleh", for models with fresh weights. `env.file` gives texts of your own to `sentences`.
@@ -42,7 +42,7 @@ WORDS = (
 class ReverseText(TextEnv):
     @classmethod
     def load(cls, config: Any) -> list[str] | None:
-        """The texts of env.file; None where they are made up."""
+        """The texts of env.file; None if they are generated."""
         return texts_of(config.file) if config.file else None
 
     @classmethod
@@ -80,7 +80,7 @@ class ReverseText(TextEnv):
 
 
 def some_words(rng: np.random.Generator) -> str:
-    """A sentence of six to twelve words that mean nothing together."""
+    """A sentence of six to twelve random words."""
     return " ".join(rng.choice(WORDS, int(rng.integers(6, 13)))).capitalize() + "."
 
 
@@ -90,7 +90,7 @@ def some_letters(rng: np.random.Generator) -> str:
 
 
 def texts_of(path: Path) -> list[str]:
-    """The different texts of a JSONL file, a line {"prompt": "..."} each."""
+    """The different texts of a JSONL file with lines {"prompt": "..."}."""
     with reading(path, ConfigError, 'env.file is JSONL, a line {"prompt": "..."} each'):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         return list(dict.fromkeys(line["prompt"].strip() for line in lines))

@@ -1,8 +1,7 @@
-"""Scores answers in a process of its own, since comparing mathematics may hang, crash or eat all memory.
+"""Scores answers in a separate process, since comparing mathematics may hang, crash or use up the memory.
 
-`Scorer` starts `python -m embodied.envs.text.scoring_process KIND`, asks it over a pipe, a JSON object a line, and
-replaces it where it does not answer in time: that costs one answer, which counts as wrong. The process ends when its
-worker does.
+`Scorer` starts `python -m embodied.envs.text.scoring_process KIND`, asks it over a pipe, one JSON object a line, and
+replaces it if it does not answer in time; that answer then counts as wrong. The process ends with its worker.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from typing import Any
 
 from embodied.core.errors import EmbodiedError
 
-START_S = 180.0  # imports take seconds, on a loaded machine minutes
+START_S = 180.0  # imports take seconds, or minutes on a loaded machine
 END_S = 10.0  # until a killed process is gone
-ORPHAN_S = 10.0  # beyond its deadline, a process whose worker has died without stopping it ends itself
+ORPHAN_S = 10.0  # this long after its deadline, a process whose worker has died ends itself
 MEMORY = 4 << 30  # bytes of address space
-LONGEST = 20_000  # characters of what is compared
+LONGEST = 20_000  # characters of compared answers
 TIMED_OUT, DIED = "scoring timed out", "scoring died"
 
 
@@ -45,7 +44,7 @@ class Scorer:
         return self._process.pid
 
     def score(self, seconds: float, **question: Any) -> tuple[float, str]:
-        """The score of an answer, and what went wrong with it; after so many seconds it is 0."""
+        """The score of an answer, and the problem if there was one; after `seconds` the score is 0."""
         if len(question["answer"]) > LONGEST:
             return 0.0, f"longer than {LONGEST} characters"
         with self._asking:
@@ -117,8 +116,8 @@ class Scorer:
 
 
 class Scorers:
-    """Scorers of one kind, for conversations that are scored at the same time: a process more whenever all are busy, at
-    most one for each core."""
+    """Scorers of one kind, for conversations that are scored at the same time: another process whenever all are busy,
+    at most one for each core."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.most = kind, len(os.sched_getaffinity(0))
@@ -127,7 +126,7 @@ class Scorers:
         self.all = [*self.idle]
 
     def score(self, seconds: float, **question: Any) -> tuple[float, str]:
-        """As that of a `Scorer`; the time that it waits for one does not count."""
+        """As `Scorer.score`; the time until a scorer is free does not count."""
         scorer = self._take()
         try:
             return scorer.score(seconds, **question)
@@ -154,7 +153,7 @@ class Scorers:
 
 
 def equal_mathematics(answer: str, solutions: list[str]) -> float:
-    """1 where the answer is equal to one of the solutions, however it is written."""
+    """1 if the answer equals one of the solutions, in any notation."""
     from math_verify import parse, verify
 
     given = parse(f"${answer}$", parsing_timeout=None)
@@ -177,12 +176,13 @@ def dataset_of(name: str, options: str) -> Any:
 
 @lru_cache(1024)
 def entry_of(name: str, options: str, index: int) -> dict[str, Any]:
-    """A question of a data set. Making one may take long, and a group asks the same."""
+    """A question of a data set. It is cached, since making one may take long and a group asks the same question."""
     return dataset_of(name, options)[index]
 
 
 def reasoning_gym_score(answer: str, name: str, options: str, index: int, partial: bool) -> float:
-    """The data set's own score. Less than 1 counts where `partial` asks for it, and never for containing the answer."""
+    """The data set's own score. Scores below 1 count only if `partial` is set, and never for a text that only contains
+    the answer."""
     from reasoning_gym.dataset import ProceduralDataset
 
     dataset = dataset_of(name, options)
@@ -195,16 +195,16 @@ def reasoning_gym_score(answer: str, name: str, options: str, index: int, partia
     return score if score == 1.0 or (partial and not pays_for_length) else 0.0
 
 
-SCORES: dict[str, tuple[str, Callable[..., float]]] = {  # kind -> what is imported at the start, what scores
+SCORES: dict[str, tuple[str, Callable[..., float]]] = {  # kind -> module to import at the start, scoring function
     "math": ("math_verify", equal_mathematics),
     "reasoning_gym": ("reasoning_gym", reasoning_gym_score),
 }
 
 
 def main(kind: str) -> None:
-    """Answer questions until there are no more."""
+    """Answer questions until the input ends."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not a reply
+    os.dup2(2, 1)  # output of libraries must not mix with replies
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     logging.disable(logging.ERROR)  # math_verify warns that its own time limits are off: the deadline is ours
     module, score = SCORES[kind]

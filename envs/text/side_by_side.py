@@ -16,13 +16,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from statistics import median_low
 from typing import Generic, TypeVar
 
-QUICK_S = 0.003  # steps that mostly take less are played one after the other
-REMEMBERED = 16  # steps by which that is judged
+QUICK_S = 0.003  # if steps mostly take less, they are played one after the other
+REMEMBERED = 16  # number of latest steps for this decision
 Talk = TypeVar("Talk")
 
 
 class SideBySide(Generic[Talk]):
-    """Plays the env steps of a worker's conversations, at most so many at the same time."""
+    """Plays the env steps of a worker's conversations, at most `most` at the same time."""
 
     def __init__(self, most: int, quick_s: float = QUICK_S) -> None:
         self.most, self.quick_s = most, quick_s
@@ -36,7 +36,7 @@ class SideBySide(Generic[Talk]):
         return bool(self.begun)
 
     def begin(self, conversation: Talk, step: Callable[[], bool]) -> None:
-        """Begin a step, which says whether its conversation is over."""
+        """Begin a step; its function returns whether the conversation is over."""
         if self.most > 1 and len(self.seconds) > 1 and median_low(self.seconds) > self.quick_s:
             self.threads = self.threads or ThreadPoolExecutor(self.most, "env-step")
             self.begun.append((conversation, self.threads.submit(self._timed, step)))
@@ -47,7 +47,7 @@ class SideBySide(Generic[Talk]):
 
     def ended(self, wait_for_one: bool) -> list[tuple[Talk, bool]]:
         """The steps that have ended since the last call, in the order in which they began: (conversation, is it over).
-        Raises what one of them raised."""
+        Raises an exception that one of them raised."""
         if wait_for_one and self.begun:
             wait([step for _, step in self.begun], return_when=FIRST_COMPLETED)
         begun, over = self.begun, []
@@ -57,7 +57,7 @@ class SideBySide(Generic[Talk]):
         return [(one, step.result()) for one, step in over]
 
     def give_up(self) -> None:
-        """Forget all steps: those that have not begun never do, the others are waited for."""
+        """Forget all steps: steps that have not begun are cancelled, the others are waited for."""
         running = [step for _, step in self.begun if not step.cancel()]
         self.begun = []
         wait(running)

@@ -1,11 +1,10 @@
 """Sums: the toy that small language models learn to do within minutes.
 
-`add2` shows "37+58=" and wants "95". `fewshot_sums` is for models that have read of such things: three sums with their
-results, one without, and what counts is the text before the end of the line. `calc2` is `add2` with factors, for a
-policy that may use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and goes on. `mul2`
-asks the same products without one.
-`Calculator` is a mixin for text envs and an example of a tool. Arithmetic is read as a syntax tree; nothing is
-executed.
+`add2` shows "37+58=" and wants "95". `fewshot_sums` is for pretrained models: it shows three sums with their results
+and one without, and scores the text before the end of the line. `calc2` is `add2` with factors, for a policy that may
+use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and goes on. `mul2` asks the same
+products without one. `Calculator` is a mixin for text envs and an example of a tool. Arithmetic is read as a syntax
+tree; nothing is executed.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ RANGES = {
 }  # of both numbers, the end excluded
 CALL = re.compile(r"<calc>([^<]*)</calc>\s*\Z")
 LONGEST = 200  # characters of an expression
-LARGEST = 10**30  # of its numbers, whether given or computed
+LARGEST = 10**30  # of its numbers and results
 DIGITS = 10  # of a result that is not an integer
 
 
 class Calculator:
-    """Placed before `TextEnv` among the bases; `answered` is what `step` is elsewhere."""
+    """A mixin, to be placed before `TextEnv` among the bases. A subclass implements `answered` instead of `step`."""
 
-    result: str | None = None  # what the calculator said in this conversation last
+    result: str | None = None  # the calculator's last result in this conversation
 
     @abstractmethod
     def answered(self, answer: str) -> Turn:
         """Score an answer that calls no calculator."""
 
     def uses_calculator(self) -> bool:
-        """True if there is one in this conversation."""
+        """True if there is a calculator in this conversation."""
         return True
 
     def step(self, answer: str) -> Turn:
-        """Compute where that is asked for, else score."""
+        """Compute if the answer calls the calculator, else score."""
         if self.uses_calculator() and (call := CALL.search(answer)):
             self.result = calculate(call[1])
             return Turn(said=f"{self.result}\n", done=False, facts={"calculated": self.result})
@@ -83,12 +82,12 @@ class Sums(Calculator, TextEnv):
         return self.task == "calc2"
 
     def answered(self, answer: str) -> Turn:
-        """Score what is there up to the end of the line."""
+        """Score the text up to the end of the line."""
         success = answer.split("\n", 1)[0].strip() == self.right
         return Turn(reward=float(success), success=success, facts={"expected": self.right})
 
     def solution(self) -> str:
-        """The result; with a calculator its call, then what it said."""
+        """The result; with a calculator its call, then the calculator's result."""
         if self.task == "fewshot_sums":
             return f" {self.right}\n"
         if self.task == "calc2" and self.result is None:
@@ -103,12 +102,12 @@ def two_numbers(rng: np.random.Generator, low: int, high: int) -> tuple[int, int
 
 @lru_cache
 def every_pair(low: int, high: int) -> tuple[tuple[int, int], ...]:
-    """All that `two_numbers` may draw."""
+    """All pairs that `two_numbers` may draw."""
     return tuple(product(range(low, high), repeat=2))
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, + - * / // % ** and brackets; or why there is none."""
+    """The value of an expression of numbers, + - * / // % ** and brackets, or an error message."""
     if len(expression) > LONGEST:
         return "error: too long"
     try:

@@ -1,9 +1,9 @@
-"""The contract of text envs: Gymnasium with strings, and scoring is part of it.
+"""The contract of text envs: like Gymnasium, but with strings and with scoring.
 
-`reset` says what the policy is asked, `step` hears its answer and replies: a reward, and either the end or more to
-answer. One object holds one conversation at a time; what all of a worker's conversations share (a dataset, a process
-that scores) is loaded once by `load`. Steps that take long run in threads, several conversations at the same time
-(`env.side_by_side`), so what they share must bear that.
+`reset` returns the prompt, `step` takes an answer and returns a reward, and either the end or a reply to answer. One
+object holds one conversation at a time; `load` loads objects that all of a worker's conversations share (a dataset, a
+scoring process). Long steps run in threads, for several conversations at the same time (`env.side_by_side`), so shared
+objects must be safe for threads.
 
     class Doubling(TextEnv):
         def reset(self, spec):
@@ -37,9 +37,9 @@ from embodied.envs.capabilities import EnvCapabilities
 from embodied.envs.evaluation_protocols import EvaluationProtocol
 
 REWARDS = ("own", "success")
-TRIES = 1000  # draws in a row that show nothing new: then there is hardly more
+TRIES = 1000  # after this many draws in a row without a new question, there are hardly more
 Question = TypeVar("Question")
-HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which no tokenizer takes
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")  # a lone surrogate, which tokenizers refuse
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Turn:
     said: Said = ()  # the env's reply; if it is not empty, the conversation continues
     success: bool = False
     done: bool | None = None  # None: unless something was said
-    facts: dict[str, Any] | None = None  # more to show of it in a transcript: {"expected": "95"}
-    dropped: str = ""  # why the conversation is over and counts for nothing: it could not be scored
+    facts: dict[str, Any] | None = None  # further values for transcripts: {"expected": "95"}
+    dropped: str = ""  # why the conversation ends without counting, such as a failed scorer
 
     def __post_init__(self) -> None:
         if self.done is None:
@@ -64,14 +64,14 @@ class TextEnv(EnvCapabilities):
     worker: ClassVar[str] = "embodied.envs.text.worker:TextWorker"
     mixes_tasks: ClassVar[bool] = True
     max_turns: ClassVar[int] = 1
-    """Answers in a conversation, at most, where `env.max_episode_steps` does not say it."""
+    """The most answers of a conversation, unless `env.max_episode_steps` is set."""
     num_held_out: ClassVar[int] = 200
-    """Prompts for evaluations, which training never shows."""
-    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process, and the rest of `every`
+    """The number of prompts for evaluations, which training never shows."""
+    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process; the last list is the rest of `every`
     source: str = ""
-    """Which task this conversation is, where it is not the one that was asked for."""
+    """The task of this conversation, if it is not that of the spec."""
     drawn: Any = None
-    """The question of this conversation, where `draw` chose it: the prompt may hide it, as tools and games do."""
+    """The question of this conversation, if `draw` chose it; the prompt may hide it, as in games."""
 
     def __init__(self, config: Any, shared: Any = None) -> None:
         self.config, self.shared = config, shared
@@ -79,17 +79,18 @@ class TextEnv(EnvCapabilities):
     # Methods of a plug-in
 
     def reset(self, spec: EpisodeSpec) -> Said:
-        """Begin a conversation: the held-out prompt number `spec.init_state_id`, or where that is -1 a prompt to train
-        on, drawn by `spec.seed` alone. Text is continued as it is; messages go through the chat template."""
+        """Begin a conversation with held-out prompt number `spec.init_state_id`, or if that is -1 with a training
+        prompt drawn by `spec.seed` alone. Text is continued as it is; messages go through the chat template."""
         raise NotImplementedError
 
     def step(self, answer: str) -> Turn:
-        """Hear an answer, without the token that ended it. An answer that was cut off comes like any other."""
+        """Take an answer, without the token that ended it, and return the env's turn. Cut-off answers are passed like
+        any other."""
         raise NotImplementedError
 
     def cut_short(self, turn: Turn) -> Turn:
-        """The score of a conversation that ends with this turn although `step` continued it: the answer was cut off, or
-        was the last one allowed."""
+        """The last turn of a conversation that `step` would continue: its answer was cut off, or was the last allowed
+        one."""
         return turn
 
     def solution(self) -> str | None:
@@ -103,7 +104,7 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def unload(cls, shared: Any) -> None:
-        """The worker ends: let go of what `load` has opened."""
+        """Close what `load` has opened; called when the worker ends."""
 
     @classmethod
     def held_out(cls, config: Any) -> int:
@@ -112,24 +113,24 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def shows_pictures(cls, config: Any) -> bool:
-        """True if its messages may show pictures: then only policies that see can answer."""
+        """True if its messages may show pictures, which only some policies can read."""
         return False
 
     @classmethod
     def num_questions(cls, config: Any, task: str) -> int | None:
-        """The number of questions to train on, which `algo.prompts=epochs` asks in turn; None: without end. An env that
-        has a number reads `spec.question`, as `choose` does."""
+        """The number of training questions, which `algo.prompts=epochs` asks in turn; None: unlimited. An env with a
+        number reads `spec.question`, as `choose` does."""
         return None
 
     @classmethod
     def scored_example(cls) -> tuple[str, dict[str, Any]]:
-        """A right answer, and what else a `Scorer` takes with it, for `embodied.doctor`; of envs that need packages."""
+        """For `embodied.doctor`, in envs that need packages: a right answer, and the other arguments of a `Scorer`."""
         raise NotImplementedError
 
     # Helpers for plug-ins
 
     def choose(self, spec: EpisodeSpec, count: int) -> int:
-        """The number of the question to train on, out of so many: `spec.question`, or drawn by `spec.seed`."""
+        """The number of a training question, below `count`: `spec.question`, or drawn by `spec.seed`."""
         if spec.question >= 0:
             return spec.question % count
         return int(generator(spec.seed, "prompt", spec.task).integers(count))
@@ -140,15 +141,15 @@ class TextEnv(EnvCapabilities):
         question: Callable[[np.random.Generator], Question],
         every: Sequence[Question] = (),
     ) -> Question:
-        """The held-out question number `spec.init_state_id`, or one to train on, never one of these. `question`
-        makes one of a generator's numbers; the held-out ones are the first that differ from each other. `every`
-        question there is, if they can be listed: `num_questions` of them are to train on."""
+        """The held-out question number `spec.init_state_id`, or a training question, which is never a held-out one.
+        `question` makes a question from a random generator; the held-out ones are the first different ones. `every`
+        lists all questions if that is possible; `num_questions` of them are for training."""
         self.drawn = self._drawn(spec, question, every)
         return self.drawn
 
     @cached_property
     def _settings(self) -> str:
-        """The config in words, which takes as long as a draw."""
+        """The config as a string, cached since this takes as long as a draw."""
         return repr(self.config)
 
     def _drawn(
@@ -176,7 +177,7 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def check(cls, config: Any) -> None:
-        """Raise where an option that only robots have is set."""
+        """Raise if an option is set that only robots have."""
         if config.reward not in REWARDS:
             raise ConfigError(
                 f"env.reward={config.reward}: {config.name} scores answers itself; there are {', '.join(REWARDS)}"
@@ -184,7 +185,7 @@ class TextEnv(EnvCapabilities):
 
     @classmethod
     def longest_episode(cls, config: Any) -> int:
-        """Turns of a conversation, at most."""
+        """The most turns of a conversation."""
         return config.max_episode_steps or cls.max_turns
 
     @classmethod
@@ -222,7 +223,7 @@ class TextEnv(EnvCapabilities):
 def first_questions(
     question: Callable[[np.random.Generator], Question], rng: np.random.Generator, count: int
 ) -> list[Question]:
-    """The first so many questions that differ from each other."""
+    """The first `count` different questions."""
     found: dict[Question, None] = {}
     repeated = 0
     while len(found) < count:
@@ -235,8 +236,8 @@ def first_questions(
 
 
 def checked_said(said: Said, kind: type[TextEnv], may_show: bool = False) -> Said:
-    """Checks that an env's message is text or messages of whole characters, which `may_show` pictures, and returns
-    it."""
+    """Checks that an env's message is text or messages of whole characters, with pictures only if it `may_show` them,
+    and returns it."""
     if isinstance(said, list):
         said = tuple(said)
     fine = isinstance(said, str) or (

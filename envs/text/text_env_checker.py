@@ -1,4 +1,4 @@
-"""Does a text env keep the contract? `check_text_env(MyText, config)` holds conversations and names the broken rule.
+"""Checks a text env's contract: `check_text_env(MyText, config)` plays conversations and names the first broken rule.
 
 For authors of text envs: run it in a test, or as `python -m embodied.check env.name=my_pkg.my_module:MyText`.
 """
@@ -39,11 +39,11 @@ ODD = (
 
 @dataclass(frozen=True)
 class CheckedTextEnv:
-    """The findings about an env that was checked."""
+    """What the check found out about an env."""
 
     said: str  # its first held-out prompt
     solution: str | None
-    conversations: int  # that were held
+    conversations: int  # that were played
 
 
 def check_text_env(kind: type[TextEnv], config: Any) -> CheckedTextEnv:
@@ -164,7 +164,7 @@ class TextEnvChecker:
             return self.checked(self.env.reset(spec), "reset")
 
     def question(self, spec: EpisodeSpec) -> str:
-        """The question of a conversation: what `draw` chose, which the prompt may hide, or else the prompt and its
+        """The question of a conversation: that of `draw`, which the prompt may hide, or else the prompt and its
         solution."""
         self.env.drawn = None
         said = self.begin(spec)
@@ -188,7 +188,7 @@ class TextEnvChecker:
         return [*ODD, *([solution[: len(solution) // 2]] if solution else [])]
 
     def play(self, spec: EpisodeSpec, answer: str | None) -> list[Turn]:
-        """A whole conversation with always this answer, or with solutions."""
+        """A whole conversation in which every answer is this one, or a solution."""
         self.begin(spec)
         turns: list[Turn] = []
         while len(turns) < self.turns and not (turns and turns[-1].done):
@@ -214,7 +214,7 @@ class TextEnvChecker:
         return turn
 
     def checked(self, said: Any, method: str) -> Said:
-        """Checks that an env speaks in text or messages, and returns that."""
+        """Checks that an env's message is text or messages, and returns it."""
         if not said:
             fail("said", f"{method} says nothing; a conversation that continues needs a reply")
         messages = isinstance(said, tuple | list) and all(
@@ -248,7 +248,8 @@ def in_a_line(said: Said) -> str:
 
 @contextmanager
 def calling(rule: str, what: str, clear: tuple[type[Exception], ...] = (EmbodiedError,)) -> Iterator[None]:
-    """An exception in the env's code breaks `rule`; the violation says `what`, and the line. `clear` ones pass."""
+    """An exception in the env's code breaks `rule`; the violation says `what`, and the line. Exceptions of the types
+    `clear` pass."""
     try:
         yield
     except clear:

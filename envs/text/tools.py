@@ -1,6 +1,6 @@
 """Tools that a policy calls in the middle of a conversation: Python in a box, search in documents, functions of yours.
 
-A call is what the model's own chat template makes of one: the tags of Qwen and Hermes, the bare JSON of Llama 3, or
+Calls have the format of the model's own chat template: the tags of Qwen and Hermes, the bare JSON of Llama 3, or
 Mistral's list. The template gets the tools with the first message (`with_tools`), and a tool's reply as a message of
 the role `tool`.
 """
@@ -29,17 +29,16 @@ LONGEST_REPLY = 4_000  # characters
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a policy may call with arguments by name. The reply to a call that raises or takes too long says
-    so."""
+    """A function that a policy may call with named arguments. If it raises or takes too long, the reply is an error."""
 
     name: str
     about: str
     run: Callable[..., str]
-    arguments: Mapping[str, str] = field(default_factory=dict)  # by name, what each text is
+    arguments: Mapping[str, str] = field(default_factory=dict)  # name -> description; all are text
     seconds: float = 60.0  # for a call
 
     def schema(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """The description for chat templates."""
         told = {name: {"type": "string", "description": about} for name, about in self.arguments.items()}
         shape = {"type": "object", "properties": told, "required": [*told]}
         return {"type": "function", "function": {"name": self.name, "description": self.about, "parameters": shape}}
@@ -52,7 +51,7 @@ class ToolCall:
 
 
 class ToolUser:
-    """A mixin for text envs, placed before `TextEnv`; `answered` is what `step` is elsewhere."""
+    """A mixin for text envs, placed before `TextEnv`. A subclass implements `answered` instead of `step`."""
 
     tools: Sequence[Tool] = ()
 
@@ -114,10 +113,10 @@ def reply_of(tools: Iterable[Tool], call: ToolCall) -> str:
     def run() -> None:
         try:
             done.set_result(tool.run(**{name: str(value) for name, value in call.arguments.items()}))
-        except BaseException as err:  # a tool of somebody's
+        except BaseException as err:  # a tool may raise anything
             done.set_exception(err)
 
-    Thread(target=run, name=f"tool-{tool.name}", daemon=True).start()  # one that never ends is left behind
+    Thread(target=run, name=f"tool-{tool.name}", daemon=True).start()  # a tool that never ends is abandoned
     if not wait([done], tool.seconds).done:
         return f"error: {tool.name} took longer than {tool.seconds:g} seconds"
     err = done.exception()
@@ -134,7 +133,7 @@ class Search:
     K, B = 1.5, 0.75
 
     def __init__(self, documents: Mapping[str, str]) -> None:
-        """`documents` by title."""
+        """`documents`: texts by title."""
         self.documents = dict(documents)
         self.counts = {title: Counter(words_of(f"{title} {text}")) for title, text in self.documents.items()}
         self.mean = sum(sum(each.values()) for each in self.counts.values()) / max(1, len(self.counts))

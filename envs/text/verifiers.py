@@ -1,8 +1,8 @@
 """`env.name=verifiers:<environment>`: environments of the package `verifiers`, in the interpreter `env.python`, since
-what they depend on does not fit ours.
+they need other versions of libraries.
 
-An example of the environment is a prompt, its rollout a conversation, and what its rubric makes of it the reward, paid
-at the end. Evaluations ask the examples of its eval_dataset, or without one the first 5%, at most 500, of its dataset.
+An example of the environment is a prompt, its rollout a conversation, and its rubric's score the reward at the end.
+Evaluations ask the examples of its eval_dataset, or without one the first 5%, at most 500, of its dataset.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
 from embodied.envs.text.verifiers_bridge import Bridge, Child, Example, Lost, how_to_install
 
-MOST_TURNS = 10  # answers in a conversation, where the environment knows no limit
+MOST_TURNS = 10  # answers in a conversation, if the environment has no limit
 PRECISION = 1e-6  # of a score that is a sum of weighted parts
 
-_facts: dict[str, dict[str, Any]] = {}  # what environments say of themselves, by config, in this process
+_facts: dict[str, dict[str, Any]] = {}  # descriptions of environments by config, in this process
 
 
 class Verifiers(TextEnv):
@@ -33,7 +33,7 @@ class Verifiers(TextEnv):
 
     @classmethod
     def load(cls, config: Any) -> Bridge:
-        """The process that has loaded the environment, and the endpoint it asks."""
+        """The process that has loaded the environment, and the endpoint that it asks."""
         bridge = Bridge(config)
         _facts[key(config)] = bridge.facts
         return bridge
@@ -79,7 +79,7 @@ class Verifiers(TextEnv):
         return self.worth(heard) if isinstance(heard, dict) else Turn(said=heard, facts=self.asked_for)
 
     def cut_short(self, turn: Turn) -> Turn:
-        """The environment scores what there is, as it does where a model has no room for more."""
+        """The environment scores the conversation so far, as for a model without room for more."""
         try:
             ended = self.example.stop()
         except Lost as err:
@@ -102,7 +102,7 @@ class Verifiers(TextEnv):
 
 
 def asked_for(body: dict[str, Any]) -> dict[str, Any]:
-    """Sampling arguments that an environment asks for and does not get, since the recipe sets them."""
+    """Sampling arguments of an environment that are ignored, since the recipe sets them."""
     tokens = body.get("max_completion_tokens") or body.get("max_tokens")
     return {"max_tokens asked for": tokens} if tokens else {}
 
@@ -112,7 +112,7 @@ def key(config: Any) -> str:
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """An environment's description of itself: its number of examples, and the most answers of a rollout."""
+    """An environment's facts: its number of examples, and the most answers of a rollout."""
     if config.python is None:
         raise ConfigError(
             f"env.name={config.name} runs in an interpreter of its own, env.python=FOLDER/bin/python: "

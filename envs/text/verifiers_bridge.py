@@ -1,11 +1,11 @@
 """Plays environments of the package `verifiers` in a process of their own interpreter.
 
-An environment calls the model and not the other way round, so the sim worker serves an OpenAI endpoint, on loopback and
-for clients that know the token. A chat request waits there until the policy has answered. `Bridge` holds the process
-(`verifiers_child.py`) and the endpoint; `Example` is one conversation: it begins, hears answers, and ends.
+An environment calls the model, so the sim worker serves an OpenAI endpoint, on loopback and for clients that know the
+token. A chat request waits there until the policy has answered. `Bridge` holds the process (`verifiers_child.py`) and
+the endpoint; `Example` is one conversation.
 
-A process that dies, or does not come back with a request or a score in time, is replaced. That costs the conversation
-it was at: the other conversations are repeated to the new process, which must ask the same questions.
+A process that dies, or sends no request or score in time, is replaced. The conversation at which it failed is lost; the
+others are repeated to the new process, which must ask the same questions.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.envs.text.tools import call_of, json_in
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
-# Where Python finds modules, the first place is the working directory: a script's own would be this folder.
+# Makes the working directory the first place in which Python finds modules; a script's own folder would be this one.
 BOOT = "import sys; path = sys.argv[1]; exec(compile(open(path).read(), path, 'exec'))"
-END_S = 15.0  # for a process that should end to be gone: an environment may have something to clean up
-PARKED_S = 86_400.0  # that a request waits for the policy: the longest pause of a run, not of an answer
+END_S = 15.0  # after a request to end: an environment may have to clean up
+PARKED_S = 86_400.0  # that a request waits for the policy; it covers pauses of the run
 LARGEST = 64 << 20  # bytes of a request
 ROUTE = re.compile(r"/v1/(.+)")
-MODEL = re.compile(r"policy-(\d+)")  # by the model that it asks, a request belongs to a conversation
+MODEL = re.compile(r"policy-(\d+)")  # the model's name in a request tells its conversation
 FULL = {"message": "the context length of the policy is reached", "code": "context_length_exceeded"}
 FUNCTIONS = """# Tools
 
@@ -73,11 +73,11 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class ProcessDied:
-    """The process is gone."""
+    """The process has died."""
 
 
 class Child:
-    """The process, and its messages: those of an example go to `mail[number]`."""
+    """The process and its messages; an example's messages go to `mail[number]`."""
 
     def __init__(self, config: Any, url: str = "", key: str = "") -> None:
         self.name, self.start_s = config.name, config.start_s
@@ -90,7 +90,7 @@ class Child:
                 [str(config.python), "-c", BOOT, str(CHILD)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is the worker's, and what it starts ends with it
+                start_new_session=True,  # Ctrl-C goes to the worker only, and its children can be ended with it
                 env={**quiet, **os.environ, "OMP_NUM_THREADS": "1"},
                 text=True,
             )
@@ -118,13 +118,13 @@ class Child:
         return found
 
     def say(self, **message: Any) -> None:
-        with suppress(BrokenPipeError, ValueError):  # it is gone, which `_listen` says, or was let go of
+        with suppress(BrokenPipeError, ValueError):  # the process has died, which `_listen` reports, or was closed
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
     def kill(self) -> None:
         """End the process and its children, at once."""
-        if self.process.returncode is None:  # it was not waited for, so its number is nobody else's yet
+        if self.process.returncode is None:  # it was not waited for, so no other process has its id
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(END_S)
@@ -155,7 +155,7 @@ class Child:
 
 
 def how_to_install(python: Path) -> str:
-    """The commands that make an interpreter there."""
+    """The commands that make this interpreter."""
     return f'python -m venv {python.parent.parent} && {python} -m pip install "verifiers>=0.1.14,<0.5" makes one'
 
 
@@ -181,13 +181,13 @@ class Bridge:
             self._begin()
         at, mail = next(self.numbers), SimpleQueue()
         self.child.mail[at] = mail
-        if self.child.over.is_set():  # and had ended every rollout before this one was there
+        if self.child.over.is_set():  # and it ended every rollout before this one began
             mail.put(ProcessDied())
         self.child.say(begin=at, held_out=held_out, number=number)
         return self.child, at, mail
 
     def replace(self) -> None:
-        """Another process is started when the next example begins."""
+        """Let another process start when the next example begins."""
         if self.child is not None:
             self.child.kill()
         self.child = None
@@ -225,7 +225,7 @@ class Example:
         return said
 
     def answer(self, text: str) -> Said | dict[str, Any]:
-        """Its next request, or how it has ended."""
+        """Its next request, or its result if it has ended."""
         if self.child is not self.bridge.child or self.child.over.is_set():
             self._say_again()
         self.answers.append(text)
@@ -238,7 +238,7 @@ class Example:
         return ended if isinstance(ended, dict) else None
 
     def forget(self) -> None:
-        """Nobody wants the rest of it."""
+        """Drop the rest of the example."""
         self.child.mail.pop(self.at, None)
         self.child.say(end=self.at)
         if self.request is not None:
@@ -246,12 +246,12 @@ class Example:
 
     def _begin(self) -> None:
         self.child, self.at, self.mail = self.bridge.begin(*self.where)
-        self.known: list[dict[str, Any]] = []  # all messages so far, as the environment has them
+        self.known: list[dict[str, Any]] = []  # all messages so far, in the environment's form
         self.tools: list[dict[str, Any]] = []
         self.request: ModelRequest | None = None
 
     def _answer(self, text: str) -> Said | dict[str, Any]:
-        # The package takes an empty answer for a server's failure.
+        # The package treats an empty answer as a server's failure.
         message = heard(text or " ", self.tools, len(self.known))
         self.known.append(plain(message, self))
         reason = "tool_calls" if "tool_calls" in message else "stop"
@@ -300,11 +300,11 @@ class Example:
         return said
 
     def refuse(self, why: str) -> None:
-        """Raise since this kind of environment cannot be played here."""
+        """Raise an error: this kind of environment cannot be played here."""
         raise EmbodiedError(f"env.name={self.bridge.config.name} ({self.bridge.facts['kind']}): {why}")
 
     def _say_again(self) -> None:
-        """Repeat this conversation to the replacement of its process."""
+        """Repeat this conversation to the new process."""
         before = self.known
         self._begin()
         said = self._next()
@@ -331,7 +331,7 @@ def plain(message: dict[str, Any], example: Example) -> dict[str, Any]:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Parks requests until they are answered; a thread for each."""
+    """Holds requests until they are answered, each in a thread."""
 
     daemon_threads = True
     request_queue_size = 1024
@@ -386,13 +386,13 @@ class EndpointHandler(BaseHTTPRequestHandler):
         """Nothing is logged."""
 
 
-# Tools: models that call tools mostly learned to as Qwen and Hermes write it, with the functions in the system message,
-# calls as `<tool_call>{...}</tool_call>` and results between `<tool_response>` tags. Chat templates differ here, so no
-# template is asked.
+# Tools in the format of Qwen and Hermes, which most models with tools have learned: functions in the system message,
+# calls as `<tool_call>{...}</tool_call>` and results between `<tool_response>` tags. Chat templates differ here, so
+# none is used.
 
 
 def in_words(messages: Iterable[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> tuple[Message, ...]:
-    """Messages as they are said to a policy; `tools` are described in the system message."""
+    """Messages for a policy; `tools` are described in the system message."""
     said: list[Message] = []
     for one in messages:
         role, content = one["role"], one["content"]

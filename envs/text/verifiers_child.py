@@ -1,15 +1,15 @@
-"""Runs in an interpreter of its own that has `verifiers`: rolls out examples of an environment against our endpoint.
+"""Runs in a separate interpreter that has `verifiers`: rolls out examples of an environment against our endpoint.
 
-It imports nothing but the standard library and what is there: `embodied` is not. A JSON object a line comes in and goes
-out, first what to load:
+It imports only the standard library and packages of that interpreter, not `embodied`. Input and output are one JSON
+object a line, first the environment to load:
 
     {"environment": "gsm8k", "kwargs": {}, "url": "http://127.0.0.1:1", "key": "..."}
     -> {"train": 950, "held_out": 50, "turns": 1, "kind": "SingleTurnEnv", "version": "0.3.1"}, or {"problem": "..."}
 
-then, where there is a url, examples, any number at a time. Their chat requests ask the model `policy-7` of `URL/v1`:
+then, if there is a url, examples, any number at a time. Their chat requests ask the model `policy-7` of `URL/v1`:
 
     {"begin": 7, "held_out": false, "number": 3} -> {"ended": 7, "reward": 1.0, ...}, or {"ended": 7, "error": "..."}
-    {"end": 7}, where nobody wants the rest of it
+    {"end": 7}, to drop the rest of it
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from copy import deepcopy
 from itertools import islice
 
 WANTED = "verifiers>=0.1.14,<0.5"
-SHARE, MOST = 0.05, 500  # held out of a dataset that has no other beside it
-ENDLESS = 10_000  # tasks that are taken of a taskset that makes them forever
-END_S = 10.0  # after its worker is gone, a hung environment ends with its process
-LONGEST = 1000  # longest text for people to read
+SHARE, MOST = 0.05, 500  # held out if there is no dataset for evaluations
+ENDLESS = 10_000  # tasks that are taken from an endless taskset
+END_S = 10.0  # this long after its worker has died, a hung environment's process ends
+LONGEST = 1000  # characters of texts for people
 KEY = "EMBODIED_API_KEY"  # verifiers 0.4 reads our endpoint's key here, and keeps names like this one from tools
-RAISED = ContextVar("raised", default=None)  # what reward functions of an example raised: the package calls that 0
+RAISED = ContextVar("raised", default=None)  # exceptions of an example's reward functions, which the package scores as 0
 
 
 class Problem(Exception):
@@ -55,11 +55,11 @@ def main():
         asyncio.run(serve(env, asked["url"], asked["key"], say, commands))
 
 
-# What there is
+# Environments and their examples
 
 
 def opened(name, kwargs):
-    """The environment, loaded as the installed package's version requires, and that version."""
+    """The environment, loaded as the installed version of the package requires, and that version."""
     mend = f'{sys.executable} -m pip install "{WANTED}"'
     try:
         import verifiers
@@ -83,7 +83,7 @@ def opened(name, kwargs):
 
 
 def why_not(name, err):
-    """Why an environment could not be loaded, and what mends it."""
+    """Why an environment could not be loaded, and how to mend it."""
     module, cause = name.split("/")[-1].split("@")[0].replace("-", "_"), err.__cause__ or err
     if isinstance(cause, ModuleNotFoundError) and cause.name == module:
         return (
@@ -137,8 +137,8 @@ class DatasetEnvironment:
     async def connected(self, url, key):
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-        http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy stands between us
-        # An answer takes as long as it takes, and asking twice for one would confuse the other side.
+        http = DefaultAsyncHttpxClient(trust_env=False)  # no proxy for our endpoint
+        # There is no time limit for an answer, and a repeated request would confuse our endpoint.
         client = AsyncOpenAI(base_url=f"{url}/v1", api_key=key, timeout=None, max_retries=0, http_client=http)
         self.client = self.wrapped(client)
         yield
@@ -172,7 +172,7 @@ class RewardErrorHandler(logging.Handler):
 
 
 def what_counts(output):
-    """The fields that we read of a rollout's state."""
+    """The fields that we read from a rollout's state."""
     error = output.get("error")
     if error:
         return {"error": str(output.get("error_chain") or error)[:LONGEST]}
@@ -190,7 +190,8 @@ def worth(reward, metrics, answer):
 
 
 class TasksetEnvironment:
-    """What verifiers 0.4 makes of `kwargs`, of the form of its [env] block: a taskset, and agents that play its tasks.
+    """An environment of verifiers 0.4, made from `kwargs` in the form of its [env] block: a taskset, and agents that
+    play its tasks.
 
     Agents chat in this process (`chat`): the package would start a program for each conversation, which needs uv."""
 
@@ -214,7 +215,7 @@ class TasksetEnvironment:
         return {name: one for name, one in named.items() if isinstance(one, self.vf.AgentConfig)}
 
     def seated(self, taskset, default):
-        """The default of an agent without a harness: it chats, in this process."""
+        """The default for an agent without a harness: it chats in this process."""
         chats = default.harness is None and self.vf.default_harness_id(taskset) == "bash"
         here = "runtime" not in default.model_fields_set
         return ({"harness": {"id": "null"}} if chats else {}) | ({"runtime": {"type": "subprocess"}} if here else {})
@@ -236,7 +237,7 @@ class TasksetEnvironment:
             yield
 
     async def roll(self, example, model):
-        """Roll a task out; returns what its trace was worth."""
+        """Roll a task out; returns its reward and other fields."""
         context = self.vf.ModelContext(model=model, client=self.client)
         episode = await self.env.run_episode(example["task"], context)
         traces = [trace for trace in episode.traces if trace.agent.config.model == model]
@@ -251,17 +252,17 @@ class TasksetEnvironment:
 
 
 def row(task):
-    """A task like an example of a dataset, to tell those apart that are held out."""
+    """A task in the form of a dataset's example, to recognise held-out ones."""
     info = task.data.model_dump(mode="json", exclude={"idx"})
     return {"prompt": [info["system_prompt"], info["prompt"]], "info": info, "task": task}
 
 
 async def nothing(*_):
-    """Nothing needs to be installed for an agent that chats in this process."""
+    """Do nothing: an agent that chats in this process needs no installation."""
 
 
 async def chat(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_):
-    """Hold a conversation with the policy until it calls no tool; in place of the program of the harness `null`."""
+    """Hold a conversation with the policy until it calls no tool, instead of the program of the harness `null`."""
     from openai import APIStatusError, AsyncOpenAI, DefaultAsyncHttpxClient, omit
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.utils.mcp import connect_mcp
@@ -282,7 +283,7 @@ async def chat(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_)
                 said = await client.chat.completions.create(model=ctx.model, messages=messages, tools=tools or omit)
             except APIStatusError as err:
                 if "context_length_exceeded" in str(err):
-                    break  # it is scored as it is
+                    break  # the conversation so far is scored
                 raise
             message = said.choices[0].message
             messages.append(message.model_dump(exclude_none=True))
@@ -320,14 +321,14 @@ class Player:
         """Play an example and report its score."""
         try:
             self.say(ended=number, **await self.env.roll(example, f"policy-{number}"))
-        except Exception as err:  # an environment's own code raises anything
+        except Exception as err:  # an environment's code may raise anything
             self.say(ended=number, error=f"{type(err).__name__}: {err}"[:LONGEST])
         finally:
             del self.open[number]
 
 
 async def serve(env, url, key, say, commands):
-    """Serve requests until the other side is gone."""
+    """Serve requests until the input ends."""
     loop, over = asyncio.get_running_loop(), asyncio.Event()
 
     def hear():

@@ -1,10 +1,10 @@
-"""The sim worker of text envs: holds conversations for training and evaluation, and keeps them until learners want
-them. It never sees the policy, and knows only the tokens that come with answers.
+"""The sim worker of text envs: plays conversations for training and evaluation, and keeps them until learners want
+them. It never sees the policy, only the tokens that come with answers.
 
-As many conversations are held at a time as there are rows; one that ends makes room for the next. Neither their order
-nor which policy worker answers changes any of them. Earlier text is never encoded again: a turn appends to the
-conversation's tokens. What an answer that was cut off is worth, and whether it is learned from, is the learner's
-business (`score_of` in algorithms/groups.py, `trained_tokens` in learners/train_batch.py).
+Each row plays one conversation at a time; when one ends, the next begins. Conversations depend neither on their order
+nor on which policy worker answers. Earlier text is never encoded again: a turn appends to the conversation's tokens.
+Scores of cut-off answers, and whether they are learned from, are decided elsewhere (`score_of` in algorithms/groups.py,
+`trained_tokens` in learners/train_batch.py).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from embodied.envs.text.text_env import TextEnv, Turn, checked_said
 from embodied.envs.whole_episodes import PlayerWorker
 from embodied.runtime import Channel, Timers
 
-LOOK_S = 0.01  # between two looks for answers while env steps run
-LONGEST_PROBLEM = 1_000  # characters, in a table of episodes
+LOOK_S = 0.01  # between two checks for answers while env steps run
+LONGEST_PROBLEM = 1_000  # characters in a table of episodes
 SAMPLE_CHARACTERS = 2_000  # of a text in a sampled conversation
 SAMPLE_TURNS = 20  # of a sampled conversation
 
@@ -58,8 +58,8 @@ class TextWorker(PlayerWorker):
     def __init__(self, *options, **more) -> None:
         super().__init__(*options, **more)
         self.kind = env_class(self.config)
-        self.shared: dict[str, Any] = {}  # what conversations of a config share, by the config as JSON
-        self.free: dict[str, list[TextEnv]] = {}  # envs that hold no conversation, by the same
+        self.shared: dict[str, Any] = {}  # objects that conversations of a config share, by the config as JSON
+        self.free: dict[str, list[TextEnv]] = {}  # envs without a conversation, by the config as JSON
         self.steps: SideBySide[Conversation] = SideBySide(self.config.side_by_side)
 
     def spec(self) -> EnvSpec:
@@ -83,9 +83,9 @@ class TextWorker(PlayerWorker):
         beside: EvaluationShare | None = None,
         shown: frozenset[int] = frozenset(),
     ) -> RolloutStats:
-        """Hold these conversations to their ends and keep them; where their ends are `noted`, `hand_in` may be asked
-        for each from then on. One whose answer was unusable counts for nothing. Conversations of an evaluation `beside`
-        are held at the same time, and recorded. `shown` are the episodes whose conversations are returned as
+        """Play these conversations to their ends and keep them; if their ends are `noted`, `hand_in` may be called for
+        each from then on. A conversation with an unusable answer does not count. Conversations of an evaluation
+        `beside` are played at the same time, and recorded. `shown` are the episodes whose conversations are returned as
         samples."""
         before, results, steps = self.timers.totals(), [], 0
         started, ends = perf_counter(), []
@@ -128,7 +128,7 @@ class TextWorker(PlayerWorker):
         alone: frozenset[int],
         expert: str | None = None,
     ) -> list[EpisodeResult]:
-        """Hold these conversations to their ends and write them down. `notes` hears of every beginning and end."""
+        """Play these conversations to their ends and write them to disk. `notes` gets every beginning and end."""
         if expert:
             raise ConfigError(f"there is no expert for env.name={self.config.name}; imitation asks the env itself")
         source, results = route[0].source, []
@@ -157,7 +157,7 @@ class TextWorker(PlayerWorker):
     def _noting(
         self, route: Route, recording: Recording, notes: Channel
     ) -> Iterator[Callable[[list[Conversation]], list[EpisodeResult]]]:
-        """Gives a function that writes ended conversations of an evaluation down, and notes and returns their
+        """Returns a function that writes ended conversations of an evaluation to disk, and notes and returns their
         results."""
         with ExitStack() as stack:
             name = f"sim-{self.rank}"
@@ -184,7 +184,7 @@ class TextWorker(PlayerWorker):
 
 @dataclass
 class Part:
-    """Conversations to be held with envs of one config, at most so many `rows` at a time."""
+    """Conversations to be played with envs of one config, at most `rows` at a time."""
 
     kind: type[TextEnv]
     config: Any
@@ -192,8 +192,8 @@ class Part:
     specs: Sequence[EpisodeSpec]
     rows: int
     begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
-    alone: frozenset[int] = frozenset()  # the last of them: each is held with no other beside it
-    override: SamplingRule | None = None  # of their answers; None: that of the round
+    alone: frozenset[int] = frozenset()  # the last of them, which are played one at a time
+    override: SamplingRule | None = None  # of their answers; None: the round's rule
     free: list[TextEnv] = field(default_factory=list)  # envs that hold no conversation
 
     def __post_init__(self) -> None:
@@ -202,7 +202,7 @@ class Part:
         self.turns = self.spec.max_episode_steps
 
     def begin(self, timers: Timers) -> list[Conversation]:
-        """Begin as many conversations as there is room for."""
+        """Begin as many conversations as have room."""
         wanted: list[EpisodeSpec] = []
         while self.waiting and self.open + len(wanted) < self.rows:
             if self.waiting[0].index in self.alone and (self.open or wanted):
@@ -217,7 +217,7 @@ class Part:
             return [self._opened(spec) for spec in wanted]
 
     def end(self, one: Conversation) -> None:
-        """Make room for the next."""
+        """Make room for the next conversation."""
         self.open -= 1
         self.free.append(one.env)
 
@@ -244,7 +244,7 @@ class Conversation:
     turns: list[dict[str, Any]] = field(default_factory=list)  # for a transcript
     success: list[bool] = field(default_factory=list)  # of each turn
     pictures: list[str] = field(default_factory=list)  # that `tokens` show
-    problem: str = ""  # why it counts for nothing
+    problem: str = ""  # why it does not count
 
     def hear(self, completion: Completion, turn: Turn, reward: float) -> None:
         """Append an answer and the env's turn."""
@@ -256,7 +256,7 @@ class Conversation:
         logprobs[count - sampled :] = completion.logprobs
         if count:
             rewards[-1], cut_off[-1] = reward, completion.truncated
-        elif self.tokens:  # the conversation had no room for another turn
+        elif self.tokens:  # the conversation has no room for another turn
             self.rewards[-1][-1] += reward
             self.cut_off[-1][-1] |= completion.truncated
         self.tokens.append(np.asarray(completion.tokens, np.int32))
@@ -312,8 +312,7 @@ class Conversation:
         )
 
     def sample(self) -> dict[str, Any]:
-        """The conversation as a line of samples.jsonl: without log-probs, and with the middle of long texts left
-        out."""
+        """The conversation as a line of samples.jsonl: without log-probs and the middle of long texts."""
         ended = self.result()
         return {
             "version": max((int(each[-1]) for each in self.versions if len(each)), default=-1),
@@ -387,7 +386,7 @@ def middle_left_out(text: str) -> str:
 
 
 class ConversationClient(RequestClient):
-    """Asks for the answers of conversations, and says which one an answer belongs to."""
+    """Requests the answers of conversations, and finds the conversation of each answer."""
 
     def __init__(self, route: Route, timers: Timers) -> None:
         super().__init__(*route)
@@ -417,8 +416,7 @@ class ConversationClient(RequestClient):
         return [PromptBatch(self.source, tuple(requests))]
 
     def answers(self, seconds: float | None) -> list[tuple[Conversation, Completion]]:
-        """Wait for answers, at most so many seconds; returns the answers that arrived together, without repeated
-        ones."""
+        """Wait at most `seconds` for answers; returns the answers that arrived together, without repeated ones."""
         with self.timers.measure("wait"):
             try:
                 batch = self.get(seconds)
