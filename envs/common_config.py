@@ -15,8 +15,7 @@ OnSuccess = Literal["truncate", "terminate", "continue"]
 
 PRIVILEGED = Field(
     False,
-    description="With state=proprio: give the learner, never the actor, the numbers that `full` has beyond it; the "
-    "critic reads them.",
+    description="With state=proprio: give the critic, never the actor, the other numbers of `full`.",
 )
 REWARDS = ("own", "success", "difference")
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -66,7 +65,7 @@ def side_by_side(of: str = "") -> Any:
         gt=0,
         le=1024,
         description=f"{of}Conversations of a sim worker whose steps and scores may run at the same time, in threads, "
-        "where they take milliseconds; 1: one after the other. Results are the same.",
+        "if they take milliseconds; 1: one after the other. Results are the same.",
     )
 
 
@@ -81,14 +80,16 @@ class CommonEnvConfig(Strict):
     shaped: ClassVar[str] = ""
     """The `reward_mode` to suggest instead of a sparse one; empty if there is none."""
 
-    num_envs: int = Field(32, gt=0, le=2**20, description="Env rows in the whole run, dealt out to the sim workers.")
+    num_envs: int = Field(32, gt=0, le=2**20, description="Env rows of the whole run, divided among the sim workers.")
     max_episode_steps: int | None = Field(
         None, gt=0, description="Env steps after which an episode is cut off; unset: the task's own limit."
     )
     on_success: OnSuccess = Field(
         "truncate", description="A success ends the episode with bootstrapping, without it, or not at all."
     )
-    after_success: int = Field(0, ge=0, description="With truncate: env steps that are played on after a success.")
+    after_success: int = Field(
+        0, ge=0, description="With truncate: env steps that an episode continues after a success."
+    )
     reward: Annotated[str, AfterValidator(known_reward)] = Field(
         "own",
         description="Reward per env step: own (as the simulator gives it), success (1 when the task is solved, else "
@@ -96,22 +97,21 @@ class CommonEnvConfig(Strict):
     )
     modules: Modules = Field(
         (),
-        description="Modules of yours that are imported wherever envs are made, before they are: tasks, robots, "
-        "controllers that register themselves. Found in the working directory and wherever Python looks.",
+        description="Your modules to import before envs are made: tasks, robots, controllers that register "
+        "themselves. They are found in the working directory and on Python's path.",
     )
     stagger: bool = Field(
         False,
-        description="Cut the first training episode of each env short, each at another step, so that a rollout "
-        "holds early and late parts of episodes from the start, and after a restart; this lowers the return that these "
-        "iterations show, evaluation is not affected.",
+        description="Cut the first training episode of each env short, each at a different step, so that rollouts "
+        "have early and late parts of episodes from the beginning and after a restart. This lowers the "
+        "return of these iterations, but not of evaluations.",
     )
 
     retries: int = Field(
         0,
         ge=0,
-        description="How many more times an env plays a failed training episode from the same initial state before the "
-        "next one: hard initial states are practised more, which lowers the success shown in training; evaluation "
-        "is not affected.",
+        description="How often an env repeats a failed training episode from the same initial state. Hard initial "
+        "states are practised more, which lowers the success shown in training, but not in evaluations.",
     )
 
     section = "env."

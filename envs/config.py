@@ -32,7 +32,7 @@ class ExternalEnvConfig(CommonEnvConfig):
     task: Tasks = Field(
         description="Handed to your env with every episode, one of them if it is a list; unset: the name of its class."
     )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Free options, for your class to read.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options for your own class.")
     side_by_side: int = side_by_side("Text envs: ")
 
     @model_validator(mode="before")

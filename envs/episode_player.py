@@ -220,7 +220,7 @@ class Stage(EpisodePlayer):
         self.env_ids = env_ids
         self.num_envs_total = num_envs_total
         self.journal = journal
-        self.initial = np.full(env.num_envs, -1, np.int64)  # the episode of the list from whose initial state a row began
+        self.initial = np.full(env.num_envs, -1, np.int64)  # the episode from whose initial state a row began
         if env.config.retries and not env.env_spec.has_success:
             raise ConfigError(
                 f"env.retries={env.config.retries} plays episodes that end without success again, but "

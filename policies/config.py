@@ -39,7 +39,7 @@ class ActorCriticConfig(PolicyOptions):
     normalize_floor: float = Field(
         1e-3,
         gt=0,
-        description="Deviation, in units of the state, below which normalising blows nothing up any further.",
+        description="Smallest standard deviation by which the state is divided, in units of the state.",
     )
     chunk: int = Field(1, gt=0, description="Actions per decision: one policy call plays this many env steps.")
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
@@ -78,11 +78,11 @@ class CNNConfig(ActorCriticConfig):
     channels: tuple[PositiveInt, ...] = Field((16, 32, 32), min_length=1, description="Channels of each convolution.")
     kernels: tuple[PositiveInt, ...] = Field((8, 4, 3), min_length=1, description="Width of each convolution's kernel.")
     strides: tuple[PositiveInt, ...] = Field((4, 2, 1), min_length=1, description="Step of each convolution's kernel.")
-    features: int = Field(128, gt=0, description="Numbers that each camera's image becomes.")
+    features: int = Field(128, gt=0, description="Numbers that represent each camera's image.")
     keypoints: bool = Field(
         False,
-        description="An image becomes places instead of policy.features numbers: where in it each channel of the last "
-        "convolution is strongest (spatial softmax). Give the later layers strides of 1.",
+        description="Represent an image by the positions at which each channel of the last convolution is strongest "
+        "(spatial softmax), instead of policy.features numbers. Give the later layers strides of 1.",
     )
     estimate: bool = Field(
         False,
@@ -130,7 +130,7 @@ class ExternalPolicyConfig(PolicyOptions):
     max_tokens: ClassVar[int | None] = None  # likewise
 
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to your class as it is.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Options for your own class.")
 
     @property
     def few_weights(self) -> float:

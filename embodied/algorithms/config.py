@@ -22,12 +22,12 @@ class PolicyGradientConfig(Strict):
         256,
         gt=0,
         description="Items (decisions; conversations of a text env) per gradient step, over all learner ranks; null: "
-        "all of an iteration in one.",
+        "one step for the whole iteration.",
     )
 
     lr: float = Field(3e-4, ge=0, description="Adam's learning rate.")
     lr_schedule: Literal["constant", "linear"] = Field(
-        "constant", description="linear: learning rates fall in a straight line to 0 at the end of the run."
+        "constant", description="linear: learning rates fall linearly to 0 at the end of the run."
     )
     adam_eps: float = Field(
         1e-5,
@@ -36,7 +36,8 @@ class PolicyGradientConfig(Strict):
         "weights clipped to norm 1; take 1e-8 for such models.",
     )
     adam_betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.999), description="How long Adam remembers gradients and their squares; openpi takes [0.9, 0.95]."
+        (0.9, 0.999),
+        description="Adam's decay rates of the averages of gradients and their squares; openpi takes [0.9, 0.95].",
     )
     weight_decay: float = Field(
         0.0, ge=0, description="Weights shrink by this times the learning rate every step (AdamW); 0: never."
@@ -47,7 +48,7 @@ class PolicyGradientConfig(Strict):
 
     logprob_level: Literal["action_dim", "action", "chunk", "episode"] = Field(
         "chunk",
-        description="What gets a probability ratio of its own: each action dimension (or token), env step or decision; "
+        description="The unit with its own probability ratio: each action dimension (or token), env step or decision; "
         "episode: the geometric mean over an answer of a text env (GSPO).",
     )
     clip: Literal["two_sided", "aipo", "tis"] = Field(
@@ -57,29 +58,34 @@ class PolicyGradientConfig(Strict):
         "of the log-prob's gradient.",
     )
     ratio_cap: float = Field(
-        8.0, gt=1, description="With clip=aipo or tis, ratios above this count as this, whatever the advantage's sign."
+        8.0, gt=1, description="With clip=aipo or tis, larger ratios count as this, for advantages of both signs."
     )
-    clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low earn nothing more.")
-    clip_high: float = Field(0.2, gt=0, description="Ratios above 1 + clip_high earn nothing more.")
+    clip_low: float = Field(
+        0.2, gt=0, lt=1, description="Ratios below 1 - clip_low have no gradient if the advantage is negative."
+    )
+    clip_high: float = Field(
+        0.2, gt=0, description="Ratios above 1 + clip_high have no gradient if the advantage is positive."
+    )
     dual_clip: float | None = Field(
-        None, gt=1, description="Negative advantages stop pushing where the ratio is above this; null: never."
+        None, gt=1, description="Ratios above this have no gradient if the advantage is negative; null: no such bound."
     )
     decoupled: bool = Field(
         False,
-        description="true: ratios are taken and clipped against log-probs of the weights an update starts from, and "
-        "how much likelier these made an action than the weights that acted multiplies its policy loss.",
+        description="true: ratios are relative to the weights at the start of the update, and the policy loss is "
+        "multiplied by the ratio of these weights' probability to the acting weights' (decoupled PPO).",
     )
     importance_cap: float | None = Field(
         None,
         ge=1,
-        description="With decoupled=true, what multiplies the policy loss is at most this (truncated importance "
-        "sampling; 2 is usual); null: no bound.",
+        description="With decoupled=true: the largest such factor of the policy loss (truncated importance sampling; "
+        "2 is usual); null: no bound.",
     )
     episode_mask: Literal["none", "mean", "product", "error"] = Field(
         "none",
-        description="Leave whole episodes (with ppo, their part in the rollout) out of the policy's loss if they "
-        "became too much likelier or rarer between the acting weights and the start of the update: by the "
-        "geometric mean of the ratios at logprob_level, by their product, or by the mean of max(r, 1 / r), error.",
+        description="Leave whole episodes (with ppo, their part in the rollout) out of the policy's loss if their "
+        "probability changed too much between the acting weights and the start of the update: by the "
+        "geometric mean of the ratios at logprob_level, their product, or the mean of max(r, 1 / r) "
+        "(error).",
     )
     episode_mask_low: float | None = Field(None, gt=0, lt=1, description="Episodes below this are left out.")
     episode_mask_high: float | None = Field(None, gt=1, description="Episodes above this are left out.")
@@ -91,45 +97,45 @@ class PolicyGradientConfig(Strict):
     )
 
     kl_coef: float = Field(
-        0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the first weights."
+        0.0, ge=0, description="Weight of the divergence from the reference, a frozen copy of the initial weights."
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="How the loss estimates it, from the actions taken, at logprob_level; the reward does by k1.",
+        description="How the loss estimates the divergence, from the taken actions, at logprob_level; rewards use k1.",
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
-        description="Where the divergence counts: in the loss, or off the rewards: with ppo a decision's off its own, "
-        "before advantages; with groups off those up to the episode's end, before returns are compared.",
+        description="Where the divergence counts: in the loss, or subtracted from rewards. With ppo each decision's "
+        "divergence is subtracted from its reward; with groups a decision's return loses the divergences "
+        "from it to the episode's end.",
     )
 
     truncated: Literal["as_is", "mask", "punish"] = Field(
         "as_is",
-        description="Answers of a text env that were cut off: scored as they are, left out of the loss (they count in "
-        "the comparison), or given a reward of 0.",
+        description="Cut-off answers of a text env are scored as they are, left out of the loss (they still count in "
+        "the comparison), or get a reward of 0.",
     )
     overlong: int | None = Field(
         None,
         gt=0,
-        description="DAPO's length penalty: over the last so many tokens before policy.max_tokens an answer's reward "
-        "falls in a straight line by up to 1; null: none.",
+        description="DAPO's length penalty: over this many last tokens before policy.max_tokens an answer's reward "
+        "falls linearly by up to 1; null: none.",
     )
     pools: tuple[Weight, Weight, Weight] | None = Field(
         None,
-        description="Repeat prompts of a text env: a group's prompt comes from the pool of prompts last solved rarely "
-        "(at most 25%), at times, or often (above 75%), with these weights against 1 for a new prompt; null: "
-        "always new prompts.",
+        description="Repeat prompts of a text env: weights of prompts that were last solved rarely (at most 25%), at "
+        "times, or often (above 75%), against 1 for a new prompt; null: always new prompts.",
     )
     prompts: Literal["drawn", "epochs"] = Field(
         "drawn",
-        description="Order of a text env's prompts: drawn at random with replacement, or epochs: every question once, "
-        "then all again in another order.",
+        description="Order of a text env's prompts: drawn at random with replacement, or in epochs, each with every "
+        "question once in a new order.",
     )
     weighting: Literal["decision", "episode", "constant"] = Field(
         "decision",
-        description="Equal weights in the loss for every decision, or for every episode of any length (with ppo, its "
-        "part in the rollout); constant: every decision, and the sum is divided by the number of episodes times "
-        "policy.max_tokens (Dr. GRPO), for text envs.",
+        description="The loss is a mean over decisions, or over episodes (with ppo, their part in the rollout); "
+        "constant: the sum over decisions divided by the number of episodes times policy.max_tokens (Dr. "
+        "GRPO), for text envs.",
     )
 
     section = "algo."
@@ -191,13 +197,13 @@ class PolicyGradientConfig(Strict):
 class PPOConfig(PolicyGradientConfig):
     name: Literal["ppo"] = Field("ppo", description="Algorithm: ppo, grpo, dapo, rloo or reinforce++.")
     rollout_decisions: int = Field(
-        64, gt=0, description="Decisions of every env per iteration; conversations are counted by groups."
+        64, gt=0, description="Decisions of every env per iteration; for conversations see algo.groups."
     )
     groups: int | None = Field(
         None,
         gt=0,
-        description="Text envs: prompts of an iteration, each with group_size conversations, held to their ends; null: "
-        "envs that take actions.",
+        description="Text envs: prompts of an iteration, each with group_size conversations; null: envs that take "
+        "actions.",
     )
     group_size: int = Field(1, gt=0, description="Conversations that begin with the same prompt.")
 
@@ -205,13 +211,17 @@ class PPOConfig(PolicyGradientConfig):
         None, ge=0, description="Learning rate of the value function's own weights; null: the same as lr."
     )
 
-    gamma: float = Field(0.99, ge=0, le=1, description="Discount; of what, advantage_level says.")
+    gamma: float = Field(0.99, ge=0, le=1, description="Discount, per decision or env step (advantage_level).")
     gae_lambda: float = Field(
-        0.95, ge=0, le=1, description="GAE's lambda: 0 trusts the value function, 1 the rewards; like gamma, per level."
+        0.95,
+        ge=0,
+        le=1,
+        description="GAE's lambda: 0 trusts the value function, 1 the rewards; per decision or env step "
+        "(advantage_level).",
     )
     advantage_level: Literal["decision", "step"] = Field(
         "decision",
-        description="Where gamma and lambda act: once per decision (on its summed reward) or once per env step.",
+        description="Gamma and lambda apply once per decision (to its summed reward) or once per env step.",
     )
     normalize_advantages: bool = Field(
         True, description="Shift and scale the advantages of an iteration to mean 0 and standard deviation 1."
@@ -219,7 +229,7 @@ class PPOConfig(PolicyGradientConfig):
 
     value_coef: float = Field(0.5, ge=0, description="Weight of the value loss.")
     value_clip: float | None = Field(
-        None, gt=0, description="A value earns nothing for moving further than this from the old one; null: off."
+        None, gt=0, description="Clip the value loss where a value moves further than this from the old one; null: off."
     )
     huber_delta: float | None = Field(
         None, gt=0, description="Value errors above this, in units of return, count linearly; null: all are squared."
@@ -293,7 +303,7 @@ class GRPOConfig(PolicyGradientConfig):
     )
     deviation: Literal["population", "sample"] = Field(
         "population",
-        description="Which deviation that is: of n returns the squares are divided by n, or by n - 1 as RLinf does.",
+        description="That deviation divides the sum of squares of n returns by n, or by n - 1 as RLinf does.",
     )
 
     filter: Literal["none", "drop", "resample"] = Field(
@@ -302,20 +312,22 @@ class GRPOConfig(PolicyGradientConfig):
         "groups.",
     )
     filter_metric: Literal["return", "success"] = Field(
-        "return", description="What filter_low and filter_high bound: a group's mean return, or its rate of success."
+        "return", description="filter_low and filter_high bound a group's mean return, or its rate of success."
     )
     filter_low: float | None = Field(None, description="The filter also drops groups whose mean is below this.")
     filter_high: float | None = Field(None, description="The filter also drops groups whose mean is above this.")
     surplus: Literal["carry", "discard"] | None = Field(
         None,
-        description="What becomes of groups that filter=resample kept and an iteration did not need: the next learns "
-        "from them, though older weights played them, or they are dropped; null: carry with pipeline.schedule=sync.",
+        description="Groups of filter=resample that an iteration does not need are used by the next one, although "
+        "older weights played them, or dropped; null: carry with pipeline.schedule=sync, else discard.",
     )
     max_rounds: int = Field(
-        4, gt=0, description="Rounds of episodes per iteration, at most, for filter=resample and after faults."
+        4, gt=0, description="Most rounds of episodes per iteration, for filter=resample and after faults."
     )
     max_empty: int = Field(
-        5, gt=0, description="Iterations in a row with nothing to learn from after which the run stops, saying why."
+        5,
+        gt=0,
+        description="The run stops after this many iterations in a row with nothing to learn from, and says why.",
     )
 
     @field_validator("pools", mode="before")

@@ -17,31 +17,32 @@ class SFTConfig(Strict):
 
     data: LocalPath | None = Field(
         None,
-        description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0. For text envs JSONL, a line "
-        "{prompt or messages, answer} each. null: the env's expert demonstrates first; a text env has solutions.",
+        description="The demonstrations, a folder in LeRobot's layout 3.0, 2.1 or 2.0. For text envs JSONL with lines "
+        "{prompt or messages, answer}. null: the env's expert demonstrates first; a text env uses its "
+        "solutions.",
     )
     names: dict[str, str] = Field(
         {},
-        description="Their names for action, state and the env's cameras, if not LeRobot's, such as "
-        "{action: actions, state: state, agentview: image}.",
+        description="The data set's names for action, state and the env's cameras, if not LeRobot's, such as {action: "
+        "actions, state: state, agentview: image}.",
     )
     episodes: int | None = Field(
         None,
         gt=0,
-        description="Use only so many of them, from the first; null: all. Without sft.data: how many of a text env's "
-        "prompts.",
+        description="Use only the first ones, up to this number; null: all. Without sft.data: the number of a text "
+        "env's prompts.",
     )
     cache: LocalPath | None = Field(
         None,
-        description="Folder on whose disk their decoded images lie while the run goes on (in a file without a name); "
-        "null: the system's temporary folder, which on some machines is in memory.",
+        description="Folder for decoded images during the run (in an unnamed file); null: the system's temporary "
+        "folder, which on some machines is in memory.",
     )
     epochs: int = Field(50, gt=0, description="Passes over the demonstrations.")
     steps: int | None = Field(
         None,
         gt=0,
         description="Gradient steps of an iteration, the unit of run.eval_every and run.save_every; null: a whole "
-        "pass.",
+        "pass over the data.",
     )
     minibatch_size: int = Field(
         256, gt=0, description="Demonstrated env steps, or conversations, per gradient step, over all learners."
@@ -49,14 +50,15 @@ class SFTConfig(Strict):
     lr: float = Field(1e-3, ge=0, description="Adam's learning rate.")
     lr_schedule: Literal["constant", "linear", "cosine"] = Field(
         "linear",
-        description="linear: the learning rate falls in a straight line to 0 at the end of the run; cosine: step by "
-        "step to final_lr.",
+        description="linear: the learning rate falls linearly to 0 at the end of the run; cosine: along a cosine to "
+        "final_lr.",
     )
     final_lr: float = Field(0.0, ge=0, description="Where lr_schedule=cosine ends.")
     warmup_steps: int = Field(0, ge=0, description="Gradient steps in which the learning rate climbs to lr.")
     adam_eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     adam_betas: tuple[Beta, Beta] = Field(
-        (0.9, 0.999), description="How long Adam remembers gradients and their squares; openpi takes [0.9, 0.95]."
+        (0.9, 0.999),
+        description="Adam's decay rates of the averages of gradients and their squares; openpi takes [0.9, 0.95].",
     )
     weight_decay: float = Field(
         0.0, ge=0, description="Weights shrink by this times the learning rate every step (AdamW); 0: never."
@@ -66,7 +68,7 @@ class SFTConfig(Strict):
     )
     learn_deviation: bool = Field(
         True,
-        description="Fit how random continuous actions are as well (maximum likelihood); false: it stays at "
+        description="Also fit the standard deviation of continuous actions (maximum likelihood); false: it stays at "
         "policy.initial_log_std, and the mean is fitted by least squares.",
     )
 

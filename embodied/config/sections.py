@@ -20,25 +20,25 @@ SCORERS = ("verifier", "reward_model", "judge")  # options that replace rewards,
 
 class RolesSection(Strict):
     reference: bool = Field(
-        False, description="The policy that algo.kl_coef compares with is a role of its own, and not in the learners."
+        False, description="Compute the reference policy of algo.kl_coef in a separate role instead of in the learners."
     )
     critic: bool = Field(
         False,
         description="With algo.name=ppo and a text env: values come from a second network, as large as the policy, in "
-        "a role of its own, instead of from policy.value_head.",
+        "a separate role, instead of from policy.value_head.",
     )
     critic_lr: float | None = Field(
-        None, ge=0, description="The critic's learning rate; null: algo.value_lr, and without that algo.lr."
+        None, ge=0, description="The critic's learning rate; null: algo.value_lr, or if that is unset algo.lr."
     )
     verifier: str | None = Field(
         None,
-        description="my_pkg.my_module:my_function, from the prompt and the last answer, both as text, to a "
-        "conversation's reward, instead of the env's.",
+        description="my_pkg.my_module:my_function, which returns a conversation's reward for its prompt and last "
+        "answer (texts), instead of the env's reward.",
     )
     reward_model: str | None = Field(
         None,
-        description="Folder of a sequence classifier of transformers, which reads whole conversations as text: its "
-        "logit, or of several labels the last one's probability, is the reward.",
+        description="Folder of a sequence classifier of transformers, which reads whole conversations as text. The "
+        "reward is its logit, or with several labels the last label's probability.",
     )
     judge: str | None = Field(
         None,
@@ -51,11 +51,11 @@ class RolesSection(Strict):
     )
     judge_says: str | None = Field(
         None,
-        description="The reward is 1 where the judge's answer begins with this, else 0; null: where it is the policy's "
+        description="The reward is 1 if the judge's answer begins with this, else 0; null: if it equals the policy's "
         "answer.",
     )
     judge_tokens: int | None = Field(
-        None, gt=0, description="Tokens of a judge's answer, at most; null: policy.max_tokens."
+        None, gt=0, description="Most tokens of a judge's answer; null: policy.max_tokens."
     )
     reward_weight: float | None = Field(
         None,
@@ -109,25 +109,27 @@ class RunSection(Strict):
         description="If GPUs simulate, env.num_envs and algo.minibatch_size are per GPU: a run on n GPUs takes n times "
         "both, and config.yaml holds the products.",
     )
-    eval_every: int | None = Field(None, gt=0, description="Evaluate every so many iterations; null: only at the end.")
-    save_every: int | None = Field(None, gt=0, description="Save a checkpoint every so many iterations, too.")
+    eval_every: int | None = Field(
+        None, gt=0, description="Evaluate every this many iterations; null: only at the end."
+    )
+    save_every: int | None = Field(None, gt=0, description="Also save a checkpoint every this many iterations.")
     save_minutes: float | None = Field(
         5,
         gt=0,
-        description="Save before a crash could cost more than so many minutes of training, and after each iteration "
-        "that takes longer; more rarely where saving would take over 5% of the time. null: by save_every only, and "
-        "always before evaluations and when the run is stopped.",
+        description="Save so often that a crash costs at most this many minutes of training, or one iteration if that "
+        "is longer; more rarely if saving would take over 5% of the time. null: by save_every only. "
+        "Evaluations and the end of the run always save.",
     )
     keep: int | None = Field(
         3,
         gt=0,
-        description="How many of the newest checkpoints stay, besides the best by the run's evaluations and those "
+        description="Number of newest checkpoints to keep, besides the best by the run's evaluations and those "
         "evaluated by hand; null: all.",
     )
     start_from: PathOrRecipe | None = Field(
         None,
         description="Begin with this policy's weights instead of random ones: a run's folder, one of its checkpoints, "
-        "or a policy folder; or a recipe, whose newest finished run in run.dir is taken, or which is trained first. "
+        "a policy folder, or a recipe, which is trained first unless run.dir has a finished run of it. "
         "The policy's options must be the same.",
     )
     samples: int = Field(
@@ -157,12 +159,12 @@ class RunSection(Strict):
 class PipelineSection(Strict):
     schedule: Literal["auto", "sync", "periodic", "async"] = Field(
         "sync",
-        description="When an update begins: sync, when all of its batch is collected; periodic, with the first "
-        "finished group, the result being the same; async, while the next batches are collected with older weights. "
-        "auto: periodic where a profile measured here says that it is faster, else sync.",
+        description="When an update begins. sync: when its batch is complete; periodic: with the first finished "
+        "group, with the same result; async: while the next batches are collected with older weights; "
+        "auto: periodic if a profile measured here predicts that it is faster, else sync.",
     )
     async_level: int = Field(
-        1, gt=0, description="How many versions the rollout weights lag the learner's, with schedule=async."
+        1, gt=0, description="With schedule=async: how many versions the rollout's weights are behind the learner's."
     )
     stages: int = Field(
         1, gt=0, description="Parts of a sim worker's envs; one is simulated while the policy serves another."
@@ -170,17 +172,17 @@ class PipelineSection(Strict):
     granularity: int | None = Field(
         None,
         gt=0,
-        description="Stream partial rollouts every so many decisions; learners on devices of their own assemble them "
-        "at once and precompute the features of frozen encoders. null: whole rollouts.",
+        description="Send parts of rollouts after every this many decisions; learners on their own devices precompute "
+        "the features of frozen encoders. null: whole rollouts.",
     )
     merge_rows: int | None = Field(
         None,
         gt=0,
-        description="Env rows that a policy worker answers at once, at most, where the requests of several sims wait "
-        "for it; 1: one request after the other. null: 64 with openvla, openvla_oft, pi0, pi05 and smolvla, else 1.",
+        description="Most env rows that a policy worker answers at once, if requests of several sims wait; 1: one "
+        "request after the other. null: 64 with openvla, openvla_oft, pi0, pi05 and smolvla, else 1.",
     )
     merge_wait_s: float = Field(
-        0.005, ge=0, le=10, description="Seconds that a request may wait there for other sims' requests."
+        0.005, ge=0, le=10, description="Seconds that a request may wait for requests of other sims."
     )
 
     @property
@@ -204,23 +206,21 @@ class EvalSection(Strict):
     num_envs: int | None = Field(
         None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs."
     )
-    seed: int = Field(
-        1, ge=0, lt=2**63, description="Names the list of episodes; apart from training's whatever the seed."
-    )
+    seed: int = Field(1, ge=0, lt=2**63, description="Determines the episodes, which are never those of training.")
     protocol: str | None = Field(
         None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
     )
     videos: int = Field(
         USUAL_VIDEOS,
         ge=0,
-        description="How many of the first episodes are recorded; 0: no videos at all. Text envs: how many of all "
-        "transcripts the report shows unfolded.",
+        description="Number of first episodes to record; 0: no videos at all. Text envs: number of transcripts that "
+        "the report shows unfolded.",
     )
     failure_videos: int | None = Field(
         None,
         ge=0,
-        description="Videos of failures, at most; those not among the first are played once more for the camera, after "
-        "the results. null: 4, or none where eval.videos is less. Text envs have none.",
+        description="Most videos of failures, which are played once more for the camera, after the results, unless "
+        "they are among the first episodes. null: 4, or none if eval.videos is less. Text envs have none.",
     )
 
     @property
@@ -242,8 +242,8 @@ class EvalSection(Strict):
     )
     interleave: bool = Field(
         False,
-        description="Play an evaluation in mid-run beside the next rollout, which uses the same weights, instead of "
-        "before it. Its results are the same (with vLLM up to its rounding).",
+        description="Play evaluations during a run beside the next rollout, which uses the same weights, instead of "
+        "before it. Results are the same (with vLLM up to rounding).",
     )
     reference: str | None = Field(
         None,
@@ -254,13 +254,16 @@ class EvalSection(Strict):
         0.0,
         ge=0,
         le=1,
-        description="How random actions are: 0 takes the best one, 1 samples as in training, 0.5 has half the noise. "
+        description="Randomness of actions: 0 takes the best one, 1 samples as in training, 0.5 has half the noise. "
         "Text envs: logits are divided by it, and 0 takes the likeliest token.",
     )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Text envs: draw from the fewest likeliest tokens whose probabilities reach this."
+        1.0,
+        gt=0,
+        le=1,
+        description="Text envs: draw from the smallest set of likeliest tokens whose probabilities sum to this.",
     )
-    top_k: int = Field(0, ge=0, description="Text envs: draw from so many of the likeliest tokens; 0: from all.")
+    top_k: int = Field(0, ge=0, description="Text envs: draw from this many of the likeliest tokens; 0: from all.")
 
 
 class CollectSection(Strict):

@@ -32,27 +32,28 @@ class LearnerConfig(Strict):
     most_items: int | None = Field(
         None,
         gt=0,
-        description="Decisions, or tokens of conversations, that a learner may have of a batch of whole episodes; the "
-        "batch is dealt so that no learner has more. null: no limit.",
+        description="Most decisions, or tokens of conversations, of a batch of whole episodes on one learner. null: "
+        "no limit.",
     )
     share_prompts: bool = Field(
         True,
-        description="A prompt that conversations of a group have in common goes through the network once for all.",
+        description="Compute the prompt of a group's conversations once for all of them.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="Where learners learn and policies act; auto: on GPUs where there are any, but for small MLPs "
-        "beside simulators on cores. A map in placement says it itself.",
+        description="Device of learners and policies; auto: GPUs if there are any, except for small MLPs beside "
+        "simulators on cores. A map in placement overrides it.",
     )
     precision: Literal["full", "bf16"] = Field(
-        "full", description="bf16: matrix products in bfloat16 (autocast), in acting too; weights keep policy.dtype."
+        "full", description="bf16: matrix products in bfloat16 (autocast), also in acting; weights keep policy.dtype."
     )
     compile: bool = Field(False, description="Compile the network (torch.compile); the first iteration takes longer.")
     graphs: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Record gradient steps as CUDA graphs and repeat them; minibatches are padded to few sizes. auto: "
-        "on GPUs, for policies of up to 10 million weights that take numbers. Weights are equal up to rounding. Small "
-        "policies that act on what a simulator keeps on their GPU are recorded there too, unless off.",
+        "on GPUs, for policies of up to 10 million weights that take numbers. Weights are equal up to "
+        "rounding. Acting of small policies on observations that a simulator keeps on the GPU is "
+        "recorded, too, unless off.",
     )
     checkpoint_activations: bool = Field(
         False, description="Compute activations again in the backward pass instead of keeping them, block by block."
@@ -63,14 +64,14 @@ class LearnerConfig(Strict):
     )
     reduce_each_pass: bool = Field(
         False,
-        description="With learner.shard: sum gradients over the learners after each pass, not once a step. No learner "
-        "holds a whole float32 gradient then, and each pass pays for an exchange.",
+        description="With learner.shard: sum gradients over the learners after each pass, not once a step. Then no "
+        "learner holds a whole float32 gradient, but each pass needs an exchange.",
     )
     sequence_degree: Literal["auto", 1, 2, 4] = Field(
         1,
-        description="Learners that compute a language model's pass together, each a part of its tokens; attention "
-        "exchanges them. auto: as many for each pass as lower the busiest learner's load, and more where the pass has "
-        "more than learner.pack_tokens.",
+        description="Learners that compute a language model's pass together, each a part of its tokens. auto: chosen "
+        "for each pass, so that the busiest learner has least to do and no learner more than "
+        "learner.pack_tokens.",
     )
 
     @model_validator(mode="after")

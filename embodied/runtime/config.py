@@ -28,7 +28,7 @@ class ClusterConfig(Strict):
         "cluster of the run's own on this machine",
     )
     start_s: float = Field(
-        300.0, gt=0, description="Seconds in which Ray has to start on this machine, where it is not joined by address."
+        300.0, gt=0, description="Seconds in which Ray has to start on this machine, unless cluster.address is set."
     )
     machines: str | None = Field(
         None,
@@ -69,10 +69,10 @@ class FaultsConfig(Strict):
         600.0,
         gt=0,
         description="Seconds without a sign of life from any awaited worker, after which replaceable workers are "
-        "replaced, and otherwise the run fails.",
+        "replaced, or else the run fails.",
     )
     max_restarts: int = Field(
-        5, ge=0, description="How often a process of sim or policy workers is started again within faults.window_s."
+        5, ge=0, description="How often a process of sim or policy workers may be restarted within faults.window_s."
     )
     window_s: float = Field(1800.0, gt=0, description="Seconds over which these restarts are counted.")
     hang_s: float = Field(

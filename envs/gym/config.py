@@ -14,8 +14,8 @@ class GymConfig(NamedWithKind):
 
     name: str = Field(pattern=r"^gym:\S+$", description="gym:<id>, any registered Gymnasium env.")
     task: str = Field(description="How results name the task; unset: the Gymnasium id.")
-    on_success: OnSuccess = Field("terminate", description="As for all envs, where the env reports success.")
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Handed to gymnasium.make as they are.")
+    on_success: OnSuccess = Field("terminate", description="As for all envs, if the env reports success.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Arguments for gymnasium.make.")
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

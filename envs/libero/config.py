@@ -152,22 +152,22 @@ class LiberoConfig(CommonEnvConfig):
         "your own is path/to/task.bddl or my_tasks:MyTask.",
     )
     num_envs: int = Field(8, gt=0, description="As for all envs; rows of one task share its memory.")
-    on_success: OnSuccess = Field("terminate", description="As for all envs; the reward is 1 where the task is solved.")
+    on_success: OnSuccess = Field("terminate", description="As for all envs; the reward is 1 when the task is solved.")
     initial_states: Literal["drawn", "stored"] = Field(
         "drawn",
-        description="Where training episodes begin: objects placed at random as the task says, or in the benchmark's "
-        "own stored states, which libero-v1 evaluates on.",
+        description="How training episodes begin: with objects placed at random as the task says, or in the "
+        "benchmark's stored states, on which libero-v1 evaluates.",
     )
     states_file: LocalPath | None = Field(
         None,
-        description="Initial states of a task of your own, a .npy or .npz file: evaluations begin in them, with "
-        "env.initial_states=stored training too; unset: placements are drawn.",
+        description="Initial states of your own task, a .npy or .npz file, for evaluations, and with "
+        "env.initial_states=stored for training; unset: placements are drawn.",
     )
     state: Literal["full", "proprio"] = Field(
         "full", description="Observed numbers: positions of all objects, or only the arm's own 8 numbers."
     )
     cameras: tuple[Literal["agentview", "wrist"], ...] = Field(
-        (), description="Cameras whose images are observed, the right way up."
+        (), description="Cameras whose images are observed, upright."
     )
     image_size: int = Field(128, ge=16, le=1024, description="Width and height of these images, in pixels.")
     mirrored: bool = Field(
@@ -175,20 +175,20 @@ class LiberoConfig(CommonEnvConfig):
         description="Mirror images left to right: LIBERO's raw frames turned by 180 degrees, as published VLAs use.",
     )
     fast_images: bool = Field(
-        False, description="No antialiasing, no reflections: several times faster, other pixels than the benchmark's."
+        False, description="No antialiasing, no reflections: several times faster, but not the benchmark's pixels."
     )
     tasks_in_memory: int = Field(
-        10, gt=0, description="Tasks a sim worker keeps loaded though no row plays them: 0.3 GB each, with images 0.8."
+        10, gt=0, description="Unused tasks that a sim worker keeps loaded: 0.3 GB each, with images 0.8."
     )
     video_size: int = Field(256, gt=15, le=1024, multiple_of=2, description="Width and height of video frames.")
     settling_steps: int = Field(
         SETTLING_STEPS,
         ge=0,
         le=100,
-        description="Env steps before an episode in which objects come to rest; RLinf has 15, libero-v1 always 10.",
+        description="Env steps before an episode in which objects come to rest; RLinf uses 15, libero-v1 always 10.",
     )
     settling_gripper: Literal["open", "still"] = Field(
-        "open", description="The gripper meanwhile opens, or, as in RLinf's OFT recipe, does not move."
+        "open", description="The gripper opens meanwhile, or stays still as in RLinf's OFT recipe."
     )
 
     def conflicts(self) -> Iterator[str]:

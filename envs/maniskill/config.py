@@ -31,25 +31,24 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     control_mode: str | None = Field(
         None,
-        description="How actions move the robot: a control mode it has; unset: pd_joint_delta_pos, or the only one.",
+        description="How actions move the robot: one of its control modes; unset: pd_joint_delta_pos, or the only one.",
     )
     action_units: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] | None = Field(
         None,
-        description="Metres and radians that an action of 1 means in the bridge tasks, whose control has no units of "
-        "its own; unset: [1, 1], as published models have them.",
+        description="Bridge tasks: metres and radians of an action of 1; unset: [1, 1], as for published models.",
     )
     object_set: Literal["train", "test", "all"] | None = Field(
         None,
-        description="Which things, plates and images of tables the PutOnPlateInScene25 tasks draw; unset: train for "
-        "the training tasks (Main, Single), test for the variants with unseen objects.",
+        description="Things, plates and images of tables that the PutOnPlateInScene25 tasks draw from; unset: train "
+        "for the training tasks (Main, Single), test for the variants with unseen objects.",
     )
     reward_mode: str = Field(
         "normalized_dense",
         description="The simulator's own reward: normalized_dense (shaped, within 0 to 1), dense, sparse (1 for "
-        "success), or a mode that a task of yours has.",
+        "success), or a mode of your own task.",
     )
     robot: str | None = Field(
-        None, description="The robot, by ManiSkill's name or one that env.modules register; unset: the task's own."
+        None, description="The robot's name in ManiSkill, or one that env.modules register; unset: the task's own."
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
@@ -61,13 +60,13 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     state: Literal["full", "proprio", "joints"] = Field(
         "full",
-        description="Observed numbers: everything; only what ManiSkill gives beside images, the robot's own and often "
-        "a goal; or joints and hand alone.",
+        description="Observed numbers: everything; only those that ManiSkill adds to images (the robot's own and "
+        "often a goal); or only joints and hand.",
     )
     relative_positions: bool = Field(
         False,
-        description="Add to the state where the things that it locates, a gripper, a cube and a goal say, are from "
-        "each other: a small network learns faster from that.",
+        description="Add to the state the offsets between the things whose positions it has, such as gripper, cube "
+        "and goal, from which a small network learns faster.",
     )
     privileged: bool = PRIVILEGED
     cameras: tuple[str, ...] = Field(
@@ -79,11 +78,11 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     image_region: Region | None = Field(
         None,
-        description="Left, top, right and bottom, in parts of width and height, of the square image that cameras "
-        "with env.image_fov see, or of the bridge tasks' 640 x 480; unset: all of it.",
+        description="Region of the image: left, top, right and bottom as fractions of width and height (of the square "
+        "image with env.image_fov, of 640 x 480 in bridge tasks); unset: the whole image.",
     )
     fast_images: bool = Field(
-        False, description="Observe coarse copies of fine meshes: several times faster on a CPU, other pixels."
+        False, description="Render coarse copies of fine meshes: several times faster on a CPU, with different pixels."
     )
     shader: Literal["default", "minimal", "rt-fast", "rt-med", "rt"] = Field(
         "default", description="ManiSkill shader pack of the camera that records videos; rt traces rays, slowly."

@@ -15,7 +15,7 @@ class PointMassConfig(CommonEnvConfig):
     size: float = Field(1.0, gt=0, description="The world is the square from -size to size.")
     discrete: bool = Field(False, description="Stay, left, right, down, up instead of a force in two dimensions.")
     state: Literal["full", "proprio"] = Field(
-        "full", description="Observed numbers: everything, or only the point's own position and speed."
+        "full", description="Observed numbers: all, or only the point's own position and speed."
     )
     privileged: bool = PRIVILEGED
     cameras: tuple[Literal["top", "near"], ...] = Field(

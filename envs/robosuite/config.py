@@ -30,7 +30,7 @@ class RobosuiteConfig(CommonEnvConfig):
         "OSC_POSE", description="robosuite's controller, with its default settings."
     )
     reward_mode: Literal["dense", "sparse"] | None = Field(
-        None, description="Shaped or not, where the task has both; unset: dense."
+        None, description="A shaped reward or 1 for success, if the task has both; unset: dense."
     )
     kwargs: dict[str, Any] = Field(
         default_factory=dict, description="More options of the task's class: {gripper_types: RethinkGripper}."

@@ -83,7 +83,7 @@ class ReverseTextConfig(TextConfig):
         "sentences", description="sentences: messages, for chat models. letters: a few, for small models."
     )
     file: LocalPath | None = Field(
-        None, description='The sentences: JSONL, a line {"prompt": "..."} each; unset: some of everyday words.'
+        None, description='The sentences: JSONL with lines {"prompt": "..."}; unset: random everyday words.'
     )
 
     rules = (only_with("file", {"task": "sentences"}, "it holds sentences; leave one of them out"),)
@@ -96,18 +96,18 @@ class MathConfig(TextConfig):
     task: str = Field("math", description="How results name it.")
     file: LocalPath | None = Field(
         None,
-        description="JSONL, parquet or a folder of the package datasets, a question a row: {question or prompt or "
+        description="Questions: JSONL, parquet or a folder of the package datasets, with rows {question or prompt or "
         "messages, answer or solutions}, and images.",
     )
     solve_rate: tuple[float, float] | None = Field(
         None,
-        description="Train on questions alone whose stored `solve_rate` is between these two, [0.1,0.9] say; null: on "
-        "all.",
+        description="Train only on questions whose stored `solve_rate` is between these two, such as [0.1,0.9]; null: "
+        "on all.",
     )
     held_out: LocalPath | None = Field(
-        None, description="Another such file for evaluations; unset: the first 5% of the questions, at most 500."
+        None, description="A file like env.file for evaluations; unset: the first 5% of the questions, at most 500."
     )
-    score_s: float = Field(5.0, gt=0, description="Seconds that comparing an answer may take; then it counts as wrong.")
+    score_s: float = Field(5.0, gt=0, description="Seconds for comparing an answer; after them it counts as wrong.")
 
 
 class ReasoningGymConfig(TextConfig, NamedWithKind):
@@ -130,8 +130,8 @@ class MixtureConfig(TextConfig):
     name: Literal["mixture"] = Field(description="Several text envs in one run (docs/text_envs.md).")
     task: str = Field("mixture", description="How the mixture is called; results name its envs.")
     mixture: dict[str, dict[str, Any]] = Field(
-        description="By a name of your choice, the options of each env, with its `name` and its `weight` in training "
-        "(1)."
+        description="The options of each env, with its `name` and its `weight` in training (1), under a key of your "
+        "choice."
     )
 
     def conflicts(self) -> Iterator[str]:
@@ -156,9 +156,9 @@ class VerifiersConfig(TextConfig, NamedWithKind):
     kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Its options: of load_environment, or as an [env] block."
     )
-    full_score: float = Field(1.0, description="The reward from which on an answer is a success.")
+    full_score: float = Field(1.0, description="Answers with at least this reward are successes.")
     score_s: float = Field(60.0, gt=0, description="Seconds for a reply or a score; then the conversation is dropped.")
-    start_s: float = Field(600.0, gt=0, description="Seconds that loading it may take, data sets included.")
+    start_s: float = Field(600.0, gt=0, description="Seconds for loading it, including data sets.")
 
     @classmethod
     def tasks_in_words(cls, name: str) -> list[tuple[str, str]]:

@@ -22,7 +22,8 @@ from embodied.envs.text.scoring_process import Scorers, dataset_of, entry_of
 from embodied.envs.text.text_env import TRIES, TextEnv, Turn
 
 POOL = 10_000  # questions to train on
-HELD_OUT_SEED = 1 << 30  # question i of seed s is made by a generator of seed s + i, so this is far from the training questions
+# Question i of seed s is made by a generator of seed s + i, so this is far from the training questions.
+HELD_OUT_SEED = 1 << 30
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 

@@ -67,7 +67,7 @@ class TextEnv(EnvCapabilities):
     """The most answers of a conversation, unless `env.max_episode_steps` is set."""
     num_held_out: ClassVar[int] = 200
     """The number of prompts for evaluations, which training never shows."""
-    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process; the last list is the rest of `every`
+    _held_out: ClassVar[dict[Any, tuple[list, set, list]]] = {}  # drawn once in a process; last: the rest of `every`
     source: str = ""
     """The task of this conversation, if it is not that of the spec."""
     drawn: Any = None

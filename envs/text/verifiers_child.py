@@ -30,7 +30,7 @@ ENDLESS = 10_000  # tasks that are taken from an endless taskset
 END_S = 10.0  # this long after its worker has died, a hung environment's process ends
 LONGEST = 1000  # characters of texts for people
 KEY = "EMBODIED_API_KEY"  # verifiers 0.4 reads our endpoint's key here, and keeps names like this one from tools
-RAISED = ContextVar("raised", default=None)  # exceptions of an example's reward functions, which the package scores as 0
+RAISED = ContextVar("raised", default=None)  # exceptions of an example's reward functions, which count as 0
 
 
 class Problem(Exception):

@@ -32,8 +32,8 @@ class LanguageConfig(LoraOptions):
     name: Literal["language"] = Field(description="A causal language model, for text envs.")
     preset: Literal["tiny", "tiny_gpt2", "tiny_vl"] = Field(
         "tiny",
-        description="A model with fresh weights and a tokenizer of characters: Qwen3's shape, GPT-2's, or that of "
-        "Qwen2.5-VL, which sees pictures; with policy.pretrained the folder says.",
+        description="A model with random weights and a tokenizer of characters, of the architecture of Qwen3, GPT-2, "
+        "or Qwen2.5-VL, which reads pictures; policy.pretrained has its own.",
     )
     pretrained: str | None = Field(
         None,
@@ -41,38 +41,37 @@ class LanguageConfig(LoraOptions):
     )
     engine: Literal["transformers", "vllm", "http"] = Field(
         "transformers",
-        description="What generates: our own loop over the model, vLLM in the policy worker's process (make vllm), or "
-        "the servers at policy.url.",
+        description="What generates answers: our own loop over the model, vLLM in the policy worker's process (make "
+        "vllm), or the servers at policy.url.",
     )
     url: str | tuple[str, ...] | None = Field(
         None,
-        description="Where policy.engine=http finds its server, python -m embodied.serve or vllm serve: "
-        "http://127.0.0.1:8000, or a list of several, which may come and go.",
+        description="With policy.engine=http: the address of its server (python -m embodied.serve or vllm serve), "
+        "such as http://127.0.0.1:8000, or a list of several, which may come and go.",
     )
     token_from: str = Field(
         "EMBODIED_SERVE_TOKEN",
-        description="Environment variable, or file with a / in its name, that holds the server's token; the token "
-        "itself is written down nowhere.",
+        description="Environment variable, or file with a / in its name, that holds the server's token; no file of "
+        "the run contains the token.",
     )
     weights: LocalPath | None = Field(
         None,
-        description="Folder in which servers find new weights, under the same name here and there; ours are sent them "
-        "where they do not see it. null: they keep their own, which must be the checkpoint's, for evaluations alone.",
+        description="Folder for new weights, with the same path for the run and its servers; our servers get them "
+        "over HTTP if they do not see it. null: servers keep their own weights, which must be the "
+        "checkpoint's; for evaluations only.",
     )
-    answer_s: float = Field(
-        600.0, gt=0, description="Seconds that a server has for an answer, and for taking new weights."
-    )
+    answer_s: float = Field(600.0, gt=0, description="Seconds in which a server must answer, and take new weights.")
     away_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds that all servers may be away or failing before the run fails; a request is then asked "
-        "again.",
+        description="Seconds that all servers may be away or failing before the run fails; requests are repeated "
+        "meanwhile.",
     )
     gap_limit: float | None = Field(
         0.1,
         gt=0,
-        description="A server is dropped whose log-probs differ from the learner's by more than this a token, on "
-        "average over the last 32, or by ten times as much as the other servers'; null: nothing is compared.",
+        description="Drop a server whose log-probs differ from the learner's by more than this on average over the "
+        "last 32 tokens, or ten times as much as the other servers'; null: nothing is compared.",
     )
     verify: float | None = Field(
         None,
@@ -84,28 +83,28 @@ class LanguageConfig(LoraOptions):
     temperature: float = Field(
         1.0,
         gt=0,
-        description="Logits are divided by it where rollouts draw tokens and where losses take their log-probs; "
-        "evaluations have eval.temperature.",
+        description="Logits are divided by it in rollouts and losses; evaluations have eval.temperature.",
     )
-    max_tokens: int = Field(512, gt=0, description="Tokens of an answer, at most; then it counts as cut off.")
+    max_tokens: int = Field(512, gt=0, description="Most tokens of an answer; a longer one is cut off.")
     max_length: int | None = Field(
-        None, gt=0, description="Tokens of a whole conversation, at most; null: as many as the model has positions."
+        None, gt=0, description="Most tokens of a whole conversation; null: the model's number of positions."
     )
     max_running: int = Field(
-        64, gt=0, description="Conversations that a policy worker continues at a time, on each server of its own."
+        64, gt=0, description="Conversations that a policy worker plays at the same time, on each of its servers."
     )
     cache_gb: float | None = Field(
         None,
         gt=0,
-        description="Memory for the keys and values of these; null: what max_running and max_length ask for.",
+        description="Memory for the keys and values of these conversations; null: as much as max_running and "
+        "max_length need.",
     )
     chat: bool | None = Field(
         None,
-        description="Put messages into words with the model's chat template; null: if it has one. false: their "
-        "contents alone.",
+        description="Format messages with the model's chat template; null: if it has one. false: use their contents "
+        "only.",
     )
     train_layers: int | None = Field(
-        None, gt=0, description="Train only so many of the last layers and the final norm; null: all weights."
+        None, gt=0, description="Train only this many of the last layers and the final norm; null: all weights."
     )
     expert_bias_rate: float | None = Field(
         None,

@@ -13,22 +13,22 @@ from embodied.policies.vla.config import VLAConfig
 
 class PrismaticConfig(VLAConfig):
     preset: Literal["tiny", "full"] = Field(
-        "tiny", description="Size of a model with fresh weights; with policy.pretrained the folder says."
+        "tiny", description="Size of a model with random weights; policy.pretrained has its own."
     )
     temperature: float = Field(
         1.0, gt=0, description="Logits are divided by it, in acting and in learning; 1.6 explores more."
     )
     train: Literal["all", "language"] = Field(
         "all",
-        description="language: the vision towers are frozen, and an update of several epochs looks at each image once.",
+        description="language: the vision towers are frozen, and an update of several epochs encodes each image once.",
     )
     crop_area: float = Field(
-        1.0, gt=0, le=1, description="Part of the image it looks at; 0.9 for models tuned on randomly cropped images."
+        1.0, gt=0, le=1, description="Share of the image that is used; 0.9 for models tuned on randomly cropped images."
     )
     sft_loss: Literal["actions", "vocabulary"] = Field(
         "actions",
-        description="What imitation of tokens teaches: which action token; or, as upstream, which of all words, and "
-        "the stop token behind them.",
+        description="Imitation of tokens teaches the action token among all action tokens, or as upstream among the "
+        "whole vocabulary, with the stop token after them.",
     )
     rlds_images: bool = Field(
         False,
@@ -43,7 +43,7 @@ class OpenVLAConfig(PrismaticConfig):
     chunk: ClassVar[int] = 1
 
     name: Literal["openvla"] = Field(description="One image and an instruction in, an action as seven tokens out.")
-    camera: str | None = Field(None, description="Camera it looks through, where the env has several.")
+    camera: str | None = Field(None, description="Camera that it uses, if the env has several.")
 
     @property
     def cameras(self) -> tuple[str | None, ...]:
@@ -62,13 +62,13 @@ class OpenVLAOFTConfig(PrismaticConfig):
 
     name: Literal["openvla_oft"] = Field(description="Images and an instruction in, a chunk of actions out at once.")
     cameras: tuple[str, ...] = Field(
-        (), description="Cameras it looks through, in this order; unset: all the env has, by name."
+        (), description="Cameras that it uses, in this order; unset: all of the env, by name."
     )
     chunk: int = Field(8, gt=0, description="Actions per decision: one policy call plays this many env steps.")
     head: Literal["discrete", "l1"] | None = Field(
         None,
-        description="discrete: a token for each number; l1: numbers from a head trained with the L1 loss, on the way "
-        "there and in RL with Laplace noise around them; null: as the folder says, else discrete.",
+        description="discrete: a token for each number; l1: numbers from a head trained with the L1 loss, with "
+        "Laplace noise in RL; null: as the folder says, else discrete.",
     )
     proprio: bool | None = Field(
         None,
@@ -78,7 +78,7 @@ class OpenVLAOFTConfig(PrismaticConfig):
         None, description="Whether the instruction modulates the vision towers; null: as the folder says, else no."
     )
     bounds: Literal["quantiles", "extremes"] = Field(
-        "quantiles", description="What -1 and 1 stand for: the 1% and 99% quantiles of the data set, or its extremes."
+        "quantiles", description="Meaning of -1 and 1: the 1% and 99% quantiles of the data set, or its extremes."
     )
     bidirectional: bool = Field(
         True, description="Every token sees every other one; false for models that were tuned with a causal mask."

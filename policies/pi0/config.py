@@ -17,11 +17,11 @@ class Pi0Config(FlowConfig):
         description="Images, state and an instruction in, a chunk of actions out of noise: Pi0 and Pi0.5."
     )
     state_in_prompt: bool = Field(
-        True, description="Pi0.5 reads the state in its prompt; false for models that were tuned without."
+        True, description="Pi0.5 reads the state in its prompt; false for models that were tuned without it."
     )
     augment: bool = Field(
         False,
-        description="Imitation sees images cropped, turned and coloured at random, as in openpi's training.",
+        description="Imitation crops, rotates and recolours images at random, as openpi's training does.",
     )
 
     @classmethod

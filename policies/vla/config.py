@@ -64,17 +64,17 @@ class LoraOptions(PolicyOptions):
     lora_rank: int | None = Field(
         None, gt=0, description="Train adapters of this rank beside frozen weights (LoRA); null: train all weights."
     )
-    lora_scale: float = Field(1.0, gt=0, description="What an adapter's effect is multiplied by: its alpha / rank.")
+    lora_scale: float = Field(1.0, gt=0, description="Factor of an adapter's output: its alpha / rank.")
     lora_targets: LoraTargets = Field(
         "linear",
-        description="Which layers get one. linear: linear layers that are used, without lm_head; reference: all that "
-        "the published recipes adapt (peft 0.11's all-linear), lm_head, patches and SigLIP's pooling too; or their "
-        "names, or how these end.",
+        description="Layers that get an adapter. linear: the used linear layers, without lm_head; reference: those of "
+        "the published recipes (peft 0.11's all-linear), with lm_head, patches and SigLIP's pooling; or "
+        "a list of names or their endings.",
     )
     lora_init: Literal["kaiming", "gaussian"] = Field(
         "kaiming",
-        description="How an adapter's first matrix begins: as peft's default, or with deviation 1 / rank, as OpenVLA's "
-        "recipe asks for.",
+        description="Initial values of an adapter's first matrix: peft's default, or with deviation 1 / rank, as in "
+        "OpenVLA's recipe.",
     )
     lora_config: Annotated[LoraFields, AfterValidator(with_patterns)] = Field(
         default_factory=LoraFields,
@@ -100,18 +100,17 @@ class VLAConfig(LoraOptions):
     )
     statistics: str | None = Field(
         None,
-        description="Data set whose ranges actions and states have, where the model was trained on several; or the "
-        "folder of any dataset.",
+        description="Data set that gives the ranges of actions and states, if the model was trained on several; or "
+        "the folder of any dataset.",
     )
-    instruction: str | None = Field(None, description="The instruction where the env gives none.")
+    instruction: str | None = Field(None, description="The instruction, if the env gives none.")
     gripper: Literal["as_is", "libero", "bridge"] = Field(
-        "as_is", description="How the last number, from 0 (closed) to 1 (open), becomes what the env takes."
+        "as_is", description="How the last number, from 0 (closed) to 1 (open), is converted for the env."
     )
     keyframes: tuple[NonNegativeInt, ...] = Field(
         (),
-        description="Imitation also teaches the image tokens, by a linear head on them, these numbers of the "
-        "state (by place, from 0): as they will be at the next keyframe, where the gripper opens or "
-        "closes, and at the end.",
+        description="In imitation a linear head on the image tokens also predicts these numbers of the state (by "
+        "index, from 0) at the next keyframe: where the gripper opens or closes, and the end.",
     )
     lora_path: str | None = Field(
         None, description="Folder of adapters that peft saved, to begin with; rank, scale and targets are theirs."
@@ -119,7 +118,7 @@ class VLAConfig(LoraOptions):
     dtype: Literal["float32", "float64", "bfloat16"] = Field("float32", description="As for mlp.")
     compile: bool = Field(
         False,
-        description="Act with networks that torch.compile has fused: faster, after a minute at first. On a CPU needs "
+        description="Act with networks compiled by torch.compile: faster, after a minute at first. On a CPU it needs "
         "a C++ compiler. A saved policy does not keep it.",
     )
 
@@ -128,17 +127,21 @@ class FlowConfig(VLAConfig):
     """Options of families that make actions out of noise by flow matching."""
 
     preset: Literal["tiny", "full"] = Field(
-        "tiny", description="Size of a model with fresh weights; with policy.pretrained the folder says."
+        "tiny", description="Size of a model with random weights; policy.pretrained has its own."
     )
     cameras: tuple[str, ...] = Field(
         (),
-        description="The env's cameras in the model's order, of Pi0 base, left wrist, right wrist; unset: all, in "
-        "theirs.",
+        description="The env's cameras in the model's order, for Pi0 base, left wrist, right wrist; unset: all, in "
+        "the env's order.",
     )
     horizon: int | None = Field(
-        None, gt=0, description="Actions it predicts at once; null: as many as the folder or the preset says."
+        None, gt=0, description="Actions that it predicts at once; null: as the folder or the preset says."
     )
-    chunk: int = Field(5, gt=0, description="The first so many of them are one decision: played before it looks again.")
+    chunk: int = Field(
+        5,
+        gt=0,
+        description="Actions per decision: the first ones of policy.horizon, played before the next observation.",
+    )
     steps: int = Field(4, gt=0, description="Steps from noise to actions; more are finer and slower.")
     relative_actions: int = Field(
         0,
@@ -147,16 +150,17 @@ class FlowConfig(VLAConfig):
     )
     exploration: Literal["flow_sde", "flow_noise"] = Field(
         "flow_sde",
-        description="Where RL's noise comes in: at one random step, of policy.noise_level, or at all steps, learned.",
+        description="Where RL adds noise: at one random step, with policy.noise_level, or at all steps, with a "
+        "learned deviation.",
     )
-    noise_level: float = Field(0.5, gt=0, description="How strong flow_sde's noise is.")
+    noise_level: float = Field(0.5, gt=0, description="Strength of flow_sde's noise.")
     noise_range: tuple[float, float] = Field(
-        (0.08, 0.16), description="Between which deviations flow_noise's lies, in the model's units."
+        (0.08, 0.16), description="Range of flow_noise's deviation, in the model's units."
     )
     train: Literal["all", "expert"] = Field(
-        "all", description="expert: what sees and reads is frozen, only what acts is trained."
+        "all", description="expert: vision and language are frozen, only the action expert is trained."
     )
-    detach_value: bool = Field(False, description="The value's error trains nothing but the value's own weights.")
+    detach_value: bool = Field(False, description="The value's error trains only the value's own weights.")
 
     @property
     def mixed_precision(self) -> bool:
