@@ -1,8 +1,9 @@
 """The parent's side of devices that several runs share: serves their coordinator over a local socket, in one thread.
 
-The socket lies in a folder of its own and only this user can open it (mode 0600, and the kernel says who connects).
-A process that was started as a run speaks for that run alone; any other of the same user may ask to add one. What a run
-says and hears: `runtime/shared_leases.py`. A connection that ends ends the run's leases; other runs never notice.
+The socket is in a separate folder and only this user can open it (mode 0600, and the kernel tells who connects). A
+process that was started as a run speaks for that run only; other processes of the user may ask to add a run.
+`runtime/shared_leases.py` describes the messages. The end of a connection ends the run's leases and does not affect
+other runs.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class _Peer:
 
 
 class LeaseServer:
-    """Serves leases of these devices. `record` gets the lines of share.jsonl; `add` starts another run, and returns
-    what to say about that."""
+    """Serves leases of these devices. `record` gets the lines of share.jsonl; `add` starts another run, and returns the
+    reply to the user."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class LeaseServer:
         self.add, self.clock, self.start = add, clock, clock()
         self.expected: dict[int, str] = {}  # process id -> run
         self.peers: list[_Peer] = []
-        self._stopped: dict[str, float] = {}  # run whose process does not go on (SIGSTOP) -> since when
+        self._stopped: dict[str, float] = {}  # run whose process is stopped (SIGSTOP) -> since when
         self._folder = Path(tempfile.mkdtemp(prefix="embodied-share-"))
         self.path = self._folder / "socket"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -95,7 +96,7 @@ class LeaseServer:
         self._tell()
 
     def serve(self, timeout_s: float) -> None:
-        """Hear what there is to hear within this time, and answer."""
+        """Receive messages for at most this time, and answer them."""
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._socket:
                 self._accept()
@@ -108,8 +109,8 @@ class LeaseServer:
         self._tell()
 
     def overdue(self, seconds: float) -> set[str]:
-        """Runs that were asked for a device so long ago and still hold it, or that others wait for although their
-        process has been stopped for so long."""
+        """Runs that were asked for a device `seconds` ago and still hold it, or whose process has been stopped for so
+        long while others wait for them."""
         asked = [gang for gang in self.turns.gangs.values() if gang.leaves_since is not None]
         late = {gang.run for gang in asked if gang.leaves_since is not None and self.now - gang.leaves_since > seconds}
         here = {run for pid, run in self.expected.items() if is_stopped(pid)}
@@ -177,7 +178,7 @@ class LeaseServer:
             getattr(self, f"_do_{verb}")(peer.run, **message)
         except LeaseError as err:
             error = str(err).replace(f"{peer.run}/", "")
-        except (ValueError, TypeError, KeyError, AttributeError):  # not one of ours
+        except (ValueError, TypeError, KeyError, AttributeError):  # not a message of ours
             self._drop(peer)
             return
         self._tell(peer, error)
@@ -192,7 +193,7 @@ class LeaseServer:
                 peer.to_send = peer.to_send[peer.socket.send(peer.to_send) :]
             except ConnectionError:
                 return  # read says so
-        if len(peer.to_send) > MOST_BYTES:  # it does not read
+        if len(peer.to_send) > MOST_BYTES:  # the run does not read its messages
             peer.socket.shutdown(socket.SHUT_RDWR)
             return
         waits = selectors.EVENT_WRITE if peer.to_send else 0
@@ -204,10 +205,11 @@ class LeaseServer:
             raise ValueError(verb)
         return {"said": self.add([str(word) for word in message["words"]])}
 
-    # What a run says
+    # Messages from runs
 
     def _do_begin(self, run: str, capacity: dict[str, float]) -> None:
-        """The run builds on its own devices. It may fill their memory, so other runs give their memory there back."""
+        """Let the run build its workers on its own devices. It may fill their memory, so other runs release theirs
+        there."""
         self._limit(capacity)
         gang, coordinator = f"{run}/{BEGINNING}", self.coordinator
         limited = {device for device in capacity if device in self.devices}
@@ -228,14 +230,14 @@ class LeaseServer:
     ) -> None:
         self._limit(capacity)
         named = {f"{run}/{name}": [self._claim(run, claim) for claim in claims] for name, claims in gangs.items()}
-        for gang, claims in named.items():  # a gang that cannot give way needs its devices as their owner does
+        for gang, claims in named.items():  # a gang that cannot give way needs its devices like their owner
             if gang.removeprefix(f"{run}/") not in preemptible:
                 self.turns.runs[run].own |= {device for claim in claims for device in claim.devices}
         mine = ({f"{run}/{gang}": tier for gang, tier in tiers.items()}, [f"{run}/{gang}" for gang in preemptible])
         self._dispatch(self.coordinator.join(run, named, *mine, [f"{run}/{worker}" for worker in resident]))
 
     def _limit(self, capacity: dict[str, float]) -> None:
-        """No more than these bytes are on these devices."""
+        """Limit the memory of these devices to these bytes."""
         for device in capacity.keys() & self.coordinator.capacity.keys():
             self.coordinator.capacity[device] = min(self.coordinator.capacity[device], capacity[device])
 
@@ -250,7 +252,7 @@ class LeaseServer:
         self._dispatch(self.coordinator.release(f"{run}/{gang}"))
 
     def _do_cancel(self, run: str, gang: str) -> None:
-        """It may have got its devices meanwhile, which the run has not heard yet."""
+        """The gang may have got its devices meanwhile, before the run was told."""
         waits = f"{run}/{gang}" in self.coordinator.waiting
         self._dispatch((self.coordinator.cancel if waits else self.coordinator.release)(f"{run}/{gang}"))
 
@@ -269,7 +271,7 @@ class LeaseServer:
     def _do_woke(self, run: str, seconds: float) -> None:
         self.turns.woke(seconds)
 
-    # What it hears
+    # Messages to runs
 
     def _dispatch(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -279,7 +281,7 @@ class LeaseServer:
                     peer.actions.append([action.verb, worker, action.gang])
 
     def _tell(self, answered: _Peer | None = None, error: str = "") -> None:
-        """Tell runs what has changed for them, and one that it was heard."""
+        """Tell runs what has changed for them, and confirm the message of `answered`."""
         leaving = self.coordinator.leaving()
         for gang in leaving:
             self.turns.asked_to_leave(gang, self.now)
@@ -314,7 +316,7 @@ class LeaseServer:
 
 
 class RecordedLeases(LeaseServer):
-    """Writes share.jsonl into a folder, to which it adds where there is one, and shows who has what."""
+    """Appends to a folder's share.jsonl, and shows which run has which device."""
 
     def __init__(self, folder: Path, devices: Iterable[str], rule: str, add: Callable[[list[str]], str]) -> None:
         self.folder = folder
@@ -322,7 +324,7 @@ class RecordedLeases(LeaseServer):
         self.record = ShareRecord()
         self.table = LiveTable(self.record)
         self._file = (folder / RECORD).open("a")
-        self.free: Callable[[], None] = lambda: None  # gives devices that were reserved for all runs back
+        self.free: Callable[[], None] = lambda: None  # releases the devices that were reserved for all runs
         super().__init__(devices, rule, self._note, add)
         started = datetime.now(UTC).isoformat(timespec="seconds")
         self._note({"format": FORMAT, "rule": rule, "devices": list(self.devices), "started": started})
@@ -340,7 +342,7 @@ class RecordedLeases(LeaseServer):
 
 @dataclass
 class SharedPlaces:
-    """Places for as many runs at the same time, each with devices of its own, which it lends."""
+    """Places for simultaneous runs, each with its own devices, which it lends."""
 
     leases: RecordedLeases
     owns: Sequence[Sequence[str]]
@@ -360,7 +362,7 @@ class SharedPlaces:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a process exists and does not go on (SIGSTOP)."""
+    """True if a process exists and is stopped (SIGSTOP)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):

@@ -1,4 +1,5 @@
-"""What sharing devices would bring: the iterations of every run, as its profile says, replayed under each rule."""
+"""Predicts the gain of sharing devices: replays the iterations of every run, with the times of its profile, under each
+rule."""
 
 from __future__ import annotations
 
@@ -27,24 +28,24 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
 TICKS = 5_000  # of a replay, about
-MOST = 1_000  # devices on which a rollout that can be divided goes on
+MOST = 1_000  # devices at most for a rollout that can be divided
 
 
 @dataclass(frozen=True)
 class IterationCost:
-    """An iteration of a run, by the number of shared devices that it has. Simulators stay on devices of its own."""
+    """The cost of an iteration by the run's number of shared devices. Simulators stay on the run's own devices."""
 
     rollout_s: Callable[[int], float]
     update_s: Callable[[int], float]
     fixed_s: float
-    switch_s: tuple[float, float]  # for a policy worker to stop, and to load weights
+    switch_s: tuple[float, float]  # seconds in which a policy worker stops, and loads weights
     iterations: int
     warnings: Sequence[str]  # of the profile
 
 
 def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
-    """The cost of an iteration by the newest profile of this recipe that holds here; `own`: the number of devices that
-    belong to the run. Each of so many `runs` has a part of the cores beside GPUs."""
+    """The cost of an iteration by the newest profile of this recipe that holds on this machine. `own`: the number of
+    the run's own devices. Each of `runs` runs has a part of the cores beside GPUs."""
     there, name = machines(config), config.run.name
     roles = roles_of(roles_of_run(EmbodiedLoop, config))
     advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
@@ -66,7 +67,7 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
 
     @cache
     def seconds(phase: int, count: int) -> float:
-        """Of the rollout (0), or of what follows it (1): other roles, then the update."""
+        """Seconds of the rollout (0), or of other roles and the update (1)."""
         players = Zone(("sim",), home.name, sims), Zone(("policy",), shared.name, count)
         between = ((Zone(more, shared.name, own),),) if more else ()
         layers = players, *between, (Zone(("learner",), shared.name, count),)
@@ -89,8 +90,8 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
 
 
 def run_work(name: str, config: RunConfig, own: int, weight: float, cost: IterationCost) -> RunWork:
-    """What the run does, for a replay. Rollouts that cannot be divided stay on the run's own devices, and so do those
-    whose simulators are there."""
+    """The run's work, for a replay. Rollouts that cannot be divided stay on the run's own devices, and so do those with
+    simulators there."""
     divides, there = divides_requests(config), machines(config)
     stays = config.env.on_gpu or networks_on(config, there) == "cpu" or not divides
 
@@ -101,7 +102,7 @@ def run_work(name: str, config: RunConfig, own: int, weight: float, cost: Iterat
 
 
 def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: None) -> dict[str, list[dict[str, Any]]]:
-    """What happens under each rule, as lines of share.jsonl. Raises ConfigError where a run has not been measured."""
+    """The events under each rule, as lines of share.jsonl. Raises ConfigError if a run has not been measured."""
     configs = {run.name: load_run(run.words).config for run in shared.runs}
     own = {run.name: run.own for run in shared.runs}
     weights = {run.name: run.weight for run in shared.runs}
@@ -126,8 +127,8 @@ def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: Non
 
 
 def describe_prediction(predicted: Mapping[str, Sequence[Mapping[str, Any]]], rule: str) -> list[str]:
-    """A line for each rule: the makespan, and every run's end and share of the devices' time. `rule` is the one that
-    is asked for."""
+    """A line for each rule: the makespan, and every run's end and share of the devices' time. `rule` is the chosen
+    one."""
     found = {name: record_of(lines) for name, lines in predicted.items()}
     serial = found["serial"].makespan_s()
     head = ["predicted", "makespan", "x serial", *(f"{name} ends (share)" for name in found[rule].runs)]

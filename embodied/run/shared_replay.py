@@ -1,13 +1,13 @@
-"""Replays several runs on the same devices in simulated time. Who has a device is decided by the rules of a real share
-(`runtime/run_turns.py`, `runtime/device_leases.py`); here is only what the runs do with their devices.
+"""Replays several runs on the same devices in simulated time. The code of real shares decides which run has a device
+(`runtime/run_turns.py`, `runtime/device_leases.py`); this module only simulates what runs do with devices.
 
     def batch(iteration):
         return TimedConversations([2.0] * 64, slots=8)
     works = [RunWork("a", 14, batch, update_s=lambda devices: 4 / devices, wait_s=6), ...]
-    lines = replay(works, own={"a": ["fake:0"], "b": ["fake:1"]})     # as share.jsonl has them
+    lines = replay(works, own={"a": ["fake:0"], "b": ["fake:1"]})     # lines of share.jsonl
 
-An iteration generates a batch on whatever devices the run has, waits without a device, and updates on all of the run's
-own devices.
+An iteration generates a batch on the devices that the run has at each time, waits without a device, and updates on all
+of the run's own devices.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GeneratedBatch(Protocol):
     """A batch that is generated on changing devices."""
 
     def work_on(self, devices: Collection[str]) -> None:
-        """Go on with these devices."""
+        """Continue on these devices."""
 
     def pass_time(self, seconds: float) -> None: ...
 
@@ -38,17 +38,18 @@ class GeneratedBatch(Protocol):
         """Seconds until something changes on the same devices."""
 
     def busy(self) -> set[str]:
-        """Devices that have something to do."""
+        """Devices that have work."""
 
     def has_more(self) -> bool:
-        """True if another device would find something to do."""
+        """True if there is work for another device."""
 
     @property
     def progress(self) -> float: ...
 
 
 class TimedConversations:
-    """So many at a time on a device; one that has to stop goes on later, from where it was."""
+    """Conversations, at most `slots` at a time on a device; one that has to stop continues later from the same
+    place."""
 
     def __init__(self, seconds: Sequence[float], slots: int) -> None:
         self.waiting, self.slots, self.total = deque(seconds), slots, len(seconds)
@@ -82,10 +83,10 @@ class TimedConversations:
 
 
 class SteadyBatch:
-    """A batch of which only its seconds on so many devices are known."""
+    """A batch whose seconds are known for each number of devices."""
 
     def __init__(self, seconds: Callable[[int], float], most: int) -> None:
-        """More devices than `most` bring nothing."""
+        """More devices than `most` are not faster."""
         self.seconds, self.most, self.progress, self.devices = seconds, most, 0.0, [*()]
 
     def work_on(self, devices: Collection[str]) -> None:
@@ -111,7 +112,7 @@ class SteadyBatch:
 
 @dataclass(frozen=True)
 class RunWork:
-    """What a run does."""
+    """The work of a run."""
 
     name: str
     iterations: int
@@ -121,12 +122,12 @@ class RunWork:
     weight: float = 1.0
     joins_s: float = 0.0
     borrows: bool = True  # generates on devices of other runs
-    stays: bool = False  # keeps its own devices until its batch is whole: its simulators are there
+    stays: bool = False  # keeps its own devices until its batch is complete, since its simulators are there
 
 
 @dataclass
 class _Worker:
-    """A policy worker of a run on a device; or all of them that stay where they are."""
+    """A policy worker of a run on a device, or all those that never move."""
 
     gang: str
     devices: tuple[str, ...]
@@ -149,10 +150,11 @@ class _ReplayedRun:
         self.iteration, self.phase, self.until = 0, "", work.joins_s
         self.batch = work.batch(0)
         self.bucket = 0  # of progress
-        self.resting: set[str] = set()  # gangs that have nothing to do
+        self.resting: set[str] = set()  # gangs without work
 
     def act(self, leaving: Collection[str], now: float) -> bool:
-        """Do what can be done at this time; returns whether anything was. `leaving`: gangs that should give way."""
+        """Do everything that is possible at this time; returns whether there was anything. `leaving`: gangs that should
+        give way."""
         if self.phase == "generate":
             return self._generate(leaving, now)
         if self.phase == "update" and self.until == inf and self.coordinator.granted(self.update):
@@ -220,7 +222,7 @@ class _ReplayedRun:
         return True
 
     def _rest(self) -> None:
-        """Say which workers have nothing to do."""
+        """Report the workers without work."""
         resting = set()
         if not self.batch.has_more():
             busy = self.batch.busy()
@@ -269,7 +271,7 @@ class _Replay:
     def play(self, works: Sequence[RunWork], own: Mapping[str, Sequence[str]], tick_s: float) -> list[dict[str, Any]]:
         runs = [_ReplayedRun(work, own[work.name], self) for work in works]
         now = 0.0
-        for run in runs:  # all are known before one asks for anything
+        for run in runs:  # all runs are known before one asks for anything
             if not run.work.joins_s:
                 self.turns.joins(run.work.name, run.work.weight, run.own, now)
         while True:
@@ -296,9 +298,9 @@ def replay(
     switch_s: tuple[float, float] = SWITCH_S,
     tick_s: float = 0.05,
 ) -> list[dict[str, Any]]:
-    """What happens, as lines of share.jsonl. `own`: the devices of each run. `rule`: lend or remaining; or split, each
-    run on its own devices alone; or serial, one run after the other on all devices. `switch_s`: to stop on a device,
-    and to wake on one. The coordinator looks at the clock every `tick_s` while somebody waits."""
+    """The events, as lines of share.jsonl. `own`: the devices of each run. `rule`: lend or remaining; or split, each
+    run on its own devices only; or serial, one run after the other on all devices. `switch_s`: seconds to stop on a
+    device, and to load weights on one. The coordinator looks at the clock every `tick_s` while somebody waits."""
     devices = [*dict.fromkeys(device for mine in own.values() for device in mine)]
     lines: list[dict[str, Any]] = []
     if rule in SHARING:

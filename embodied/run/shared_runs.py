@@ -1,12 +1,11 @@
-"""Several runs that share the devices of a machine or a cluster: which devices each owns, their processes, and the
-folder that names them.
+"""Several runs that share the devices of a machine or a cluster: the devices of each, their processes, and their common
+folder.
 
-    share.json     the runs: arguments, devices, folder, how each ended
-    share.jsonl    who held which device when (`runtime/run_turns.py`)
-    logs/          what each run printed
+    share.json     the runs: arguments, devices, folder, how each ended share.jsonl    which run held which device when
+    (`runtime/run_turns.py`) logs/          what each run printed
 
-Each run is `embodied.train` as a user would type it, in a process of its own, with a placement that puts its simulators
-and learners on its own devices and a policy worker on every device that it may borrow.
+Each run is an `embodied.train` command in a separate process, with a placement that puts its simulators and learners on
+its own devices and a policy worker on every device that it may borrow.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
 CONTEXT_BYTES = 0.6e9  # of a GPU, for each process that has used it; assumed
-MOST_SETS = 10_000  # of runs that are looked at for one that fits
+MOST_SETS = 10_000  # of runs that are tried until one fits
 SERVE_S = 0.2
 DATE = "[0-9]" * 8  # in a folder's name, as a pattern
-GRACE_S = 10.0  # beyond faults.hang_s, after which a run ends its own hung workers
+GRACE_S = 10.0  # in addition to faults.hang_s, after which a run ends its own hung workers
 
 
 @dataclass(frozen=True)
 class SharedRun:
-    """A run beside others, as share.json has it."""
+    """One of the runs in share.json."""
 
     name: str
-    words: tuple[str, ...]  # its arguments, but for the placement
+    words: tuple[str, ...]  # its arguments, without the placement
     own: tuple[str, ...]  # its devices
     weight: float = 1.0
     placement: dict[str, Any] | None = None  # None: as its recipe says
@@ -80,8 +79,8 @@ class _Process:
 
 
 def own_devices(devices: Sequence[str], weights: Sequence[float]) -> list[tuple[str, ...]]:
-    """The devices of each run, neighbours together, as many as its weight says; runs that are more than the devices
-    share them."""
+    """The devices of each run, in proportion to its weight and next to each other. If there are more runs than devices,
+    runs share them."""
     count, total = len(devices), sum(weights)
     if len(weights) > count:
         return [(devices[i * count // len(weights)],) for i in range(len(weights))]
@@ -95,18 +94,19 @@ def own_devices(devices: Sequence[str], weights: Sequence[float]) -> list[tuple[
 
 
 def devices_of(there: Topology) -> tuple[str, ...]:
-    """The devices that runs share: GPUs, or cores where there are none."""
+    """The devices that runs share: GPUs, or cores if there are no GPUs."""
     gpus = tuple(on_node(node, f"gpu:{gpu.index}") for node in there.nodes for gpu in node.gpus)
     return gpus or tuple(on_node(node, f"cpu:{core}") for node in there.nodes for core in node.core_numbers)
 
 
 def on_node(node: Node, device: str) -> str:
-    """The device's name, which no other machine's device has."""
+    """The device's name, unique among all machines."""
     return f"{node.name}/{device}" if node.name else device
 
 
 def part_of(there: Topology, owned: Sequence[Sequence[str]], place: int) -> Topology:
-    """What the run at this place of `owned` plans for: its cores, or its GPUs and its part of the cores beside them."""
+    """The devices for which run number `place` of `owned` plans: its cores, or its GPUs and its part of the cores
+    beside them."""
     nodes = []
     for node in there.nodes:
         mine = {*devices_of(replace(there, nodes=(node,)))}
@@ -125,7 +125,7 @@ def part_of(there: Topology, owned: Sequence[Sequence[str]], place: int) -> Topo
 def placement_for(
     config: RunConfig, there: Topology, devices: Sequence[str], owned: Sequence[Sequence[str]], place: int
 ) -> dict[str, Any] | None:
-    """The map of the run at this place, which may borrow devices; None where its recipe has a map, or it is on other
+    """The map of run number `place`, which may borrow devices; None if its recipe has a map, or it is on other
     devices."""
     if isinstance(config.placement, dict):
         return None
@@ -150,7 +150,7 @@ def placement_for(
 
 
 def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], there: Topology) -> dict[str, list[str]]:
-    """The same with policy workers in processes of their own, on lent devices too. Maps count cores from 0."""
+    """The same slots with policy workers in separate processes, also on lent devices. Maps count cores from 0."""
     counted = {
         on_node(node, f"cpu:{core}"): on_node(node, f"cpu:{i}")
         for node in there.nodes
@@ -167,8 +167,8 @@ def with_borrowed(slots: Mapping[str, list[str]], lent: Sequence[str], there: To
 
 
 def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
-    """Reserves these devices for all runs where they are a Ray cluster's, and the cores beside GPUs; returns what gives
-    them back."""
+    """Reserves these devices for all runs if they are a Ray cluster's, and the cores beside GPUs; returns a function
+    that releases them."""
     if config.cluster.address is None:
         return lambda: None
     plans = []
@@ -183,7 +183,7 @@ def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
 
 
 def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> None:
-    """Raise ConfigError where the memory of the machine or of a GPU cannot hold what all runs keep there."""
+    """Raise ConfigError if the memory of the machine or of a GPU cannot hold what all runs keep there."""
     names = [name for name, _, _ in runs]
     sums = memory_sums(runs, there)
     if not (problems := [each.text(names) for each in sums if not each.fits(names)]):
@@ -197,7 +197,7 @@ def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: To
 
 @dataclass(frozen=True)
 class MemorySum:
-    """One memory: what each run needs of it at work, and what it keeps there while another run is at work."""
+    """One memory: the bytes that each run needs when it works, and keeps while another run works."""
 
     place: str
     has: float
@@ -205,7 +205,7 @@ class MemorySum:
     asleep: Mapping[str, float]
 
     def parts(self, names: Sequence[str]) -> dict[str, float]:
-        """The runs take turns: the largest is at work, the others sleep."""
+        """The bytes of each run if they take turns: the largest works, the others sleep."""
         largest = max(names, key=lambda name: self.at_work[name] - self.asleep[name])
         first = {largest: self.at_work[largest]}
         kept = {name: self.asleep[name] for name in names if name != largest}
@@ -221,8 +221,8 @@ class MemorySum:
 
 
 def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[MemorySum]:
-    """The memory of each machine, which all runs keep, since what leaves a GPU waits there (drivers are on the first
-    machine); and of each GPU, of which sleeping runs keep what CUDA takes for a process."""
+    """The memory of each machine, which all runs keep, since data that leave a GPU wait there (drivers are on the first
+    machine); and of each GPU, where a sleeping run keeps only CUDA's memory of a process."""
     found = {name: (needs(config, plan, there), plan) for name, config, plan in runs}
     sums = []
     for place, node in enumerate(there.nodes):
@@ -242,7 +242,7 @@ def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Top
     return sums
 
 
-# What is asked for, and its folder
+# Command lines, and the folder of their runs
 
 
 @dataclass
@@ -290,7 +290,7 @@ def load_run(words: Sequence[str]) -> Loaded:
 
 
 def planned(run: SharedRun, loaded: Loaded) -> tuple[RunConfig, PlacementPlan]:
-    """What the run becomes on its devices."""
+    """The run's config and plan on its devices."""
     config = loaded.config
     if run.placement is not None:
         config = config.model_copy(update={"placement": run.placement})
@@ -300,8 +300,8 @@ def planned(run: SharedRun, loaded: Loaded) -> tuple[RunConfig, PlacementPlan]:
 def prepare(
     shared: SharedRuns, orders: Sequence[Sequence[str]], weights: Sequence[float], there: Topology
 ) -> list[SharedRun]:
-    """The runs of these command lines, each with its devices and a name of its own; all that is wrong is said before
-    anything starts."""
+    """The runs of these command lines, each with devices and a unique name; mistakes are reported before anything
+    starts."""
     taken = {run.name for run in shared.runs}
     found: list[SharedRun] = []
     going = [run for run in shared.runs if not run.ended]
@@ -309,7 +309,7 @@ def prepare(
     free = tuple(device for device in shared.devices if all(device not in run.own for run in going))
     if free:
         owns = own_devices(free, weights)
-    else:  # as if all were dealt anew, but the others keep what they have: owners of one device take turns
+    else:  # the part of new runs if all were dealt again; the others keep their devices
         owns = own_devices(shared.devices, [*(run.weight for run in going), *weights])[len(going) :]
     owned = [*(run.own for run in going), *owns]
     for place, (words, own, weight) in enumerate(zip(orders, owns, weights), start=len(going)):
@@ -376,8 +376,8 @@ class SharedProcesses:
         self.say(f"{run.name} {f'goes on: {path}' if path else 'begins'} on {', '.join(run.own)}")
 
     def add(self, words: list[str]) -> str:
-        """Begin another run beside those that go on, on devices of runs that have ended, or else beside their owners;
-        returns what to say about it."""
+        """Begin another run, on devices of runs that have ended, or else on devices that it shares with their owners;
+        returns the reply to the user."""
         if self.stopping:
             return "error: these runs are being stopped"
         try:
@@ -391,7 +391,7 @@ class SharedProcesses:
         return f"{run.name} has joined on {', '.join(run.own)}"
 
     def serve(self) -> None:
-        """One turn: leases, ends of runs, runs that hang."""
+        """Handle leases, ended runs and hanging runs once."""
         self.server.serve(SERVE_S)
         for one in list(self.going):
             self._find_folder(one)
@@ -409,7 +409,7 @@ class SharedProcesses:
                 one.process.send_signal(sign)
 
     def close(self) -> None:
-        """Wait for what was asked to stop; kill what does not."""
+        """Wait for the runs that were asked to stop; kill those that do not."""
         until = time.monotonic() + CLOSE_S
         while self.going and time.monotonic() < until:
             self.serve()
@@ -446,5 +446,5 @@ class SharedProcesses:
         return {run.name: path for run in self.shared.runs if (path := self.shared.path(run))}
 
     def show(self) -> None:
-        """Print who has what now and then."""
+        """Print from time to time which run has which device."""
         self.server.table.show(self.server.now, self.folders)
