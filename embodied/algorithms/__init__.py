@@ -1,7 +1,7 @@
-"""What is learned from trajectories, as formulas on tensors: advantages, groups, losses, and their options.
+"""The formulas of learning from trajectories: advantages, groups, losses, and their options.
 
-`config` and `sft_config` hold the options, `advantages` GAE, `groups` the groups of GRPO and the prompts that they try,
-`losses` PPO's and GRPO's.
+`config` and `sft_config` hold the options, `advantages` GAE, `groups` the groups of GRPO and their prompts, `losses`
+PPO's and GRPO's.
 """
 
 __all__ = ["advantages", "config", "groups", "losses", "sft_config"]

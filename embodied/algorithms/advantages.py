@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-EQUAL = 1e-9  # scores that differ by no more teach nothing
+EQUAL = 1e-9  # scores that differ by at most this count as equal
 EPS = 1e-6
 
 
@@ -27,7 +27,8 @@ def gae(
     level: str = "decision",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Advantages and returns (value targets), float64 [T, N]: T decisions of N sequences side by side, as
-    `learners/train_batch.py` lays them out (`gae_of`); a shorter sequence ends in decisions that nobody played.
+    `learners/train_batch.py` lays them out (`gae_of`); a shorter sequence is padded with decisions that were not
+    played.
 
     The value after a decision is 0 if its episode terminated, `final_values` if it was truncated, otherwise
     `values[t+1]`, and the recursion continues. With level "step" gamma and lambda act once per env step instead of once
@@ -163,7 +164,7 @@ class Moments(NamedTuple):
 
 
 def moments(numbers: np.ndarray, weights: np.ndarray) -> Moments:
-    """The moments of all numbers, where one of weight 0 does not exist. Both of one shape."""
+    """The moments of all numbers with weights; weight 0 leaves a number out. Both arrays have the same shape."""
     numbers, weights = np.asarray(numbers, np.float64), np.asarray(weights, np.float64)
     count = float(weights.sum())
     if not count:

@@ -169,10 +169,10 @@ class PolicyGradientConfig(Strict):
         never_with({"epochs": lambda epochs: epochs > 1}, {}, "groups are forgotten at once; try algo.epochs=1"),
         never_with({"minibatch_size": bool}, {}, "there is one gradient step; try algo.minibatch_size=null"),
     )
-    """What is refused where gradients are summed up while a batch is collected."""
+    """Options that are refused if gradients are summed up while a batch is collected."""
 
     def why_not_periodic(self) -> str:
-        """Why gradients cannot be summed up while a batch is collected, all reasons; empty where they can."""
+        """All reasons why gradients cannot be summed up while a batch is collected; empty if they can."""
         shared = PolicyGradientConfig.not_periodic if self.whole_episodes else ()
         return "; and ".join(broken_rules((*shared, *self.not_periodic), self, self.section))
 
@@ -185,7 +185,7 @@ class PolicyGradientConfig(Strict):
             )
 
     def misfits(self, num_envs: int) -> Iterator[str]:
-        """Yields what is wrong with so many envs in total, where a batch is so many episodes."""
+        """Yields problems with `num_envs` envs in total, if a batch is a number of episodes."""
         episodes = self.groups * self.group_size
         if num_envs > episodes:
             yield (
@@ -250,7 +250,7 @@ class PPOConfig(PolicyGradientConfig):
         ),
     )
 
-    # Whole conversations, as the options of groups call that: values judge each of them, so that none is dropped.
+    # Options of groups for whole conversations: values judge each of them, so none is dropped.
     filter: ClassVar[str] = "none"
     filter_metric: ClassVar[str] = "return"
     surplus: ClassVar[str | None] = None
@@ -259,11 +259,11 @@ class PPOConfig(PolicyGradientConfig):
 
     @property
     def whole_episodes(self) -> bool:
-        """True if a batch is so many episodes, and not so many decisions of every env."""
+        """True if a batch is a number of whole episodes, not of decisions of every env."""
         return self.groups is not None
 
     def misfits(self, num_envs: int) -> Iterator[str]:
-        """Yields what is wrong with so many envs in total: too few items for this algorithm, or too many that play."""
+        """Yields problems with `num_envs` envs in total: too few items for this algorithm, or too many envs."""
         if self.whole_episodes:
             yield from super().misfits(num_envs)
             return
@@ -284,7 +284,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class GRPOConfig(PolicyGradientConfig):
-    """Whole episodes in groups that share task and initial state; an episode is judged by the others of its group."""
+    """Whole episodes in groups that share task and initial state; an episode is compared with the others of its
+    group."""
 
     name: Literal["grpo", "dapo", "rloo", "reinforce++"] = Field(
         description="grpo, or one of its relatives, which differ in baseline, scale, filter, clip_high and kl_in."
@@ -398,9 +399,9 @@ class GRPOConfig(PolicyGradientConfig):
 
 
 def algorithm(value: Any) -> str:
-    """The model that an algo section belongs to."""
+    """The config class of an algo section."""
     name = str(value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", "ppo"))
-    return "grpo" if name in PRESETS else "ppo"  # which refuses names that nobody has
+    return "grpo" if name in PRESETS else "ppo"  # which refuses unknown names
 
 
 AlgoConfig = Annotated[

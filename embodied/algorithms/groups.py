@@ -1,9 +1,9 @@
-"""Groups of episodes: which are played, on which prompts (new ones, or again those that were hard, normal or easy when
-they were last tried), which an iteration learns from, and how good an episode was for its group.
+"""Groups of episodes: which groups are played, with which prompts (new ones, or repeated ones that were hard, normal or
+easy when they were last tried), which an iteration learns from, and the score of an episode.
 
 Episode i belongs to group i // group_size; all of a group begin in the same state, and only their noise differs. A
-score is an episode's return. Nothing here knows of workers: the same episodes come and go in the same order whichever
-worker plays them.
+score is an episode's return. Nothing here depends on workers: the order of episodes is the same, whichever worker plays
+them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from embodied.core.rng import generator
 from embodied.core.types import EpisodeResult
 
 POOLS = ("hard", "normal", "easy")  # of prompts, by how often they were solved when last tried
-HARD, EASY = 0.25, 0.75  # solved at most, and more often
+HARD, EASY = 0.25, 0.75  # hard prompts were solved at most this often, easy ones more often
 UNSEEN = 1.0  # the weight of a prompt that was never tried
 
 
@@ -45,7 +45,7 @@ class GroupPool:
         self.open: dict[int, dict[int, float]] = {}  # group -> scores of its finished episodes
         self.ready: dict[int, Group] = {}
         self.counts: Counter[str] = Counter()
-        self.solved: dict[int, bool] = {}  # of the episodes that are held, where the filter asks
+        self.solved: dict[int, bool] = {}  # of the held episodes, if the filter needs it
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -109,16 +109,15 @@ class GroupPool:
     def certain(self) -> list[Group]:
         """The ready groups that `take` would return whatever the rest of this iteration brings.
 
-        Fewer than `groups` with a lower number may turn out to be kept: those that are, are handed on or may still
-        become complete. Of two groups to learn from, with 0 and 3 kept, 1 dropped and 2 being played, 0 is certain and
-        3 only if 2 is dropped.
+        A group is certain if fewer than `groups` groups with a lower number are kept or may still be kept. Of two
+        groups to learn from, with 0 and 3 kept, 1 dropped and 2 being played, 0 is certain and 3 only if 2 is dropped.
         """
         undecided = {episode // self.config.group_size for episode in self.playing}
         rivals = sorted({*self.handed, *self.ready, *self.open, *undecided})
         return [self.ready[number] for number in rivals[: self.config.groups] if number in self.ready]
 
     def hand_on(self, group: Group) -> None:
-        """This iteration learns from a group already, before `take`."""
+        """Note that this iteration already learns from a group, before `take`."""
         number = group.episodes[0] // self.config.group_size
         del self.ready[number]
         self.handed.add(number)
@@ -128,7 +127,7 @@ class GroupPool:
         left = self.config.groups - len(self.handed)
         taken = [self.ready.pop(number) for number in sorted(self.ready)[:left]]
         self.handed.clear()
-        if self.discards:  # of a group that is not dealt whole, the rest is skipped
+        if self.discards:  # the rest of a partly dealt group is skipped
             self.discarded = len(self.held)
             self.open, self.ready, self.solved = {}, {}, {}
             self.dealt = -(-self.dealt // self.config.group_size) * self.config.group_size
@@ -151,13 +150,14 @@ class GroupPool:
         self.dealt = int(state["dealt"])
         self.open, self.ready = {}, {}
         episodes = state["episodes"].tolist()
-        solved = state.get("solved", np.zeros(len(episodes), bool))  # older checkpoints know no such filter
+        solved = state.get("solved", np.zeros(len(episodes), bool))  # older checkpoints have no such filter
         self.add(*(dict(zip(episodes, each.tolist(), strict=True)) for each in (state["scores"], solved)))
         self.counts.clear()
 
 
 def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Sequence[bool] = ()) -> str:
-    """kept, equal or out_of_bounds: scores, or by algo.filter_metric the episodes that were solved."""
+    """Returns kept, equal or out_of_bounds, by the scores, or with algo.filter_metric=success by the solved
+    episodes."""
     if config.filter == "none":
         return "kept"
     if max(scores) - min(scores) <= EQUAL:
@@ -169,8 +169,8 @@ def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Seq
 
 
 def score_of(result: EpisodeResult, config: PPOConfig | GRPOConfig, max_tokens: int = 0) -> float:
-    """The score of an episode: its return. An answer that was cut off has 0 with algo.truncated=punish, and a long one
-    pays up to 1 with algo.overlong: if that is 4 of 10 tokens, nothing for 6, 0.25 for 7, and 1 for 10."""
+    """The score of an episode: its return. A cut-off answer has 0 with algo.truncated=punish, and a long answer loses
+    up to 1 with algo.overlong: if that is 4 of 10 tokens, nothing for 6, 0.25 for 7, and 1 for 10."""
     score = 0.0 if result.truncated and config.truncated == "punish" else result.total_reward
     if config.overlong is None:
         return score
@@ -178,7 +178,7 @@ def score_of(result: EpisodeResult, config: PPOConfig | GRPOConfig, max_tokens: 
 
 
 class PromptPools:
-    """Draws prompts for groups: from one of the pools that are not empty, or a new one, with odds by weight.
+    """Draws prompts for groups: from one of the pools that are not empty, or a new one, in proportion to the weights.
 
     A prompt has the number of the group that tried it first; a later group may repeat it. With weights 0.2, 1, 0.2 and
     one prompt solved by a half of its group, the next group repeats it with odds 1 : 1. `counts` are those of groups
@@ -187,13 +187,14 @@ class PromptPools:
 
     def __init__(self, weights: tuple[float, float, float], seed: int, group_size: int) -> None:
         self.weights, self.seed, self.group_size = weights, seed, group_size
-        self.rates: dict[int, float] = {}  # prompt -> how many of the group that tried it last solved it
+        self.rates: dict[int, float] = {}  # prompt -> the share of its last group that solved it
         self.drawn: dict[int, int] = {}  # group that is being played -> its prompt
         self.solved: dict[int, dict[int, bool]] = {}  # group -> its finished episodes, and whether they solved it
         self.counts: Counter[str] = Counter()
 
     def draw(self, group: int) -> int:
-        """The prompt of a group: the same until all of the group has ended. None is drawn by two groups at a time."""
+        """The prompt of a group: the same until the whole group has ended. Two groups never have the same prompt at the
+        same time."""
         if group not in self.drawn:
             pools: dict[str, list[int]] = {name: [] for name in POOLS}
             busy = set(self.drawn.values())
@@ -208,7 +209,7 @@ class PromptPools:
         return self.drawn[group]
 
     def add(self, solved: dict[int, bool]) -> None:
-        """Notes which episodes solved their prompts; a prompt's rate is known when all of a group have ended."""
+        """Notes which episodes solved their prompts; a prompt's rate is known when its whole group has ended."""
         for episode, success in solved.items():
             group = episode // self.group_size
             found = self.solved.setdefault(group, {})
@@ -218,7 +219,7 @@ class PromptPools:
                 del self.solved[group]
 
     def forget_all_but(self, groups: Collection[int]) -> None:
-        """Forget other groups that are not over: they never will be."""
+        """Forget other unfinished groups, which will never end."""
         self.drawn = {group: prompt for group, prompt in self.drawn.items() if group in groups}
         self.solved = {group: found for group, found in self.solved.items() if group in groups}
 
@@ -241,5 +242,5 @@ class PromptPools:
 
 
 def pool_of(rate: float) -> str:
-    """The pool of a prompt that was solved so often."""
+    """The pool of a prompt with this rate."""
     return "hard" if rate <= HARD else "easy" if rate > EASY else "normal"

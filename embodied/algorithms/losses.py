@@ -1,7 +1,8 @@
-"""The losses as sums over items, to be divided by a count that the caller knew before: parts and ranks just add up.
+"""The losses as sums over items, to be divided by a count that the caller knows in advance: sums of parts and ranks add
+up.
 
-An item is one decision: C env steps of A action dimensions (or tokens). `level` says what gets a probability ratio of
-its own, a *unit*: "action_dim" each of C * A numbers, "action" each env step (log-probs summed over A), "chunk" the
+An item is one decision: C env steps of A action dimensions (or tokens). `level` says what a *unit* is, which has its
+own probability ratio: "action_dim" each of C * A numbers, "action" each env step (log-probs summed over A), "chunk" the
 decision (summed over C and A). An item counts as the mean over its units, so its weight does not depend on C * A or on
 the level. Steps that were not played (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it adds
 nothing, but must hold finite numbers.
@@ -31,17 +32,17 @@ class LossItems:
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
     values: Tensor | None = None  # [B], at act time; of tokens, by the weights that the update starts from
-    returns: Tensor | None = None  # [B], what values are to predict, where they learn
-    reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, where it counts in the loss
-    proximal: Tensor | None = None  # [B, C, A], log-probs under the weights that the update starts from, where asked
-    answers: Tensor | None = None  # int [B], which items are one answer, where it has a ratio of its own
+    returns: Tensor | None = None  # [B], targets of values, if values learn
+    reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, if it counts in the loss
+    proximal: Tensor | None = None  # [B, C, A], log-probs under the weights at the start of the update, if needed
+    answers: Tensor | None = None  # int [B], which items are one answer, if answers have their own ratio
 
 
 Stats = dict[str, Tensor]  # scalars without gradient: sums over items, except names that end in "_max"
 
 
 def loss_terms(config: AlgoConfig) -> tuple[str, ...]:
-    """The parts of the loss that the log shows, of what `loss_sum` returns."""
+    """The names of the loss's parts that the log shows."""
     ppo, compared = isinstance(config, PPOConfig), bool(config.kl_coef) and config.kl_in == "loss"
     terms = ("policy_loss", "value_loss", "entropy") if ppo else ("policy_loss", "entropy", "reference_kl")
     terms += ("approx_kl", "clip_fraction", "dual_clip_fraction", *(("value_clip_fraction",) if ppo else ()))
@@ -51,14 +52,14 @@ def loss_terms(config: AlgoConfig) -> tuple[str, ...]:
 def loss_sum(
     logprobs: Tensor, entropy: Tensor, values: Tensor | None, items: LossItems, config: AlgoConfig
 ) -> tuple[Tensor, Stats]:
-    """The whole loss of new log-probs and entropies [B, C, A] and, where values learn, values [B]: a sum over items,
-    and its parts."""
+    """The whole loss of new log-probs and entropies [B, C, A] and, if values learn, values [B]: a sum over items, and
+    its parts."""
     loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
     parts = {"policy_loss": loss, "entropy": bonus, "reference_kl": torch.zeros_like(loss)}
     if isinstance(config, PPOConfig):
         clip, delta = config.value_clip, config.huber_delta
         parts["value_loss"], more = torch.zeros_like(loss), {"value_clip_fraction": torch.zeros_like(loss)}
-        if items.returns is not None:  # else a critic has learned the values
+        if items.returns is not None:  # else a separate critic learns the values
             known = (items.values, items.returns, items.weights)
             parts["value_loss"], more = value_loss_sum(values, *known, value_clip=clip, huber_delta=delta)
         loss, stats = loss + config.value_coef * parts["value_loss"], stats | more
@@ -89,7 +90,7 @@ def _surrogate(logprobs: Tensor, entropy: Tensor, items: LossItems, config: Algo
         importance_cap=config.importance_cap,
         answers=items.answers,
     )
-    if not config.entropy_coef:  # only the log wants it
+    if not config.entropy_coef:  # needed for the log only
         entropy = entropy.detach()
     return policy_loss, entropy_sum(entropy, items.mask, items.weights, within(level)), stats
 
@@ -166,7 +167,7 @@ def policy_loss_sum(
     units, valid = _units(log_ratio, mask, level, answers)
     ratio, advantage = units.exp(), advantages[:, None]
     # What each gains, clipped
-    cut = None  # where it may, bool [B, units]
+    cut = None  # units without gradient, bool [B, units]
     if clip == "two_sided":
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
         if dual_clip is not None:
@@ -181,7 +182,7 @@ def policy_loss_sum(
     loss = -(weights * _mean(gain if importance is None else gain * importance, valid)).sum()
 
     def fraction(which: Tensor | None) -> Tensor:
-        """How much of the items are such units."""
+        """The sum over items of their share of such units."""
         return ratio.new_zeros(()) if which is None else (weights * _mean(which.to(ratio.dtype), valid)).sum()
 
     # For the metrics
@@ -204,7 +205,8 @@ def policy_loss_sum(
 def _importance(
     proximal: Tensor, old_logprobs: Tensor, mask: Tensor, level: str, cap: float | None, answers: Tensor | None
 ) -> Tensor:
-    """[B, units], how much likelier a unit is under the weights that the update starts from than when it was taken."""
+    """[B, units], a unit's probability under the weights at the start of the update, divided by that under the acting
+    weights."""
     units, _ = _units(_played(proximal - old_logprobs, mask), mask, level, answers)
     return (units if cap is None else units.clamp(max=math.log(cap))).exp()
 
@@ -248,7 +250,7 @@ def value_loss_sum(
     value_clip: float | None,
     huber_delta: float | None,
 ) -> tuple[Tensor, Stats]:
-    """Half the squared error (or Huber's), the worse of the value's and the clipped value's."""
+    """Half the squared error (or Huber's), the larger of the value's and the clipped value's."""
     loss = _error(values - returns, huber_delta)
     clipped = torch.zeros_like(values)
     if value_clip is not None:
@@ -268,7 +270,7 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> T
 
 
 def within(level: str) -> str:
-    """The level at which terms are summed over an episode: "chunk" where ratios are the mean of an episode's."""
+    """The level at which terms are summed over an episode: "chunk" if ratios are an episode's mean."""
     return "chunk" if level == "episode" else level
 
 
@@ -296,7 +298,7 @@ def _played(numbers: Tensor, mask: Tensor) -> Tensor:
 
 
 def _mean(units: Tensor, valid: Tensor) -> Tensor:
-    """[B], over the units that exist; 0 where none does."""
+    """[B], over the units that exist; 0 if there are none."""
     if units.shape[1] == 1:
         return units[:, 0].masked_fill(~valid[:, 0], 0.0)
     return units.masked_fill(~valid, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)

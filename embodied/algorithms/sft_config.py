@@ -73,19 +73,19 @@ class SFTConfig(Strict):
     )
 
     def minibatches(self, items: int, iteration: int) -> tuple[int, range]:
-        """The pass over so many items that an iteration belongs to, and which of its minibatches it takes."""
+        """The pass over `items` items that an iteration belongs to, and its minibatches of this pass."""
         every = -(-items // self.minibatch_size)
         epoch, part = divmod(iteration, self.iterations(items) // self.epochs)
         steps = self.steps or every
         return epoch, range(part * steps, min(every, (part + 1) * steps))
 
     def iterations(self, items: int) -> int:
-        """The iterations of a run over so many items."""
+        """The iterations of a run over `items` items."""
         every = -(-items // self.minibatch_size)
         return self.epochs * -(-every // (self.steps or every))
 
     def check_warmup(self, items: int, described: str) -> None:
-        """Raise ConfigError where the learning rate would climb all the time, over so many items."""
+        """Raise ConfigError if the warmup is not shorter than the run over `items` items."""
         steps = -(-items // self.minibatch_size) * self.epochs
         if self.warmup_steps >= steps:
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""The learner's worker and what it computes with.
+"""The learner's worker and its computations.
 
 `worker` is the role, `rollout_buffer` the pieces that come to it, `train_batch` its batch, `update` an iteration of RL,
 `divided_passes` passes that several ranks run together, `bc` and `text_imitation` imitation (of `examples`), `model`
-the policy as it is trained, with Adam, `sharding` weights split over several ranks, which agree by
-`embodied/runtime/collective.py`. `throughput` says how fast language models are trained.
+the trained policy, with Adam, `sharding` weights split over several ranks, which communicate through
+`embodied/runtime/collective.py`. `throughput` measures the training of language models.
 """
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Behaviour cloning: the learner of demonstrations instead of trajectories.
 
-An item is one env step of a demonstration with the actions of the decision that would begin there (a chunk; what would
-reach past the end does not count). Ranks own blocks of whole episodes and take the same steps. Images are decoded
-once into a file without a name, which is gone when the process is; states and actions are small and stay in memory.
+An item is one env step of a demonstration with the actions of the decision that would begin there (a chunk; actions
+after the end do not count). Ranks own blocks of whole episodes and take the same steps. Images are decoded once into an
+unnamed file, which disappears with the process; states and actions are small and stay in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from embodied.policies.base import Policy
 
 
 class ImitationLearner(LearnerWorker):
-    demos: Any = None  # the Demonstrations, or what has their methods
+    demos: Any = None  # the Demonstrations, or an object with their methods
     blocks: list[np.ndarray] = []  # noqa: RUF012  items of all ranks
 
     def new_policy(self, spec: EnvSpec, start: Path | None) -> Policy:
@@ -44,8 +44,8 @@ class ImitationLearner(LearnerWorker):
         return policy
 
     def open_data(self) -> int:
-        """Read the demonstrations; a policy that begins with nothing takes their moments into its observation
-        normaliser. -> how many items there are, over all ranks."""
+        """Read the demonstrations; a policy without trained weights takes their moments into its observation
+        normaliser. Returns the number of items of all ranks."""
         policy = self.policy
         dataset = read_dataset(self.algo.data, images=bool(policy.spec.images), names=self.algo.names)
         count = min(self.algo.episodes or len(dataset), len(dataset))
@@ -66,7 +66,7 @@ class ImitationLearner(LearnerWorker):
         return [np.arange(first, first + count) for ((first, count),) in (row.tolist() for row in rows)]
 
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
-        """A pass over all demonstrations, or the part of one that is an iteration."""
+        """A pass over all demonstrations, or an iteration's part of one."""
         demos, config, rows = self.demos, self.algo, []
         epoch, taken = config.minibatches(demos.total, iteration)
         parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)
@@ -103,11 +103,12 @@ class ImitationLearner(LearnerWorker):
 
     @property
     def _losses(self) -> list[str]:
-        """The names in the metrics of what is summed up: the actions' loss, and the policy's own."""
+        """The names of the summed losses in the metrics: the actions' loss, and the policy's own."""
         return ["loss", *([self.policy.auxiliary_loss] if self.policy.auxiliary_loss else [])]
 
     def _noise(self, items: np.ndarray, iteration: int) -> np.ndarray | None:
-        """Keyed by item and pass over the data, so it does not depend on how many learners share them."""
+        """The noise of these items, keyed by item and pass over the data, so it does not depend on the number of
+        learners."""
         wanted = self.policy.imitation_noise()
         if wanted is None:
             return None
@@ -119,24 +120,24 @@ class ImitationLearner(LearnerWorker):
             self.demos.close()
         super().close()
 
-    # What a minibatch's loss is a mean of, and how a rank goes through its part
+    # The divisor of a minibatch's loss, and a rank's passes
 
     def _count(self, minibatch: np.ndarray) -> float:
         """The divisor of the loss of a minibatch, over all ranks."""
         return float(len(minibatch))
 
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """The sum that is divided by it."""
+        """The sum that is divided by this count."""
         return mean_of_items(losses, mask)
 
     def _passes(self, minibatch: np.ndarray) -> int:
-        """The number of times that all ranks must run the network, where it is sharded."""
+        """The number of times that all ranks must run a sharded network."""
         if not self.optimizer.sharded:
             return 0
         return max(self.model.passes(len(owned(minibatch, block))) for block in self.blocks)
 
     def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        """Items that go through the network at once, and whether they count: padding does not."""
+        """Items of each pass through the network, and whether they count: padding does not."""
         return self.model.micro_batches(mine, passes)
 
 
@@ -164,7 +165,7 @@ class Demonstrations:
         return len(self._actions)
 
     def read(self, episodes: Iterable[RecordedEpisode], items: int, folder: Path | None) -> Iterator[Observation]:
-        """Take them up, `items` in all; -> what a policy looks at in each, numbers only."""
+        """Store these episodes with `items` items in all; yields the observations of each, numbers only."""
         if self.spec.images:
             self.image_cache = DemoImages(dict(self.spec.images), items, folder)
         states, actions, keyframes = [], [], []
@@ -182,7 +183,7 @@ class Demonstrations:
         self._keyframes = np.concatenate(keyframes) + np.repeat(self._ends - lengths, lengths)
 
     def batch(self, items: Tensor) -> dict[str, Any]:
-        """The targets of these items for `Policy.imitate`: the actions from each on, and which there are."""
+        """The targets of these items for `Policy.imitate`: the actions from each item on, and which of them exist."""
         rows = items.numpy()
         episodes = np.searchsorted(self._ends, rows, side="right")
         steps = rows[:, None] + np.arange(self.horizon)

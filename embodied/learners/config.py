@@ -1,7 +1,7 @@
-"""Options of the learner that change how fast and in how much memory it learns, not what. Free of torch.
+"""Options of the learner that change its speed and memory, not the result. Imports no torch.
 
-Minibatches, epochs and learning rates are in `algorithms/config.py`, with the checks of what must divide what; those
-that concern several sections in `config/recipe.py`, shares of workers in `placement/placement_plan.py`.
+Minibatches, epochs and learning rates are in `algorithms/config.py`, with checks of divisibility; checks of several
+sections are in `config/recipe.py`, shares of workers in `placement/placement_plan.py`.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ class LearnerConfig(Strict):
         return self
 
     def degrees(self, ranks: int, heads: Sequence[int]) -> list[int]:
-        """The numbers of learners, of so many, that may compute a pass together where attention has these numbers of
+        """The numbers of learners, out of `ranks`, that may compute a pass together if attention has these numbers of
         heads."""
         if self.sequence_degree != "auto":
             return [self.sequence_degree]
         return [degree for degree in DEGREES if not any(count % degree for count in (ranks, *heads))]
 
     def check_ranks(self, ranks: int, backend: str, works: str) -> None:
-        """Raise ValueError when the plan's learners cannot do this. `works`: a placement with several."""
+        """Raise ValueError if the plan's learners cannot work like this. `works`: a placement with several learners."""
         if self.shard and ranks == 1:
             raise ValueError(
                 "learner.shard=true splits the weights over several learners, but this placement has 1; "

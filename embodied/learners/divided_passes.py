@@ -1,9 +1,8 @@
-"""Passes that learner ranks run together, where a sequence is divided over several (learner.sequence_degree).
+"""Passes that learner ranks run together, if a sequence is divided over several (learner.sequence_degree).
 
-A sequence is what passes through the network at once: conversations that share a prompt, or several short ones. All
-ranks tell each other how long theirs are, compute the same table of passes from that, and run their passes in its
-order. Ranks that help get the sequence's tokens and its pictures' names; its loss stays with the rank whose sequence
-it is, the owner.
+A sequence is the content of one pass: conversations that share a prompt, or several short ones. All ranks exchange the
+lengths of their sequences, compute the same table of passes from them, and run their passes in its order. Helping ranks
+get the sequence's tokens and its pictures' names; its loss stays with its owner, the rank that has the sequence.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from embodied.runtime.rank_groups import PendingTensor, RankGroup
 if TYPE_CHECKING:
     from embodied.learners.train_batch import RankBatch
 
-TOLD = ("actions", "mask", "lengths", "groups")  # of conversations, to ranks that help
+TOLD = ("actions", "mask", "lengths", "groups")  # of conversations, sent to helping ranks
 
 
 @dataclass(frozen=True)
 class SharedPass:
-    """A sequence that several ranks compute together, with its travelling tokens."""
+    """A sequence that several ranks compute together, with the tokens to send."""
 
     group: RankGroup
     owner: int  # the place in the group of the rank that has the loss
@@ -45,7 +44,8 @@ class SharedPass:
     told: PendingTensor
 
     def inputs(self) -> dict[str, Any]:
-        """The inputs of `Policy.forward`. Refuses a pass out of turn: ranks would wait for each other in a circle."""
+        """The inputs of `Policy.forward`. Refuses a pass out of order, since ranks would wait for each other in a
+        circle."""
         mine, owner = self.group.ranks[self.group.place], self.group.ranks[self.owner]
         if (turn := self.order.popleft()) != self.number:
             raise EmbodiedError(f"learner rank {mine} begins pass {self.number} of the table before pass {turn}")
@@ -65,13 +65,13 @@ class SharedPass:
 class Pass:
     """The items of one forward pass."""
 
-    items: Tensor  # of this rank's batch; none where it helps with another rank's sequence
+    items: Tensor  # of this rank's batch; none if it helps with another rank's sequence
     counts: bool = True  # False: padding
     shared: SharedPass | None = None
 
     @property
     def is_own(self) -> bool:
-        """True if it is of this rank's items, padding among them."""
+        """True if it has this rank's items, or padding."""
         return self.shared is None or self.shared.owner == self.shared.group.place
 
     def inputs(self, batch: RankBatch) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class PassTable:
         self.exchange = exchange_costs(*policy.exchange_size(), self.device.type, config.pack_tokens)
 
     def passes(self, items: Sequence[Tensor], inputs: Callable[[Tensor], dict], padding: Tensor | None) -> list[Pass]:
-        """This rank's passes where it has these sequences, each given by its items. All ranks take part. `padding`:
-        items for passes that count nothing, where all ranks must run equally many."""
+        """This rank's passes for its sequences, each given by its items. All ranks take part. `padding`: items for
+        passes that do not count, if all ranks must run equally many."""
         told = [told_of(inputs(each)) for each in items]
         rows = np.array([self._row(*each) for each in told]).reshape(-1, 5)
         of_ranks = self.collective.gather(rows)
@@ -126,8 +126,7 @@ class PassTable:
     def _row(
         self, tokens: np.ndarray, mask: np.ndarray, lengths: np.ndarray, groups: np.ndarray, names: np.ndarray
     ) -> list[float]:
-        """Of a sequence, the tokens that pass through the network, the cost of these and of its pictures, and its
-        `SharedPass.sizes`."""
+        """The tokens of a sequence, the cost of these and of its pictures, and its `SharedPass.sizes`."""
         blocks = blocks_of(tokens, mask, lengths, groups)
         cost = sum(self.cost.of(lengths[[*block.members]].tolist(), block.shared) for block in blocks)
         cost += self.cost.of([], places=places_of(tokens, read_names(names)))
@@ -147,14 +146,14 @@ class PassTable:
 
 
 def told_of(inputs: dict[str, Any]) -> list[np.ndarray]:
-    """What ranks that help are told of a sequence, each in one dimension; the names of its pictures as numbers."""
+    """A sequence's arrays for helping ranks, flat; the names of its pictures as numbers."""
     text = "\0".join(inputs.get("pictures", ())).encode()
     names = np.frombuffer(text + bytes(-len(text) % 8), np.int64)
     return [*(np.asarray(inputs[name].cpu()).reshape(-1) for name in TOLD), names]
 
 
 def read_names(spelt: np.ndarray) -> list[str]:
-    """The names that `told_of` spelt."""
+    """The names that `told_of` encoded."""
     return spelt.tobytes().rstrip(b"\0").decode().split("\0") if len(spelt) else []
 
 

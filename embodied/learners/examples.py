@@ -13,13 +13,13 @@ from embodied.core.rows import read_rows
 from embodied.core.types import EpisodeList
 from embodied.envs import env_class
 
-Example = tuple[tuple[Said, str], ...]  # what the env said and the right answer, turn after turn
+Example = tuple[tuple[Said, str], ...]  # the env's messages and the right answers, turn by turn
 ROLES = ("system", "user", "assistant")
 LINES = 'a line {"prompt": "...", "answer": "..."} each, or "messages" or a "question" in place of "prompt"'
 
 
 def solved(config: Any, seed: int, numbers: range) -> list[Example]:
-    """Conversations of these numbers with a text env that knows what is right, on prompts to train on."""
+    """Conversations with these numbers on training prompts of a text env that has solutions."""
     kind = env_class(config)
     episodes = EpisodeList(seed, "imitate", kind.tasks(config))
     shared = kind.load(config)
@@ -44,7 +44,7 @@ def conversation(env: Any, said: Said) -> Example:
 
 
 def no_solution(env: Any) -> str:
-    """The message for an env that cannot be imitated, with both ways out."""
+    """The message for an env that cannot be imitated, with both remedies."""
     return (
         f"env.name={env.name} does not know the right answers to its own questions; give examples with "
         f"sft.data=FILE.jsonl ({LINES}), or let the env's method `solution` return them"
@@ -52,13 +52,13 @@ def no_solution(env: Any) -> str:
 
 
 def shown(said: Said) -> str:
-    """The beginning of what was said, for a message."""
+    """The beginning of a message, for error messages."""
     text = said if isinstance(said, str) else in_words(said[-1])
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def read_examples(path: Path, count: int | None = None) -> list[Example]:
-    """The first `count` examples of a data set, or all: a row each."""
+    """The first `count` examples of a data set, or all; one for each row."""
     try:
         with closing(read_rows(path)) as rows:
             found = [example_of(row, where, path) for where, row in islice(rows, count)]
@@ -105,7 +105,7 @@ def said_in(content: Any) -> Said:
 
 
 def text_in(content: dict[str, Any], key: str) -> str:
-    """The text under this key; raises ValueError where there is none."""
+    """The text under this key; raises ValueError if there is none."""
     if not isinstance(content.get(key), str) or not content[key]:
         raise ValueError(f'"{key}" should be text')
     return content[key]

@@ -1,5 +1,5 @@
-"""What the passes of gradient steps are recorded with (`runtime/device_graphs.py`): inputs in memory that stays where
-it is, and few sizes of minibatches."""
+"""Inputs for recorded passes of gradient steps (`runtime/device_graphs.py`): in memory with fixed addresses, for few
+sizes of minibatches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from embodied.core.arrays import flat_dict, map_obs
 from embodied.learners.train_batch import OF_ITEMS, RankBatch
 
-SIZES = 8  # of padded minibatches, at most: each has a graph
-UNCOUNTED = ("mask", "current", "weights")  # zeros of items that only pad
+SIZES = 8  # most sizes of padded minibatches, each with its own graph
+UNCOUNTED = ("mask", "current", "weights")  # zeros for padding items
 
 
 class FixedPass:
-    """The inputs of a pass in memory that stays where it is, and the graph of the pass."""
+    """The inputs of a pass in memory with fixed addresses, and the graph of the pass."""
 
     def __init__(self, batch: RankBatch, size: int, dtype: torch.dtype) -> None:
         device = batch.mask.device
@@ -33,7 +33,7 @@ class FixedPass:
         return {"obs": self.batch.obs, "actions": self.batch.actions} | self.batch.replay
 
     def fill(self, batch: RankBatch, items: Tensor, divisor: float) -> None:
-        """Copy these items there; more that count nothing follow, up to the size."""
+        """Copy these items into the inputs, followed by padding up to the size."""
         count, buffers = len(items), tensors_of(self.batch)
         self.index[:count] = items
         self.index[count:].zero_()
@@ -63,6 +63,6 @@ def moved(batch: RankBatch, device: str) -> RankBatch:
 
 
 def padded_size(count: int, most: int) -> int:
-    """One of a few sizes that so many items are padded to, out of at most `most`."""
+    """The size to which `count` items are padded, one of a few sizes up to `most`."""
     step = -(-most // SIZES)
     return min(most, -(-count // step) * step)

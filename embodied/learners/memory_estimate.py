@@ -1,9 +1,9 @@
 """How much memory a large policy needs, counted on torch's meta device: nothing is allocated and nothing computed.
 
-Activations are counted as the network saves them for its backward pass, so they follow from the code and not from a
-formula. What surprises: weights of half precision cost 20 bytes more each when they are trained (a float32 copy, its
-gradient, Adam's two moments, and the vector in which gradients travel), and a learner that holds shards of them still
-adds up the whole float32 gradient, unless learner.reduce_each_pass is set.
+Activations are counted as the network saves them for its backward pass, without a formula. Trained weights of half
+precision cost 20 bytes more each (a float32 copy, its gradient, Adam's two moments, and the vector in which gradients
+travel), and a learner that holds shards of them still adds up the whole float32 gradient, unless
+learner.reduce_each_pass is set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
 
 EXACT = 4  # bytes of a float32
-NUMBERS, FELT = 7, 8  # of an arm: numbers of an action and of its state
+NUMBERS, FELT = 7, 8  # numbers of an arm's action and of its state
 SPOKEN_TO = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=True)
 PROMPT = 64  # tokens besides image tokens; an instruction has about half as many
 
@@ -40,10 +40,10 @@ class Memory:
     weights: int
     training: int  # gradients, Adam's moments, and copies in float32
     activations: int  # of one microbatch
-    reference: int = 0  # a copy of the weights that are trained, to compare with
+    reference: int = 0  # a copy of the trained weights, for the divergence
     trained: int = 0  # of `weights`, the trained ones
-    gathered: int = 0  # weights that a learner with shards holds whole: the largest block, and those outside blocks
-    gradient: int = 0  # of float32, that a learner with shards adds up whole: all of it, or a block's
+    gathered: int = 0  # weights that a learner with shards holds unsharded: the largest block, and those outside blocks
+    gradient: int = 0  # in float32, that a learner with shards adds up unsharded: all of it, or a block's
     acting: int = 0  # keys and values of one env row
 
     @property
@@ -51,10 +51,10 @@ class Memory:
         return self.weights + self.training + self.activations + self.reference
 
     def sharded(self, ranks: int) -> int:
-        """Bytes of each of so many learners with shards: for its rows weights (the trained ones in float32), two
-        moments and twice the gradient, and the whole part of the gradient."""
+        """Bytes of each of `ranks` learners with shards: for its rows the weights (trained ones in float32), two
+        moments and twice the gradient, and the unsharded part of the gradient."""
         rows = self.weights - self.trained + 5 * EXACT * self.num_trained
-        rows += self.weights if self.reference else 0  # of the reference, which shares nothing with the policy then
+        rows += self.weights if self.reference else 0  # of the reference, which then shares no weights with the policy
         return rows // ranks + self.gradient + self.gathered + self.activations
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Memory:
 
 def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     """Memory of a recipe's learner, found without its simulator and its model's folder; None for small policies. An
-    iteration has so many items, where nothing says how many are computed together."""
+    iteration has `items` items, if no option says how many are computed together."""
     from embodied.envs import env_class
     from embodied.policies import policy_class
 
@@ -78,7 +78,7 @@ def estimate(config: RunConfig, items: int = 1) -> Memory | None:
     rows = config.learner.micro_batch_size or config.algo.minibatch_size or items
     inputs = made_up(policy, rows) if not kind.speaks else conversations(longest_pass(policy, config.learner))
     if kind.speaks and env_class(config.env).shows_pictures(config.env):
-        inputs["places"] = longest_pass(policy, config.learner)  # at most: as if pictures filled the prompts
+        inputs["places"] = longest_pass(policy, config.learner)  # an upper bound, as if pictures filled the prompts
     copied = num_bytes(p for p in policy.parameters() if p.requires_grad)
     found = count(policy, config.learner, inputs)
     return replace(found, reference=copied) if config.algo.kl_coef and not config.roles.reference else found
@@ -92,8 +92,7 @@ def spec_of_arm(config: RunConfig) -> EnvSpec:
 
 
 def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:
-    """Memory of training a policy, which loses its weights by this, on a microbatch of inputs as the learner has
-    it."""
+    """Memory of training a policy on a microbatch of the learner's inputs; the policy loses its weights."""
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     weights, blocks = num_bytes(parameters), [num_bytes(block.parameters()) for block in policy.blocks()]
@@ -126,14 +125,14 @@ def acting_bytes(policy: Policy, config: LearnerConfig) -> int:
 
 
 def training_bytes(p: Tensor) -> int:
-    """Bytes per trained number: gradient, two moments, gradients on their way; and for half precision a copy."""
+    """Bytes per trained number: gradient, two moments, the gradients' exchange; and for half precision a copy."""
     size = EXACT if p.dtype in HALVES else p.element_size()
     return size * (5 if p.dtype in HALVES else 4)
 
 
 def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> int:
     """The bytes that the forward pass keeps for the backward pass, in the policy's own precision; weights are not
-    counted again. "places" of the inputs are those of pictures, which pass through the vision tower besides."""
+    counted again. "places" of the inputs are places of pictures, which also pass through the vision tower."""
     policy, inputs = policy.to("meta"), {**inputs}
     places = inputs.pop("places", 0)
     if config.checkpoint_activations:
@@ -165,13 +164,13 @@ def longest_conversation(policy: Policy, config: LearnerConfig) -> int:
 
 
 def longest_pass(policy: Policy, config: LearnerConfig) -> int:
-    """Tokens that pass through a learner's network at once: a pack, or its part of a conversation that is longer."""
+    """Most tokens of a learner's pass: a pack, or its part of a longer conversation."""
     degree = 1 if config.sequence_degree == "auto" else config.sequence_degree
     return max(config.pack_tokens, -(-longest_conversation(policy, config) // degree))
 
 
 def conversations(tokens: int) -> dict[str, Any]:
-    """Inputs of so many tokens for a language policy: one conversation, all sampled except a short prompt."""
+    """Inputs of `tokens` tokens for a language policy: one conversation, all sampled except a short prompt."""
     said = np.arange(tokens)[:, None] >= min(PROMPT, tokens // 2)
     one = np.zeros(1, np.int64)
     return {"actions": np.zeros((tokens, 1, 1), np.int32), "mask": said, "lengths": one + tokens, "groups": one}

@@ -37,7 +37,7 @@ from embodied.runtime.tensor_bytes import (
     write_safetensors,
 )
 
-KEPT_BYTES = 4 * 2**30  # of the host's memory, at most, for what frozen parts make of an iteration's observations
+KEPT_BYTES = 4 * 2**30  # most host memory for frozen parts' features of an iteration's observations
 FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
 MASTER = "master"
 NORM_PART = 2**20  # numbers whose squares are summed in their own precision, to five digits
@@ -52,7 +52,7 @@ class Model:
         first = next(policy.parameters())
         self.device = first.device.type
         self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
-        self.collective: Collective = Alone()  # with the ranks that must run it equally often, where it is sharded
+        self.collective: Collective = Alone()  # with the ranks that must run a sharded network equally often
         self.table: PassTable | None = None  # where ranks run passes together
         self.graphed: Any = None  # gradient steps that were recorded (`update.GraphedSteps`), or False: they cannot be
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
@@ -67,7 +67,7 @@ class Model:
         return self.config.pack_tokens * (1 if self.table is None else self.table.degrees[0])
 
     def begin_pass(self) -> None:
-        """A pass that was recorded begins: forward and backward."""
+        """A recorded pass begins: forward and backward."""
         self.tick()
         self.first_backward = self.first_backward or perf_counter()
 
@@ -79,13 +79,13 @@ class Model:
         return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
 
     def cast(self) -> AbstractContextManager:
-        """Within it matrix products are of learner.precision."""
+        """In this context matrix products have learner.precision."""
         if self.config.precision != "bf16":
             return nullcontext()
         return torch.autocast(self.device, torch.bfloat16, cache_enabled=not self.graphed)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """`last` of its gradient step: where weights are sharded, ranks sum their gradients only then, unless
+        """`last`: the last pass of its gradient step. Only then do ranks with shards sum their gradients, unless
         learner.reduce_each_pass is set."""
         if self.first_backward is None:
             self.first_backward = perf_counter()
@@ -95,7 +95,7 @@ class Model:
 
     @torch.no_grad()
     def features(self, obs: Observation) -> dict[str, Tensor]:
-        """`Policy.frozen_features`, in the host's memory: of a whole iteration they are large."""
+        """`Policy.frozen_features`, in the host's memory, since those of a whole iteration are large."""
         self.tick()
         with self.cast():
             return {name: tensor.cpu() for name, tensor in self.policy.frozen_features(obs).items()}
@@ -109,25 +109,25 @@ class Model:
         return actions.to(self.dtype), None if beside is None else beside.to(self.dtype)
 
     def passes(self, count: int) -> int:
-        """The number of times that the network runs for so many items."""
+        """The number of passes for `count` items."""
         return -(-count // (self.config.micro_batch_size or max(count, 1)))
 
     def most_passes(self, passes: int) -> int:
-        """The passes of the rank that needs most of them, where all ranks must run the network equally often."""
+        """The passes of the rank that needs most, if all ranks must run the network equally often."""
         if not self.config.shard:
             return 0
         return max(int(row[0]) for row in self.collective.gather(np.array([passes])))
 
     def micro_batches(self, items: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        """Parts of the items, and whether they count: padding, which does not, makes up for missing passes."""
+        """Parts of the items, and whether they count: padding does not, and fills up missing passes."""
         size = self.config.micro_batch_size or max(len(items), 1)
         parts = [(part, True) for part in items.split(size) if len(part)]
         return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
 
 
 class FrozenFeatures:
-    """Features that frozen parts of the policy compute of so many items' observations: once for all epochs of an
-    update, where all of them can be kept."""
+    """Features that frozen parts of the policy compute from observations, once for all epochs of an update, if all of
+    them can be kept."""
 
     def __init__(self, model: Model, num_items: int) -> None:
         self.model, self.num_items = model, num_items
@@ -162,10 +162,10 @@ def recompute(policy: Policy) -> None:
 
 
 def compile_blocks(policy: Policy) -> None:
-    """Its blocks where it names some, which a compiler swallows more easily than a whole policy."""
+    """Compile its blocks if it names some, which is easier than a whole policy."""
     if next(policy.parameters()).device.type == "cpu" and not shutil.which("g++"):
         raise ConfigError("learner.compile=true needs a C++ compiler; install g++ or leave it out")
-    torch._inductor.config.compile_threads = 1  # no pool of processes beside the workers
+    torch._inductor.config.compile_threads = 1  # no additional pool of processes
     for part in policy.blocks() or [policy]:
         part.compile(dynamic=True)
 
@@ -174,12 +174,12 @@ class PolicyOptimizer:
     """Adam over the policy's trainable parameters.
 
     Ranks that hold all weights exchange their gradients as one flat vector; ranks that hold shards have them summed by
-    FSDP already and exchange only numbers. Weights of half precision are trained in float32, the master: a copy, or
-    where they are sharded the shards themselves.
+    FSDP already and exchange only numbers. Weights of half precision are trained in float32, the master: a copy, or if
+    they are sharded the shards themselves.
     """
 
     def __init__(self, policy, algo, collective: Collective, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-        """`dtypes`: in which the weights leave the learner, where that is not as they are here."""
+        """`dtypes`: of published weights that differ from the learner's."""
         rates = learning_rates(algo)
         groups = {name: [p for p in group if p.requires_grad] for name, group in policy.parameter_groups().items()}
         names = {id(p): name for name, p in policy.named_parameters()}
@@ -196,12 +196,12 @@ class PolicyOptimizer:
         self.adam = Adam(masters, algo.adam_eps, algo.adam_betas, algo.weight_decay)
         self.max_grad_norm = algo.max_grad_norm
         self.sizes = [master.numel() for master in self.masters]
-        self.summed: Tensor | None = None  # room that steps use again: the pages of a new one cost as much as the copy
-        self.fixed = False  # gradients are added up in that room
+        self.summed: Tensor | None = None  # memory that steps reuse: new pages would cost as much as the copy
+        self.fixed = False  # gradients are added up in that memory
 
     def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
-        """Sum the gradients and these numbers over all ranks, and clear the gradients; -> the sums of the numbers and
-        the norm of the whole gradient, which is divided by `count` where that was not known before. Both stay on the
+        """Sum the gradients and these numbers over all ranks, and clear the gradients; Returns the sums of the numbers
+        and the norm of the whole gradient, which is divided by `count` if that was not known before. Both stay on the
         device."""
         parts = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
         if self.sharded:
@@ -225,8 +225,8 @@ class PolicyOptimizer:
         return flat[size:], norm_of(self.flat)
 
     def fix_gradients(self, num_stats: int) -> Tensor:
-        """From now on gradients are added up, from zeros, in memory that stays where it is; returns the room behind
-        them for so many numbers. `forget_gradients` undoes it."""
+        """From now on add gradients up, from zeros, in memory with a fixed address; returns the memory after them for
+        `num_stats` numbers. `forget_gradients` undoes this."""
         self.forget_gradients()
         self.fixed, self.summed = True, self.masters[0].new_zeros(sum(self.sizes) + num_stats)
         for p, master, part in zip(
@@ -237,8 +237,8 @@ class PolicyOptimizer:
         return self.summed[-num_stats:]
 
     def step(self, norm: Tensor, lr_factor: float | Tensor, skipped: Tensor | None = None) -> None:
-        """Apply the gradient of the last `exchange`, scaled down where its norm is too large; where `skipped` is 1,
-        nothing changes."""
+        """Apply the gradient of the last `exchange`, scaled down if its norm is too large; if `skipped` is 1, nothing
+        changes."""
         if self.max_grad_norm is not None:
             self.flat *= (torch.full_like(norm, self.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
         for master, part in zip(self.masters, self.flat.split(self.sizes), strict=True):
@@ -258,7 +258,7 @@ class PolicyOptimizer:
                 yield f"{name}/{key}", value
 
     def masters_aside(self) -> list[Tensor]:
-        """The masters that are not the parameters' own memory."""
+        """The masters that are copies, not the parameters' own memory."""
         return [master for p, master in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]
 
     def tensors(self) -> list[Tensor]:
@@ -266,7 +266,7 @@ class PolicyOptimizer:
         return [*self.masters_aside(), *(value for state in self.adam.state.values() for value in state.values())]
 
     def forget_gradients(self) -> None:
-        """Frees the gradients: between updates nobody needs them."""
+        """Frees the gradients, which are not needed between updates."""
         self.flat, self.summed, self.fixed = None, None, False
         self.adam.forget_gradients()
         for p in self.params:
@@ -277,8 +277,8 @@ class PolicyOptimizer:
         return ~torch.stack([torch.isfinite(master).all() for master in self.masters]).all()
 
     def save(self, folder: Path, rank: int = 0) -> None:
-        """Write the state into a folder of a checkpoint's. Ranks that hold shards write a file each, with their rows,
-        where all of them see the checkpoint; else rank 0 writes one file of whole tensors."""
+        """Write the state into a folder of a checkpoint. Ranks with shards each write a file with their rows, if all of
+        them see the checkpoint; else rank 0 writes one file of whole tensors."""
         shards = 1
         if self.sharded:
             seen = np.concatenate(self.collective.gather(np.array([float(folder.parent.is_dir())])))
@@ -294,7 +294,7 @@ class PolicyOptimizer:
         )
 
     def load(self, folder: Path) -> None:
-        """Take the state that any number of ranks wrote."""
+        """Load the state that any number of ranks wrote."""
         where, (first, stored) = dict(self._named()), read_shards(folder)
         wanted = [f"{name}/{key}" for name, p in where.items() for key in self._state(name, p)]
         if lacking := [key for key in wanted if key not in stored]:
@@ -369,14 +369,14 @@ class Adam:
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
     ) -> None:
-        """The decay is AdamW's: of the weights, not of their gradients."""
+        """The decay is AdamW's: it acts on the weights, not on their gradients."""
         self.groups, self.eps, self.betas, self.weight_decay = groups, eps, betas, weight_decay
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for group in groups for p in group}
 
     @torch.no_grad()
     def step(self, rates: Sequence[float | Tensor], skipped: Tensor | None = None) -> None:
-        """Take a step with a learning rate per group; parameters without a gradient stay, and where `skipped` is 1
-        everything."""
+        """Take a step with a learning rate per group. Parameters without a gradient do not change; with `skipped` 1
+        nothing does."""
         for group, lr in zip(self.groups, rates, strict=True):
             params = [p for p in group if p.grad is not None]
             states = [self.state_of(p) for p in params]

@@ -1,4 +1,4 @@
-"""One update: the same sequence of gradient steps on every rank, each rank adding the units it owns.
+"""One update: the same sequence of gradient steps on every rank, to which each rank adds its units.
 
 The gradient and the step's statistics travel between ranks as one vector. With gradient accumulation
 (pipeline.schedule=periodic), sums of gradients and statistics are divided once, by counts that are known after the last
@@ -57,7 +57,7 @@ class GradientSteps:
         self.model, self.optimizer, self.config = model, optimizer, config
         self.names = (*loss_terms(config), *model.policy.own_losses, *MISMATCH)
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
-        # Of a decision the gap and k3, and the error of a conversation
+        # The gap and k3 of a decision, and the error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
         self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # of losses, statistics and units
         self.broken = torch.zeros((), device=model.device)  # 1 from the first step on whose numbers are not finite
@@ -70,7 +70,7 @@ class GradientSteps:
         passes = batch.passes(model, batch.teaching(units))
         for number, each in enumerate(passes, 1):
             scores, last = model.score(each.inputs(batch)), number == len(passes)
-            if not each.is_own:  # its owner's gradient comes back
+            if not each.is_own:  # the owner's gradient arrives through the exchange
                 model.backward(0.0 * scores.logprobs.sum(), last)
                 continue
             weight = float(each.counts)
@@ -87,7 +87,7 @@ class GradientSteps:
         last: bool = True,
         counts: Tensor | None = None,
     ) -> None:
-        """Add the gradient and the statistics of a pass. `weight` 0: padding; `counts` [b]: 0 of items that are."""
+        """Add the gradient and the statistics of a pass. `weight` 0: padding; `counts` [b]: 0 for padding items."""
         check_scores(scores, part.logprobs)
         loss, stats = part.loss_sum(scores, weight, self.config)
         parts = [stats[name] for name in loss_terms(self.config)]
@@ -112,8 +112,8 @@ class GradientSteps:
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
 
     def step(self, end: BatchEnd, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
-        """Take a step with all ranks for a minibatch of so many units. Statistics are divided by `divisor`, the
-        gradient by `count`, where that was not known before."""
+        """Take a step with all ranks for a minibatch of `units` units. Statistics are divided by `divisor`, and the
+        gradient by `count` if that was not known before."""
         sums = self.exchange(self.lr_factor(end), count)
         more = self.model.policy.end_step(self.optimizer.collective.sum)
         self.steps.append(StepSums(sums, epoch, units, divisor, more))
@@ -137,7 +137,7 @@ class GradientSteps:
         return sum(step.units * row["approx_kl"] for step, row in zip(steps, self.read(steps)[0], strict=True))
 
     def step_once(self, end: BatchEnd) -> dict[str, float]:
-        """Take the only step, after the last batch. Returns numbers for the log; {} where no rank had a unit."""
+        """Take the only step, after the last batch. Returns numbers for the log; {} if no rank had a unit."""
         count, counted, units = self.optimizer.collective.sum(self.counts).tolist()
         if not units:
             return {}
@@ -162,7 +162,7 @@ class GradientSteps:
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
 
     def read(self, steps: list[StepSums], *more: Tensor) -> tuple[list[dict[str, float]], list[float]]:
-        """The statistics of these steps, and more numbers of the device: all in one wait for it."""
+        """The statistics of these steps, and more numbers from the device, read in one transfer."""
         width = len(self.names) + 1
         read = torch.cat([*(step.sums for step in steps), *(each.double() for each in more)]).tolist()
         rows = [read[i * width : (i + 1) * width] for i in range(len(steps))]
@@ -173,8 +173,8 @@ class GradientSteps:
 
 
 class GraphedSteps(GradientSteps):
-    """Gradient steps that are recorded once, for all updates: a pass for each size that minibatches are padded to, and
-    the step. Ranks sum their gradients in between."""
+    """Gradient steps that are recorded once, for all updates: a pass for each size of padded minibatches, and the step.
+    Ranks sum their gradients in between."""
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
         super().__init__(model, optimizer, config)
@@ -192,7 +192,7 @@ class GraphedSteps(GradientSteps):
 
     @property
     def is_valid(self) -> bool:
-        """True if all tensors that were recorded are where they were."""
+        """True if all recorded tensors still have their addresses."""
         return self.optimizer.summed is self.room and self._addresses() == self.addresses
 
     def begin(self, batch: RankBatch) -> None:
@@ -239,7 +239,7 @@ class GraphedSteps(GradientSteps):
         self.learn_from(scores, fixed.batch, 1.0, fixed.own_weight, fixed.divisor, counts=fixed.counts)
 
     def _recorded(self, work: Callable[[], None]) -> Any:
-        """The graph of this work, which leaves no trace: steps of a broken update change no weights."""
+        """The graph of this work. Recording changes no weights, since steps of a broken update change none."""
         changed = (self.room, self.largest, self.broken)
         before = [tensor.clone() for tensor in changed]
         self.broken.fill_(1.0)
@@ -257,7 +257,8 @@ class GraphedSteps(GradientSteps):
 def steps_of(
     model: Model, optimizer: PolicyOptimizer, config: AlgoConfig, batch: RankBatch
 ) -> tuple[GradientSteps, RankBatch]:
-    """Gradient steps for this batch, recorded ones where learner.graphs says so, and the batch as they take it."""
+    """Gradient steps for this batch, recorded ones if learner.graphs says so, and the batch in the form that they
+    need."""
     reason = why_not_graphs(model, config, batch)
     if reason and model.config.graphs == "on":
         raise ConfigError(f"learner.graphs=on: {reason}; try learner.graphs=auto")
@@ -282,7 +283,7 @@ def steps_of(
 
 
 def why_not_graphs(model: Model, config: AlgoConfig, batch: RankBatch) -> str:
-    """Why gradient steps for this batch are not recorded; "" where they are."""
+    """Why gradient steps for this batch are not recorded; "" if they are."""
     options, policy = model.config, model.policy
     if options.graphs == "off" or model.graphed is False:
         return "they are off"
@@ -358,8 +359,8 @@ def mismatch_of(part: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def sequence_errors(part: RankBatch, errors: Tensor) -> Tensor:
-    """The mean error of each conversation's tokens that count, 0 of those without any; of robots -inf, whose episodes
-    no pass holds whole."""
+    """The mean error of each conversation's counting tokens, 0 without any; -inf for robots, since no pass holds whole
+    episodes."""
     if part.groups is None:
         return errors.new_full((1,), -math.inf)
     of, counts = part.of, (part.weights > 0).to(errors.dtype)
@@ -369,7 +370,7 @@ def sequence_errors(part: RankBatch, errors: Tensor) -> Tensor:
 
 def mismatch_numbers(k3: float, error: float, largest: np.ndarray) -> dict[str, float]:
     """The log's numbers of a mean k3 and error and the largest gaps, k3s and errors of conversations [ranks, 3]; no gap
-    where no decision was taken with the weights that the update started from."""
+    if no decision was taken with the weights at the start of the update."""
     gap, k3_max, of_sequence = largest.max(axis=0).tolist()
     metrics = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max, "train/mismatch_error": error}
     metrics |= {"train/mismatch_sequence_max": of_sequence} if of_sequence >= 0 else {}
@@ -387,7 +388,7 @@ def check_scores(scores: Scores, acted: Tensor) -> None:
 
 
 def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
-    """Stop before a loss that is not finite becomes weights."""
+    """Stop before a loss that is not finite changes weights."""
     if odd := [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
         raise Diverged(
             f"{', '.join(odd)} in iteration {iteration + 1}, epoch {epoch + 1}; try a lower algo.lr, and look for "
@@ -396,8 +397,8 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
 
 
 def check_weights(collective: Collective, iteration: int, broken: float, *numbers: float) -> np.ndarray:
-    """A step may be finite and still too large, and published or saved weights must be usable. `broken`: 1 if some of
-    this rank's weights are not finite. Returns the numbers of all ranks, a row each."""
+    """Refuse weights that are not finite, since a finite step may be too large. `broken`: 1 if some of this rank's
+    weights are not finite. Returns the numbers of all ranks, one row for each."""
     rows = np.concatenate(collective.gather(np.array([[float(broken), *numbers]])))
     if rows[:, 0].any():
         raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")

@@ -1,8 +1,8 @@
-"""The learner: one replica of the policy, its optimizer, and its part of what an iteration learns from.
+"""The learner: one replica of the policy, its optimizer, and its part of an iteration's data.
 
 Ranks see different items and take the same steps: gradients are sums over items divided by a count known before the
-step, and everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks. Of its
-weights it publishes what training changes.
+step, and everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks. It
+publishes the weights that training changes.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from embodied.runtime.rendezvous import RendezvousAddress, listen
 from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import WeightStore
 
-MOVING_S = 3600.0  # at most, from or to a slow disk
-ENCODED = 32  # items that frozen parts encode together: enough for their speed, few enough to begin early
+MOVING_S = 3600.0  # most seconds of a transfer from or to a slow disk
+ENCODED = 32  # items that frozen parts encode together: enough for speed, few enough to begin early
 
 
 class LearnerWorker(Worker):
@@ -57,7 +57,7 @@ class LearnerWorker(Worker):
         device: str = "cpu",
         reference_apart: bool = False,
     ) -> None:
-        """`reference_apart`: the data come with the reference's log-probs."""
+        """`reference_apart`: the data contain the reference's log-probs."""
         self.policy_config = policy
         self.algo = algo
         self.config = config
@@ -68,7 +68,7 @@ class LearnerWorker(Worker):
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
-        self.shares = False  # its weights are acted with in this process
+        self.shares = False  # policy workers of this process act with its weights
 
     def listen(self, timeout_s: float) -> RendezvousAddress:
         """Rank 0: open the rendezvous for ranks on several machines."""
@@ -123,7 +123,7 @@ class LearnerWorker(Worker):
         return form_groups(self.rendezvous, self, [d for d in degrees if d > 1], gpus)
 
     def _copied_policy(self) -> Model:
-        """The policy as the run begins. Weights that are not trained are the policy's own, unless they are sharded."""
+        """A copy of the initial policy. It shares untrained weights with the policy, unless they are sharded."""
         policy = copy.deepcopy(self.policy).requires_grad_(False) if self.config.shard else self.policy.reference()
         return Model(policy, self.config, self.tick)
 
@@ -145,8 +145,8 @@ class LearnerWorker(Worker):
         one_by_one: bool = False,
     ) -> dict[str, float]:
         """Take this rank's units of a batch as they come, then do one update with all ranks, which starts from this
-        version of the weights. `rows` are its env rows, where these are units: frozen parts encode their observations
-        as they come. With `one_by_one`, gradients of units are added up as they come, and there is one step."""
+        version of the weights. `rows` are its env rows, if these are units: frozen parts encode their observations as
+        they come. With `one_by_one`, gradients of units are added up as they come, and there is one step."""
         self.model.first_backward, started = None, perf_counter()
         horizon = 0 if rows is None else self.algo.rollout_decisions
         buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
@@ -172,7 +172,7 @@ class LearnerWorker(Worker):
                 numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, buffer.end)
             self._merge_observed()
         numbers |= self.throughput.numbers(self.collective)
-        if self.model.first_backward is None:  # all items were other ranks'
+        if self.model.first_backward is None:  # all items were of other ranks
             return numbers
         self.timers.mark("first backward", self.model.first_backward)
         waited_s = started + buffer.end.seconds
@@ -200,7 +200,7 @@ class LearnerWorker(Worker):
         return replace(share, replay=share.replay | known)
 
     def _encodes_once(self) -> bool:
-        """True if what frozen parts of the policy make of an observation is kept for all epochs."""
+        """True if features of frozen parts of the policy are kept for all epochs."""
         return self.algo.epochs > 1 and not self.config.shard and not self.policy.speaks
 
     def _observe(self, played: Trajectory, unit: Unit) -> None:
@@ -212,7 +212,7 @@ class LearnerWorker(Worker):
             self.observed.append((played.ids, moments))
 
     def _merge_observed(self) -> None:
-        """Let the policy's statistics follow the observations of all ranks, in the order of sequences."""
+        """Update the policy's statistics with the observations of all ranks, in the order of sequences."""
         observed, self.observed = self.observed, []
         ids, rows = (
             map(np.concatenate, zip(*observed, strict=True)) if observed else (np.zeros(0, np.int64), np.zeros(0))
@@ -226,20 +226,19 @@ class LearnerWorker(Worker):
 
     @served_while_busy
     def divides(self) -> tuple[tuple[int, ...], tuple[float, float, float]] | None:
-        """The numbers of ranks that may compute a sequence together, and the `ExchangeCosts`; None where ranks compute
-        alone."""
+        """How many ranks may compute a sequence together, and the `ExchangeCosts`; None if ranks compute alone."""
         table = self.model.table
         return None if table is None else ((*table.degrees,), astuple(table.exchange))
 
     @served_while_busy
     def pass_cost(self) -> tuple[float, ...]:
-        """`Policy.pass_cost`, by which units are dealt to ranks."""
+        """`Policy.pass_cost`, for dealing units to ranks."""
         return self.policy.pass_cost()
 
     # Memory
 
     def needs(self, shared: bool = False) -> Needs:
-        """Weights, gradients, the optimizer's two averages of them, the reference, and what updates took besides;
+        """Bytes of weights, gradients, the optimizer's two averages, the reference, and other memory of updates;
         weights shared with policy workers are not offloaded."""
         self.shares = shared
         weights, trained = num_bytes(self._weights()), num_bytes(self.optimizer.masters)
@@ -269,7 +268,7 @@ class LearnerWorker(Worker):
     # Weights and checkpoints
 
     def publish(self, version: int) -> Publication | None:
-        """Make the current weights visible as this version. Rank 0 says where they are."""
+        """Publish the current weights as this version. Rank 0 returns where they are."""
         self._check_live()
         names = self.dtypes.keys() if self.store.version < 0 or self.loaded else self.moving
         tensors = self._whole(names)
@@ -312,8 +311,8 @@ class LearnerWorker(Worker):
         self.optimizer.save(folder / "learner", self.rank)
 
     def _whole(self, names: Set[str]) -> Iterable[tuple[str, Tensor]]:
-        """The weights and buffers of these names, one whole tensor at a time. Where they are sharded all ranks must
-        take part, and those other than rank 0 end up with none."""
+        """The weights and buffers of these names, one whole tensor at a time. If they are sharded, all ranks must take
+        part, and only rank 0 gets them."""
         if not self.config.shard:
             return ((name, tensor) for name, tensor in self.policy.state_dict().items() if name in names)
         tensors = whole_tensors(self.policy, self.dtypes, names)
@@ -333,7 +332,7 @@ class LearnerWorker(Worker):
 
 
 def check_learns(policy: Policy) -> None:
-    """Refuse a policy that cannot be scored, trained or moved to where it acts."""
+    """Refuse a policy that cannot be scored, trained or sent to policy workers."""
     kind = type(policy)
     check_methods(kind, *(() if kind.speaks else ("value",)), "forward")
     if not any(True for _ in policy.parameters()):
