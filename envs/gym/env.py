@@ -89,7 +89,7 @@ class GymEnv(VectorEnv):
             raise EmbodiedError(f"{self.config.name} cannot be recorded here: {err}") from err
 
     def video_problem(self) -> str:
-        """Found out by rendering once, in an env of its own; most envs need a package that is imported only then."""
+        """The problem that rendering once in a separate env shows; most envs import the needed package only then."""
         if self._video_problem is None:
             env = make_single(self.config)
             try:
@@ -121,14 +121,14 @@ class GymEnv(VectorEnv):
         return self._flag(self._success_key, info.get(self._success_key, False)) if self._success_key else False
 
     def _flag(self, name: str, value: Any) -> bool:
-        """A flag of one env. NaN would be true."""
+        """A flag of one env as a bool; refuses NaN, which would be true."""
         if np.size(value) != 1 or value not in (0, 1):
             raise WrongShape(f"{self.config.name}: {name} is {value!r}, it must be true or false")
         return bool(value)
 
 
 def make_single(config: GymConfig | ExternalEnvConfig) -> gymnasium.Env:
-    """One env, without a time limit of Gymnasium's, able to render frames where it can do so at all."""
+    """One env without Gymnasium's time limit, in a mode that renders frames if it has one."""
     if isinstance(config, ExternalEnvConfig):
         cls = import_class(config.name)
         takes = inspect.signature(cls).parameters
@@ -147,7 +147,7 @@ def make_single(config: GymConfig | ExternalEnvConfig) -> gymnasium.Env:
         raise ConfigError(f"env.name={config.name!r} cannot be made: {err}") from err
     except gymnasium.error.DependencyNotInstalled as err:
         raise ConfigError(f"env.name={config.name!r} needs a package that is not installed: {err}") from err
-    except Exception as err:  # of its constructor, which may be anybody's
+    except Exception as err:  # the constructor may raise anything
         fails = f"does not take env.kwargs={config.kwargs}" if config.kwargs else "cannot be made"
         raise ConfigError(f"env.name={config.name!r} {fails}: {in_a_line(err)}") from err
 
@@ -164,7 +164,7 @@ def renders(cls: Any) -> bool:
 
 
 def success_key(env: gymnasium.Env) -> str | None:
-    """The entry of `info` that reports success, found out by resetting and stepping once."""
+    """The key of `info` that reports success, found by resetting and stepping once."""
     env.action_space.seed(0)
     _, at_reset = env.reset(seed=0)
     info = at_reset | env.step(env.action_space.sample())[4]

@@ -1,5 +1,5 @@
-"""Options of LIBERO's tasks; the benchmark's five suites and LIBERO-Pro's perturbed ones: how many tasks each has, how
-long an episode may last and how long things settle before it; and what `env.task` may say.
+"""Options of LIBERO's tasks, and the benchmark's five suites and LIBERO-Pro's perturbed ones with their numbers of
+tasks, step limits and settling steps.
 
 A task is called `libero_spatial/3`: suite and number, in the order of the benchmark.
 """
@@ -211,6 +211,6 @@ class LiberoConfig(CommonEnvConfig):
         return dict.fromkeys(self.cameras, (self.image_size, self.image_size))
 
     def worker_bytes(self, rows: int, num_tasks: int) -> float:
-        """A task's scene weighs, a row in it hardly does."""
+        """Memory follows from the number of tasks: a row of a task's scene needs little."""
         loaded = min(num_tasks, max(rows, self.tasks_in_memory))
         return SIM_BYTES + loaded * (SCENE_WITH_IMAGES_BYTES if self.cameras else SCENE_BYTES)

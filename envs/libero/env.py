@@ -1,13 +1,13 @@
-"""LIBERO's 130 tasks: state or camera observations, the benchmark's stored initial states or placements of our own.
+"""LIBERO's 130 tasks: state or camera observations, the benchmark's stored initial states or drawn placements.
 
-Rows of one task share its model, so a row costs megabytes and a task hundreds; tasks that no row plays any more are
-dropped when `env.scenes` are in memory. Numbers and pixels are those of LIBERO's own env after its hard reset, down to
-the instant inside an env step at which it observes. Actions move the hand by up to 5 cm and 0.5 rad per env step
-relative to where it is; the last one opens (-1) or closes (1) the gripper.
+Rows of one task share its model, so a row costs megabytes and a task hundreds; unused tasks are dropped when
+`env.tasks_in_memory` of them are loaded. Numbers and pixels equal those of LIBERO's own env after its hard reset, which
+observes before the end of an env step. Actions move the hand by up to 5 cm and 0.5 rad per env step relative to where
+it is; the last one opens (-1) or closes (1) the gripper.
 
-`env.state=proprio` is what published policies take: hand position, hand orientation as a rotation vector, two finger
-positions. `full` adds joints, and for every object its position, its position seen from the hand, and its orientation,
-those the task is about first. Several tasks share one layout, with zeros where a task has fewer objects.
+`env.state=proprio` has the numbers of published policies: hand position, hand orientation as a rotation vector, two
+finger positions. `full` adds joints, and for every object its position, its position relative to the hand, and its
+orientation, objects of the task first. Several tasks share one layout, with zeros where a task has fewer objects.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FREE_QPOS, FREE_QVEL = 7, 6
 
 
 def own_protocol(config: LiberoConfig) -> EvaluationProtocol:
-    """The protocol of a user's own tasks: the states that are given, or placements drawn by the episodes' seeds."""
+    """The protocol of a user's own tasks: stored states, or placements drawn by the episodes' seeds."""
     number = 0 if config.states_file is None else len(read_states(config.states_file))
     begin = f"from the {number} stored states of env.states_file in their order" if number else "from drawn placements"
     rules = (
@@ -190,7 +190,7 @@ class LiberoEnv(VectorEnv):
     # How it is done.
 
     def task_of(self, episode: EpisodeSpec) -> str:
-        """The one task an episode plays; where it names a suite or a list, they take turns."""
+        """The task of an episode; the tasks of a suite or a list take turns."""
         tasks = tasks_of(episode.task)
         if unknown := [task for task in tasks if task not in self.all_tasks]:
             raise ValueError(f"episode {episode.index} plays {unknown[0]}, which is not in env.task={self.config.task}")
@@ -246,8 +246,8 @@ class LiberoEnv(VectorEnv):
 class SceneCache(threading.local):
     """The scenes of a worker, loaded once for all of its envs (training and evaluation play the same tasks).
 
-    A scene that some row plays stays; others go when a new one is wanted and as many as allowed are loaded. Per thread:
-    workers of one process do not share, since MuJoCo's data and OpenGL's contexts belong to one thread.
+    A scene that some row plays stays; an unused one is dropped when a new one is needed and the limit is reached. Per
+    thread: workers of one process do not share, since MuJoCo's data and OpenGL's contexts belong to one thread.
     """
 
     def __init__(self) -> None:
@@ -321,7 +321,7 @@ class StateLayout:
 
 
 def state_layout(tasks: Sequence[TaskFiles | Scene]) -> StateLayout:
-    """The layout that fits all these tasks; of the user's own ones the scenes are asked."""
+    """The layout that fits all these tasks; for the user's own tasks it is read from their scenes."""
     counts = [count_built(each) if isinstance(each, Scene) else count_things(each) for each in tasks]
     return StateLayout(*(max(count) for count in zip(*counts, strict=True)))
 
@@ -339,7 +339,7 @@ def count_built(scene: Scene) -> tuple[int, int, int]:
 
 
 def things_in(scene: Scene) -> tuple[list[str], list[str]]:
-    """Movable objects and fixtures that have a body; a room that a class of the user's built may have none."""
+    """Movable objects and fixtures that have a body; a room built by a user's class may have none."""
     return tuple(
         [name for name in names if name in scene.env.obj_body_id] for names in thing_names(scene.files.bddl.read_text())
     )

@@ -1,8 +1,8 @@
-"""Experts for LIBERO's pick-and-place tasks: scripts that see where everything is and move the arm by its controller.
+"""Experts for LIBERO's pick-and-place tasks: scripts that know all positions and move the arm by its controller.
 
 A plan is a generator that yields one action per env step: hover, descend, close, lift, carry, lower, open; if the
-object is not in the hand after lifting, again from the start with the next best grasp. Only the env's own actions are
-used, so what an expert plays is a demonstration a policy can imitate.
+object is not in the hand after lifting, it begins again with the next best grasp. Experts use only the env's own
+actions, so policies can imitate them.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class Geometry:
 
 
 OPEN, CLOSE = -1.0, 1.0
-REACH, TURN = 0.05, 0.5  # what an action of 1 asks for: metres, radians
+REACH, TURN = 0.05, 0.5  # movement of an action of 1: metres, radians
 GAIN = 2.5  # the controller covers only part of the requested movement within an env step
 NEAR, LEVEL = 0.008, 0.006  # metres: arrived, in the plane and in height
 CENTRED = 0.03  # largest distance from the middle that LIBERO's goals allow
 SETTLED = 0.0005  # metres in an env step
 FINGER_REACH = 0.045  # of an open finger from the hand's centre
-WIDEST = 0.072  # what fits between the fingers
+WIDEST = 0.072  # widest object between the fingers, in metres
 PALM = 0.030  # the palm is this far above the point between the fingers, with a little room
 TIP = 0.016  # the finger tips are this far below it, with a little room
 
@@ -236,10 +236,10 @@ def carry(at: Geometry, what: str, target: np.ndarray, height: float, closing: n
 
 
 def toward(at: Geometry, target: np.ndarray, closing: np.ndarray, grip: float) -> np.ndarray:
-    """One action: a part of the way, turning the closing axis to `closing` and the fingers down."""
+    """One action towards the target, which turns the closing axis to `closing` and the fingers down."""
     turned = at.turned
     across = np.array([*closing, 0.0])
-    across *= np.sign(across @ turned[:, 0]) or 1.0  # the nearer of two equal ways to turn
+    across *= np.sign(across @ turned[:, 0]) or 1.0  # the nearer of two equivalent orientations
     down = np.array([0.0, 0.0, -1.0])
     wanted = np.stack([across, np.cross(down, across), down], axis=1)
     action = np.concatenate([GAIN * (target - at.hand) / REACH, rotation_between(turned, wanted) / TURN, [grip]])
@@ -255,7 +255,7 @@ def rotation_between(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def ranked_grasps(at: Geometry, what: str) -> list[Grasp]:
-    """Ways to take hold of an object, the best first: around it where it is narrow enough, else by its rim."""
+    """Grasps of an object, the best first: around it if it is narrow enough, else at its rim."""
     low, high = at.bounds(what)
     corners = at.corners(what)
     height = max(low[2] + TIP, high[2] - PALM)
@@ -278,7 +278,7 @@ def around(corners: np.ndarray, height: float, angle: float) -> Grasp | None:
 
 
 def rims(corners: np.ndarray, centre: np.ndarray) -> list[Grasp]:
-    """Holding the wall of something round, one finger inside; where it leans, the wall is higher on one side."""
+    """Grasps of a round object's wall, with one finger inside; if the object leans, the wall is higher on one side."""
     away = corners[:, :2] - centre[:2]
     distance = np.linalg.norm(away, axis=1)
     grasps = []

@@ -1,8 +1,8 @@
 """Camera images of LIBERO scenes, rendered with MuJoCo directly: pixel for pixel those of LIBERO's own env.
 
 OpenGL comes from EGL (a graphics card's, or Mesa's software renderer) or OSMesa; every thread has one context, in which
-each scene keeps its meshes and textures. A frame shows the arrays of `SceneRow.shown`, so it can be drawn long after
-the simulation went on.
+each scene keeps its meshes and textures. A frame shows the arrays of `SceneRow.shown`, so it can be drawn after the
+simulation has continued.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def opengl() -> str:
 
 
 def opengl_problem() -> str:
-    """Why nothing can be drawn here; empty where it can."""
+    """Why nothing can be drawn here; empty if images can be drawn."""
     try:
         opengl()
     except ConfigError as err:
@@ -96,11 +96,11 @@ class Painter:
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150)
 
     def paint(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
-        """uint8 [side, side, 3], the right way up: the row's last observation."""
+        """uint8 [side, side, 3], upright: the row's last observation."""
         return self._draw(row.shown, camera, side)
 
     def paint_now(self, row: SceneRow, camera: str, side: int) -> np.ndarray:
-        """The same of the present moment, for videos."""
+        """An image of the current state, for videos."""
         self._scene.attach(row)
         now = {name: getattr(row.data._data, name) for name in ARRAYS}
         return self._draw({**now, "site_rgba": self._scene.model.site_rgba.copy()}, camera, side)
@@ -128,20 +128,20 @@ class Painter:
         self._context.free()
 
 
-# EGL counts devices in an order of its own, software renderers among them. A card is found by the file through which
-# the system reaches its PCI address, /dev/dri/renderD128 for one. Containers often have no such file: there NVIDIA's
-# EGL says which CUDA number a device has, and the only card that CUDA shows this process, by its UUID, has number 0.
+# EGL has its own order of devices, including software renderers. A card is found by the file of its PCI address, such
+# as /dev/dri/renderD128. Containers often have no such file: there NVIDIA's EGL tells the CUDA number of a device, and
+# the only card that CUDA shows this process, by its UUID, has number 0.
 
-CHOICE = "MUJOCO_EGL_DEVICE_ID"  # where MuJoCo looks; before, the card's place by PCI address
+CHOICE = "MUJOCO_EGL_DEVICE_ID"  # read by MuJoCo; until then it holds the card's place by PCI address
 MOST = 10  # devices, as MuJoCo looks at no more
 RENDER_NODE_FILE = 0x3377  # EGL_DRM_RENDER_NODE_FILE_EXT
 CUDA_DEVICE = 0x323A  # EGL_CUDA_DEVICE_NV
 
 
 def choose_card() -> None:
-    """Tell MuJoCo the device behind EMBODIED_RENDER_FILE, or the one that CUDA shows. Where EGL knows neither, it is
-    taken by its place: NVIDIA's come first, by PCI address. Where there are fewer devices, as in containers without the
-    driver's graphics part, the images come from what there is."""
+    """Tell MuJoCo the device of EMBODIED_RENDER_FILE, or the one that CUDA shows. If EGL knows neither, choose it by
+    its place: NVIDIA's devices come first, by PCI address. If there are fewer devices, as in containers without the
+    driver's graphics part, another device renders."""
     if (place := os.environ.get(CHOICE)) is None:
         return
     devices, wanted = egl_devices(), os.environ.get("EMBODIED_RENDER_FILE", "")

@@ -1,8 +1,7 @@
 """Loads LIBERO's simulator into a process, once and quietly.
 
-robosuite and MuJoCo change what belongs to the process when they are imported, so this is done before anything else
-imports them: a module of the user's too (`own_modules.py`). What it then plays, from the reset and its settling steps
-on, is in `scene.py`.
+robosuite and MuJoCo change settings of the process when they are imported, so this happens before anything else imports
+them, also before a user's module (`own_modules.py`). Resets and steps are in `scene.py`.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-FILE_CACHE_BYTES = 500 << 20  # MuJoCo's own choice
-RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # what resets and visual states change in MuJoCo's model
+FILE_CACHE_BYTES = 500 << 20  # MuJoCo's default
+RESET_DEPENDENT = ("body_pos", "body_quat", "site_rgba")  # parts of MuJoCo's model that resets and visual states change
 
 _loading = threading.RLock()
 
 
 def simulator() -> tuple[Any, Any]:
-    """Load LIBERO once: that changes what belongs to the process."""
+    """Load LIBERO once, since this changes settings of the process."""
     with _loading:
         return load_simulator()
 
@@ -39,7 +38,7 @@ def load_simulator() -> tuple[Any, Any]:
     """MuJoCo's module and a function from a task file to robosuite's env, without cameras.
 
     robosuite opens a log file with a fixed name and prints advice when it is imported, and picks a renderer for the
-    whole process; rendering is ours (images.py), so none of these happens.
+    whole process; we render ourselves (images.py), so all of this is prevented.
     """
     is_first = "mujoco" not in sys.modules
     before = os.environ.get("MUJOCO_GL")
@@ -77,7 +76,7 @@ def load_simulator() -> tuple[Any, Any]:
 
 
 class FileCache:
-    """MuJoCo's cache of meshes and textures for models to come, which takes up to half a gigabyte.
+    """MuJoCo's cache of meshes and textures for later models, which takes up to half a gigabyte.
 
     MuJoCo 3.3 can crash when a filled cache shrinks, so only an empty one is switched off.
     """
@@ -110,7 +109,7 @@ class FileCache:
 
 
 def calm_robosuite() -> None:
-    """Set robosuite's switches before it is imported: they take effect in its import."""
+    """Set robosuite's switches before its import, which reads them."""
     if "robosuite" in sys.modules:
         return
     folder = importlib.util.find_spec("robosuite").submodule_search_locations[0]
@@ -124,7 +123,7 @@ def calm_robosuite() -> None:
 
 
 def warn(message: str) -> None:
-    """MuJoCo's own handler writes MUJOCO_LOG.TXT into the working directory."""
+    """Print a warning of MuJoCo, whose own handler would write MUJOCO_LOG.TXT into the working directory."""
     print(f"MuJoCo: {message}", file=sys.stderr)
 
 

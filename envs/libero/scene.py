@@ -1,9 +1,9 @@
 """One LIBERO task's simulation, shared by all env rows of a process that play this task.
 
 MuJoCo's model (meshes, textures: hundreds of megabytes) and robosuite's objects exist once per task; a row owns only
-what differs between rows: MuJoCo's data, the arm controller's memory, the gripper's, and where the reset put the
-furniture. `attach` swaps these in. Stepping is bitwise what LIBERO's own env computes, in less time: positions and
-velocities are evaluated once per physics step instead of three times, and observations only where they are wanted.
+what differs between rows: MuJoCo's data, the state of the arm controller and of the gripper, and the positions of
+furniture. `attach` swaps these in. Steps are bitwise equal to LIBERO's own, in less time: positions and velocities are
+evaluated once per physics step instead of three times, and observations only when they are needed.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ _drawing = threading.Lock()
 
 
 def build(files: TaskFiles, new_env: Any) -> Any:
-    """robosuite's env of a task; a mistake in the user's own task becomes a line."""
+    """robosuite's env of a task; a mistake in the user's own task becomes an error of one line."""
     if files.states is not None:
         with quiet():
             return new_env(str(files.bddl))
@@ -190,7 +190,7 @@ class Draws:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Continue the global random generators from this state, for a while."""
+        """In this context the global random generators continue from this state."""
         with _drawing:
             before = np.random.get_state(), random.getstate()
             np.random.set_state(self._numpy)

@@ -1,8 +1,8 @@
 """The files of LIBERO's tasks (description, instruction, stored initial states): those of the installed package, and
 the user's own, a BDDL file or a class that names one, with initial states in a NumPy file.
 
-What can be said of tasks is said without a simulator, before anything starts; what only LIBERO knows (kinds of objects,
-predicates, classes) when its env is about to be built.
+Mistakes are found without a simulator where possible, before anything starts; those that only LIBERO can find (kinds of
+objects, predicates, classes) just before its env is built.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def task_files(task: str) -> TaskFiles:
         from libero.libero.benchmark import task_maps
 
     suite, _, number = task.partition("/")
-    base = suite.partition("_temp_")[0]  # whose files have the same names
+    base = suite.partition("_temp_")[0]  # the suite with the same file names
     found = list(task_maps[base].values())[int(number)]
     bddl = Path(get_libero_path("bddl_files")) / suite / found.bddl_file
     states = Path(get_libero_path("init_states")) / suite / f"{found.init_states_file}.npz"
@@ -71,7 +71,7 @@ def instruction_in(bddl: str) -> str:
 
 
 def thing_names(bddl: str) -> tuple[list[str], list[str]]:
-    """Movable objects and fixtures a task file declares, those the task is about first; not the room itself."""
+    """Movable objects and fixtures that a task file declares, without the room, objects of interest first."""
     movable, fixtures = (declared(bddl, section) for section in ("objects", "fixtures"))
     interest = re.search(r"\(:obj_of_interest\s+([^)]*)\)", bddl)
     first = interest[1].split() if interest else []
@@ -189,7 +189,7 @@ def check_own(config: Any) -> None:
 
 
 def check_buildable(files: TaskFiles) -> None:
-    """Refuse in words what LIBERO would refuse with a KeyError, and register the task's class."""
+    """Refuse with a message what LIBERO would refuse with a KeyError, and register the task's class."""
     from libero.libero.envs import TASK_MAPPING
     from libero.libero.envs.base_object import OBJECTS_DICT
     from libero.libero.envs.bddl_utils import robosuite_parse_problem
@@ -229,7 +229,7 @@ def check_buildable(files: TaskFiles) -> None:
 
 
 def register(kind: type) -> None:
-    """Make LIBERO find the user's class by the problem's name, and place objects as for its base."""
+    """Register the user's class with LIBERO under the problem's name, with the object placement of its base."""
     from libero.libero.envs import TASK_MAPPING
     from libero.libero.envs.regions import REGION_SAMPLERS
 

@@ -1,7 +1,7 @@
 """A toy env: push a point with inertia to a target in a square. Exact, instant, and its state can be saved.
 
-Every row is computed by elementwise arithmetic alone, so not a bit of its numbers depends on its company. The reward is
-the progress towards the target plus 1 for being there.
+Every row is computed by elementwise arithmetic only, so its numbers do not depend on other rows. The reward is the
+progress towards the target plus 1 at the target.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ TOWARDS, BRAKE = 6.0, 10.0  # force per distance, and per distance moved in an e
 
 
 class PointMassExpert:
-    """Pushes towards the target, the less the faster the point already is."""
+    """Pushes towards the target, with less force the faster the point is."""
 
     def __init__(self, env: PointMassEnv) -> None:
         self._env = env
 
     def begin(self, rows: np.ndarray) -> None:
-        """Nothing to remember."""
+        """Do nothing: the expert has no memory."""
 
     def act(self) -> np.ndarray:
         env = self._env

