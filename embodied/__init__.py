@@ -2,16 +2,15 @@
 
     import embodied
 
-    run = embodied.train("pointmass_ppo", "env.num_envs=64")  # words as on the command line; -> what is in its folder
+    run = embodied.train("pointmass_ppo", "env.num_envs=64")  # arguments of the command line; returns its folder
     results = embodied.evaluate(run, "eval.episodes=200")
-    actions = embodied.load_policy(run).act_on(obs)  # for what an env of ours observed (docs/own_policy.md)
+    actions = embodied.load_policy(run).act_on(obs)  # obs: observations of an env (docs/own_policy.md)
     group = embodied.sweep("pointmass_ppo", "algo.lr=3e-4,1e-3", "seeds=0-2")  # -> its runs (docs/comparing.md)
     bench = embodied.benchmark("pointmass_ppo", "seconds=30")
     plan = embodied.plan("pointmass_ppo", "cluster=16xCPU")
 
-What a program of one's own is made of (docs/workflows.md) is named below, and what envs and policies of one's own
-derive from; the rest of what they need is in `embodied.envs` and `embodied.policies`. Nothing is imported before it is
-used.
+Below are the classes for workflows (docs/workflows.md), envs and policies of your own; `embodied.envs` and
+`embodied.policies` have the rest. Nothing is imported before it is used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which placement is fastest here, for this recipe? python -m embodied.benchmark recipe=maniskill_ppo modes=all
 
-Measures the parts (a profile), plans every mode and every schedule from it and writes down what to expect; only then
-runs all of them, in turns, and puts predicted next to measured. What does not fit is listed with the arithmetic.
+Measures the parts (a profile) and predicts every mode and schedule from it; then runs all of them, in turns, and
+compares predicted with measured. Modes that do not fit in memory are listed with the arithmetic.
 
 usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--help]
 

@@ -1,7 +1,7 @@
 """Look at an env before anything is trained: python -m embodied.check env.task=my_tasks:MyTask-v1
 
-Builds it, says what can be observed and chosen, plays some episodes to see whether it keeps the contract that all
-envs keep, and finds out what only this machine can tell: for ManiSkill, whether batched physics is equal for this task.
+Builds the env, lists its observations and options, plays some episodes to check the contract of envs, and tests what
+depends on this machine: for ManiSkill, whether batched physics gives the same results for this task.
 """
 
 from __future__ import annotations

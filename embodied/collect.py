@@ -1,7 +1,7 @@
 """Collect demonstrations in a folder: python -m embodied.collect recipe=maniskill_ppo out=demos/pushcube
 
-An expert of the task plays (or the policy that `checkpoint` names) in sim workers, which record what it sees and does;
-the driver puts the episodes worth keeping into one dataset.
+An expert of the task (or the policy of `checkpoint`) plays in sim workers, which record its observations and actions;
+the driver puts the episodes to keep into one dataset.
 """
 
 from __future__ import annotations

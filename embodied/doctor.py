@@ -5,8 +5,8 @@ usage: python -m embodied.doctor [--json] [--help]
   --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "detail", "fix"}, ...]}
 
 Tries out what a run uses: packages against the lock, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and
-disk. States: ok; warning (works, but not well); absent (optional, not here); failed (something that every run needs, or
-something installed on purpose, does not work). Exit code 1 if anything failed.
+disk. States: ok; warning (works, but not well); absent (optional, not installed); failed (something that every run
+needs, or something that is installed, does not work). Exit code 1 if anything failed.
 """
 
 from __future__ import annotations

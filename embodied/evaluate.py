@@ -1,9 +1,9 @@
 """Evaluate policies on a fixed episode list: python -m embodied.evaluate checkpoint=RUN_DIR eval.episodes=200
 
-Training also evaluates through `write_evaluation`, so a version plays the same episodes there and here. The same
-command continues an interrupted evaluation: only missing episodes are played. Several policies
+Training also evaluates through `write_evaluation`, so a version plays the same episodes in both. The same command
+continues an interrupted evaluation: only missing episodes are played. Several policies
 (`checkpoint=[A,B,random]`) play the same episodes and are compared on them; several tasks (`env.task=[A,B]`) are played
-one after the other where the simulator cannot mix them.
+one after the other if the simulator cannot mix them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a policy: python -m embodied.train recipe=maniskill_ppo [key=value ...]
 
-`train` is the whole story of a run; its steps are in `workflows/` and `reporting/`. It runs any `Workflow`.
+`train` is a whole run; its steps are in `workflows/` and `reporting/`. It runs any `Workflow`.
 """
 
 from __future__ import annotations

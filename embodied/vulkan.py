@@ -1,9 +1,9 @@
-"""Put a software Vulkan driver into the user's cache folder where the machine has none: python -m embodied.vulkan
+"""Put a software Vulkan driver into the user's cache folder if the machine has none: python -m embodied.vulkan
 
-Debian 12's own Mesa is too old for SAPIEN, the one in its backports is not. That one package is downloaded with apt
-from the mirror this machine already uses and unpacked; no system file changes. The libraries it needs are ordinary
-packages of Debian 12: installed for root, named for other users. Newer distributions' own driver serves. Standard
-library only.
+Debian 12's own Mesa is too old for SAPIEN, but that of its backports is not. This package is downloaded with apt from
+the mirror that the machine already uses, and unpacked; no system file changes. The libraries that it needs are packages
+of Debian 12: root installs them, other users get their names. Newer distributions' own driver works. Standard library
+only.
 """
 
 from __future__ import annotations
