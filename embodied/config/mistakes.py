@@ -35,8 +35,8 @@ def config_error(problems: Iterable[str]) -> ConfigError:
 def explain(
     errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False, command: Command | None = None
 ) -> list[str]:
-    """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out. Looking
-    for what was meant takes a while, so only the first get more than a plain line."""
+    """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out.
+    Searching for the intended key takes time, so only the first mistakes get more than a plain line."""
     lines: list[str] = []
     above = {error["loc"][:depth] for error in errors for depth in range(len(error["loc"]))}
     for error in errors:

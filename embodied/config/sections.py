@@ -279,7 +279,7 @@ class CollectSection(Strict):
 
 
 def _readable(value: Any) -> str | dict[str, Any]:
-    """The `placement` key: a mode, or a map from roles to devices; `make_plan` decides what it means on a machine."""
+    """The `placement` key: a mode, or a map from roles to devices; `make_plan` applies it to a machine."""
     if isinstance(value, dict):
         try:
             parse_map(value, more=True)

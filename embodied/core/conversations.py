@@ -1,8 +1,8 @@
 """What flows between text envs and language policies: conversations as token streams.
 
-A token is a decision. A conversation is what the env said and what the policy answered, in turns, as one stream of
-tokens with a mask that is False where the env spoke. Text becomes tokens at the policy alone, and what is a token once
-is never encoded again: a later turn only appends.
+A token is a decision. A conversation is the env's messages and the policy's answers, in turns, as one stream of tokens
+with a mask that is False for the env's tokens. Text becomes tokens at the policy alone, and what is a token once is
+never encoded again: a later turn only appends.
 
 Prompt "5 6 7", answer "8 9", the env's reply "3", answer "2": tokens 5 6 7 8 9 3 2, mask F F F T T F T.
 

@@ -32,7 +32,7 @@ CHANGED = object()  # stands for every value but the default
 
 @dataclass(frozen=True)
 class Rule:
-    """Refuses each of the `refused` options if all of the `others` hold, or if one of them does not."""
+    """Refuses each of the `refused` options if all conditions in `others` hold, or if one of them does not hold."""
 
     refused: Mapping[str, Any]
     others: Mapping[str, Any]

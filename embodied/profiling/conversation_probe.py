@@ -1,7 +1,7 @@
 """What the parts of a language recipe cost: to ask and score, to write answers, to learn from conversations.
 
 An item is a conversation, whole: a sim's part of it is to ask and to score all of its turns, an engine's to write all
-of its answers. How many tokens those have is what the policy's first weights make of it.
+of its answers. Their numbers of tokens are those of the policy's initial weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ConversationProbe(ProbeWorker):
 
 
 def sizes_of(played: Trajectory) -> list[tuple[int, int]]:
-    """Of each conversation the tokens of the prompt, and of all that follows."""
+    """The tokens of each conversation's prompt, and of the rest."""
     masks = np.split(played.mask[:, 0], np.cumsum(played.lengths)[:-1])
     prompts = [int(np.argmax(mask)) if mask.any() else len(mask) for mask in masks]
     return [(prompt, len(mask) - prompt) for prompt, mask in zip(prompts, masks, strict=True)]

@@ -1,7 +1,7 @@
 """Short real runs: iterations of the real recipe under one plan, only timed, with nothing written and nothing kept.
 
-A benchmark compares them with what was predicted. A profile takes from them the costs that only a real run shows, as
-its seconds beyond the parts: handing over between processes, sims and learners waiting for each other, new weights, the
+A benchmark compares them with predictions. A profile takes from them the costs that only a real run shows, as its
+seconds beyond the parts: handing over between processes, sims and learners waiting for each other, new weights, the
 driver, and roles that have no probe.
 """
 

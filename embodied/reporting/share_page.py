@@ -106,7 +106,7 @@ def last_iteration(folder: Path | None) -> tuple[str, str]:
 
 
 def share_page(folder: Path) -> Block:
-    """The page of the runs in this folder, with what was predicted for them, if anything was."""
+    """The page of the runs in this folder, with their prediction, if there is one."""
     record = read_share(folder)
     predicted = read_share(folder / PREDICTED) if (folder / PREDICTED).is_file() else None
     names = ", ".join(record.runs)

@@ -56,7 +56,7 @@ class SharingRun:
 
 
 class ShareRecord:
-    """Grows line by line, so that the same code shows a share in progress and one that is over."""
+    """It is read line by line, so the same code shows a current share and an ended one."""
 
     def __init__(self) -> None:
         self.rule, self.started, self.now_s, self.resumed_s = "", "", 0.0, 0.0
@@ -117,7 +117,7 @@ class ShareRecord:
                 run.waits.append((run.waits_since, now))
             run.waits_since = None
 
-    # What it shows
+    # Contents of tables and pages
 
     def holds_until(self, now: float) -> list[Hold]:
         """All holds so far; open holds end now."""
@@ -180,7 +180,7 @@ def is_share(folder: Path) -> bool:
 
 
 def share_goes_on(folder: Path) -> bool:
-    """True if the command that serves the runs of this folder is there: it removes its socket when it ends."""
+    """True if the command that serves the runs of this folder is running: it removes its socket when it ends."""
     return Path(str(read_object(folder / SHARE).get("socket") or "no socket")).exists()
 
 

@@ -289,7 +289,7 @@ def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
 def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
     """The standing of figures with intervals, by name: `behind` where an interval lies below the highest figure's, else
-    `not apart`. The highest is `best` where all others are behind, else `highest`; several as high have neither."""
+    `not apart`. The highest is `best` if all others are below it, else `highest`; several as high have neither."""
     if len(found) < 2:
         return dict.fromkeys(found, "-")
     top = max(found, key=lambda name: found[name][0])

@@ -54,7 +54,7 @@ class SampleShown(TranscriptShown):
 
 
 def can_be_shown(line: dict[str, Any], kind: type = TranscriptShown) -> bool:
-    """True if a line of transcripts.jsonl or samples.jsonl has what a page shows of it."""
+    """True if a line of transcripts.jsonl or samples.jsonl has all fields that a page shows."""
     try:
         check(line, kind)
     except ValueError:

@@ -1,9 +1,9 @@
-"""A run on disk, where its policy comes from, whether machines can hold it, and what is around every command.
+"""A run on disk, the source of its policy, checks of machines and memory, and the common parts of commands.
 
-`launch` and `ending` are around every command; `run_folder`, `checkpoints` and `run_group` are on disk,
-`policy_source`, `first_run` and `hub` find policies, `devices` and `memory_check` look at machines,
-`rehearsal` is a dry run's, `published_comparison` an evaluation's, `seeds_and_sweeps` starts many runs,
-`text_checks` is what policies that speak must fit, `shared_replay` predicts runs that share devices.
+`launch` and `ending` begin and end every command; `run_folder`, `checkpoints` and `run_group` write files,
+`policy_source`, `first_run` and `hub` find policies, `devices` and `memory_check` check machines, `rehearsal` is for
+dry runs, `published_comparison` for evaluations, `seeds_and_sweeps` starts many runs, `text_checks` checks language
+policies, `shared_replay` predicts runs that share devices.
 """
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Checkpoints: whole or absent, made often enough, and not kept for ever.
+"""Checkpoints: written whole or not at all, as often as needed, and pruned.
 
-A checkpoint is written into a folder of its own beside the others, every file is hashed and flushed to disk, and only
-then the folder gets its name. Readers verify the hashes. `latest` is a text file with a name, a hint that is checked
-like any other. Older ones are removed when a new one is whole.
+A checkpoint is written into a new folder with a temporary name; when every file is hashed and flushed to disk, the
+folder gets its final name. Readers verify the hashes. `latest` is a text file with a checkpoint's name, which is
+verified, too. Older checkpoints are removed when a new one is complete.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def newest(run: Path) -> Path:
 
 
 class SaveClock:
-    """Says when to save: every so many iterations, and before another iteration would make it more than `minutes` of
-    training that a crash could cost. Where saves take long, time between them is as long as keeps them below `MOST`."""
+    """Decides when to save: every this many iterations, and before a crash could cost more than `minutes` of training.
+    If saves take long, they are so rare that they take at most `MOST` of the time."""
 
     def __init__(self, every: int | None, minutes: float | None) -> None:
         self.every = every
@@ -148,7 +148,7 @@ class SaveClock:
 
 
 def prune(run: Path, version: int, keep: int) -> None:
-    """Of this version and older ones, keep the newest `keep`, the best by evaluation, and all that were evaluated by
+    """Among this version and older ones, keep the newest `keep`, the best by evaluation, and all that were evaluated by
     hand. Only our own checkpoints, and half-written ones of killed runs, are deleted."""
     parent = run / "checkpoints"
     for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
@@ -189,8 +189,8 @@ def by_hand(run: Path) -> set[int]:
 
 
 def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
-    """The run of this name that was at work last, whether or not it has saved anything, None where there is none; and
-    lines that say which newer folders are no whole runs."""
+    """The last run of this name, with or without checkpoints, or None; and lines that name newer folders which are no
+    runs."""
     dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
     folders = [path for path in parent.glob(f"{escape(name)}-*") if dated.fullmatch(path.name) and path.is_dir()]
     lacks = {path: next((file for file in RECORD if not (path / file).is_file()), None) for path in folders}

@@ -1,7 +1,7 @@
-"""The processes of several runs: started on a part of the machine each, watched, and stopped with this command.
+"""The processes of several runs, each on a part of the machine: starts, watches and stops them.
 
-They are `embodied.train` as a user would type it. What becomes of each is written into the group's folder at once, so
-that a command that is killed loses nothing.
+Each is an `embodied.train` command. Changes of its state are written into the group's folder at once, so a killed
+command loses nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLOSE_S = 30.0  # for a run that is stopped at once
 TRAIN = ("-m", "embodied.train")
 STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was asked to stop
 WIDTH = 150
-# Keeps to its cores, stops in good order when the command that started it dies, and becomes the run.
+# Limits itself to its cores, receives SIGTERM when the command that started it dies, and becomes the run.
 BEGIN = """import ctypes, json, os, signal, sys
 parent, cores = json.loads(sys.argv[1])
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -79,7 +79,8 @@ class Children:
     reported_at: float = field(default_factory=time.monotonic)
 
     def run(self, members: Sequence[Member], interruption: Interruption) -> None:
-        """All of these, as many at a time as there are places; whatever happens, none is left behind."""
+        """Run all of these, as many at a time as there are places. At the end, also after an error, no process is
+        left."""
         waiting, asked_to_stop = list(members), False
         try:
             while self.going or (waiting and not interruption.requested):
@@ -143,7 +144,7 @@ class Children:
         return self.group.folder / "logs" / f"{slug(str(member))}.log"
 
     def look(self) -> None:
-        """Note folders that have appeared and runs that are over, and say how the others are doing."""
+        """Note new folders and ended runs, and report the progress of the others."""
         for one in list(self.going):
             ended = one.process.poll() is not None
             self.find_folder(one)
@@ -177,7 +178,7 @@ class Children:
                 return
 
     def over(self, one: ActiveRun) -> None:
-        """Write down how a run ended, and the page of all so far."""
+        """Record how a run ended, and write the page of all runs so far."""
         self.going.remove(one)
         if self.sharing:
             how = "stopped" if one.process.returncode in STOPPED else self.group.state(one.member)
@@ -212,7 +213,7 @@ class Children:
                 one.process.send_signal(sign)
 
     def close(self) -> None:
-        """Wait for what was asked to stop; kill what does not."""
+        """Wait for the runs that were asked to stop; kill those that do not."""
         until = time.monotonic() + CLOSE_S
         while time.monotonic() < until and any(one.process.poll() is None for one in self.going):
             self.pass_time(POLL_S)
@@ -224,14 +225,14 @@ class Children:
             self.sharing.leases.close()
 
     def pass_time(self, seconds: float) -> None:
-        """Wait so long, at the service of runs that share devices."""
+        """Wait for this time; serve runs that share devices meanwhile."""
         if self.sharing:
             self.sharing.leases.serve(seconds)
         else:
             time.sleep(seconds)
 
     def end(self, todo: Sequence[Member], interruption: Interruption) -> int:
-        """Say what there is now, which failed, and how to go on; -> the exit code."""
+        """Print the results, the failed runs, and the commands that continue; returns the exit code."""
         todo = [member for member in self.group.members if member.key in {one.key for one in todo}]
         states = {member.key: self.group.state(member) for member in todo}
         left = [member for member in todo if states[member.key] not in OVER]
@@ -278,7 +279,7 @@ def last_line(one: ActiveRun) -> str:
 
 
 def last_words(one: ActiveRun) -> str:
-    """Why a run did not finish, in a line: what its folder says, else the end of what it printed."""
+    """Why a run did not finish, in a line: from its folder, else the end of its output."""
     info = what_it_says(one.folder) if one.folder else {}
     if info.get("state") in ("stopped", "failed"):
         return (str(info.get("cause", "")).splitlines() or [""])[0]

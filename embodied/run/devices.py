@@ -1,6 +1,6 @@
-"""Which machines a run may use, what a process sees of them, and where its networks compute.
+"""The machines that a run may use, the devices that a process sees, and the devices of its networks.
 
-Everything that plans asks `machines` (modes, `auto`, profiles, benchmarks, memory), so all of it sees the same.
+Everything that plans calls `machines` (modes, `auto`, profiles, benchmarks, memory), so all use the same machines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from embodied.run.memory_check import decisions_of
 from embodied.runtime import HostPlan, nodes_of
 from embodied.system.discovery import discover, on_ray_node
 
-SMALL_STEP = 16_000_000  # items times weights: about 4 ms of a core, of which a second one saves 1 ms at most
+SMALL_STEP = 16_000_000  # items times weights: about 4 ms of a core; a second core saves 1 ms at most
 SMALL_WEIGHTS = 1_000_000  # of an MLP: up to so many, one core computes it as fast as a GPU is asked to
 
 

@@ -59,7 +59,7 @@ def differing_episodes(model: PublishedModel, suite: str, task: Any, ours: dict[
 
 
 def differing_before(played: Any, policy: Any) -> list[str]:
-    """The settings in which an evaluation that has not begun is another one than that of its `eval.reference`."""
+    """The settings in which a planned evaluation differs from that of its `eval.reference`."""
     model, suite = reference_of(played.eval.reference, played.env.task)
     protocol = choose_protocol(env_class(played.env), played.env, played.eval.protocol)
     env = protocol.apply(played.env).model_dump(mode="json")
@@ -88,7 +88,7 @@ def differing_settings(
 
 
 def statistics_of_another_suite(model: PublishedModel, suite: str, policy: Any) -> list[str]:
-    """`policy.statistics` where they are those of a suite that is not played."""
+    """A difference if `policy.statistics` belongs to a suite that is not played."""
     name = getattr(policy, "statistics", None)
     its = str(name).removesuffix("_no_noops")
     return [f"policy.statistics={name} here, {suite} there"] if its in model.rates and its != suite else []

@@ -77,7 +77,7 @@ class RunGroup:
         replace_text(self.folder / GROUP, json.dumps({"format": FORMAT, **content, "runs": runs}, indent=1) + "\n")
 
     def with_member(self, changed: Member) -> RunGroup:
-        """The same with what is known now of this member, written down."""
+        """Record these new facts about a member, and return the changed member."""
         others = [changed if member.key == changed.key else member for member in self.members]
         group = replace(self, members=tuple(others))
         group.write()

@@ -39,7 +39,8 @@ PLAYING = (
 
 
 def check_pictures(config: RunConfig, kind: Any) -> None:
-    """Refuse a policy that reads text alone for an env that shows pictures, and what is not done with pictures."""
+    """Refuse a policy that only reads text for an env that shows pictures, and options that do not work with
+    pictures."""
     if not kind.shows_pictures(config.env):
         return
     policy, given = config.policy, f"env.name={config.env.name} shows pictures"

@@ -40,7 +40,7 @@ NOT_SERVED = {  # paths of other servers
 
 
 class Connections:
-    """Bounds how many connections are open, and closes those that send no request: aiohttp keeps them for ever."""
+    """Limits the number of open connections, and closes those that send no request: aiohttp keeps them for ever."""
 
     def __init__(self, server: web.Server, most: int) -> None:
         self.server, self.most = server, most
@@ -75,7 +75,7 @@ class TurnedAway(asyncio.Protocol):
 
 
 async def long_body_of(request: web.Request, most: int) -> bytes:
-    """The bytes of a request that may be longer than others."""
+    """The bytes of a request whose body may be longer than usual."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):

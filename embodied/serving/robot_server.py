@@ -119,8 +119,7 @@ class Answers:
 class Batching:
     """Answers requests that arrive together in one pass of the policy.
 
-    A request waits for others only while a connected client has not asked,
-    and never longer than `wait_s`.
+    A request waits for others only while a connected client has sent none, and never longer than `wait_s`.
     """
 
     # May block, since it runs in a thread. An answer that is an exception is raised by `ask`.

