@@ -77,7 +77,7 @@ class RunGroup:
         replace_text(self.folder / GROUP, json.dumps({"format": FORMAT, **content, "runs": runs}, indent=1) + "\n")
 
     def with_member(self, changed: Member) -> RunGroup:
-        """Record these new facts about a member, and return the changed member."""
+        """The group with this changed member, written to disk."""
         others = [changed if member.key == changed.key else member for member in self.members]
         group = replace(self, members=tuple(others))
         group.write()
