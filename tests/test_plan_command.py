@@ -149,7 +149,7 @@ ON_H100 = {"sim": ["cpu"], "policy": ["gpu-H100"], "learner": ["gpu-H100"]}
             ("policy and learner on gpu",),
         ),
         (ON_H100, None, (), "8xA100", ("policy and learner on gpu-A100", "measured on cpu, gpu-H100")),
-        (ON_H100 | {"learner": ["cpu"]}, None, (), "8xH100", ("was not: learner on gpu-H100",)),
+        (ON_H100 | {"learner": ["cpu"]}, None, (), "8xH100", ("would need unmeasured costs: learner on gpu-H100",)),
     ],
 )
 def test_devices_without_costs_are_refused_with_the_measurement_that_is_missing(

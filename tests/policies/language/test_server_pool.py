@@ -264,7 +264,7 @@ def test_a_server_whose_answers_are_not_what_it_says_is_named_and_honest_ones_an
 
 def test_only_the_share_that_is_asked_for_is_verified_and_servers_without_proofs_are_refused(tmp_path, monkeypatch):
     policy, verified = of_other_weights(0), []
-    monkeypatch.setattr(http_engine, "find_lie", lambda *told: verified.append(told) or "")
+    monkeypatch.setattr(http_engine, "find_mismatch", lambda *told: verified.append(told) or "")
     draws = itertools.cycle([0.0, 0.25, 0.5, 0.99])
     secret = SimpleNamespace(SystemRandom=lambda: SimpleNamespace(random=lambda: next(draws)))
     monkeypatch.setattr(http_engine, "secrets", secret)
