@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -96,6 +97,22 @@ def test_with_servers_it_finds_the_same(whole, alone, tmp_path, monkeypatch):
     for version in ("v000001", "v000002", "v000003"):
         turns = [[one["answer"] for one in line["turns"]] for line in found(run / "eval" / version)[0]]
         assert turns == [[one["answer"] for one in line["turns"]] for line in found(whole / "eval" / version)[0]]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm)")
+def test_with_vllm_it_finds_what_our_engine_finds_for_its_checkpoints(alone, tmp_path):
+    """Greedy answers, beside those of training that are drawn."""
+    small = ["policy.preset=tiny", "policy.dtype=float32", "policy.max_length=64", "eval.temperature=0"]
+    run = run_of(tmp_path, BESIDE, *small, "policy.engine=vllm", "cluster.backend=local", "faults.hang_s=500")
+    assert alone == [(3, 6)]
+    for version in ("v000001", "v000002"):
+        asked = [f"checkpoint={run / 'checkpoints' / version}", "eval.videos=0", "cluster.backend=inline"]
+        assert evaluate.main([*asked, "policy.engine=transformers"]) == 0
+        both = [found(run / "eval" / name) for name in (version, f"{version}-evaluate")]
+        (told, outcomes), (by_ours, outcomes_by_ours) = both
+        assert [line["turns"][0]["answer"] for line in told] == [line["turns"][0]["answer"] for line in by_ours]
+        assert outcomes == outcomes_by_ours
 
 
 @pytest.mark.parametrize("schedule", ["periodic", "async"])
