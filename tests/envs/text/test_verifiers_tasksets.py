@@ -1,17 +1,24 @@
 """The real package `verifiers` from 0.4 on: tasksets, tasks, and the agents of an env that play them."""
 
+import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
+from served_language import SECRET, served
+from tiny_language import PLAIN, build, publish
 from verifiers_package import PYTHON, needs_verifiers
 
 from embodied import check
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
+from embodied.envs.text import verifiers
 from embodied.envs.text.verifiers import Verifiers
+from embodied.serving.config import TOKEN
 
+CALLING = "{% for t in tools %}{{ t['function']['name'] }}<tool_call>{% endfor %}" + PLAIN
 PAGE = Path(__file__).parents[3] / "docs" / "text_envs.md"
 pytestmark = needs_verifiers(lambda version: version >= (0, 4))
 
@@ -176,6 +183,36 @@ def test_one_that_hangs_is_dropped_and_the_others_go_on(opened):
     assert "did nothing for" in env.step("hang").dropped
     env.shared.config = env.config
     assert beside.step("23").success
+
+
+ASKS = """
+import asyncio, json, sys
+import verifiers.v1 as vf
+
+sys.path.insert(0, sys.argv[1])
+from verifiers_child import TasksetEnvironment
+
+
+async def main(url, key):
+    env = TasksetEnvironment(vf, "my_tools", {})
+    async with env.connected(url, key):
+        print(json.dumps([await env.roll(one, "m") for one in env.train[:3]]))
+
+
+asyncio.run(main(*sys.argv[2:]))
+"""
+
+
+def test_the_package_is_a_client_of_our_server(tasksets, tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    folder = publish(tmp_path / "model", "qwen3", tied=False, template=CALLING)
+    with served(build(pretrained=str(folder), max_tokens=8), folder) as server:
+        words = [PYTHON, "-c", ASKS, str(Path(verifiers.__file__).parent), server.url, SECRET]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        rolled = json.loads(done.stdout.splitlines()[-1])
+        assert server.generation.answers == 3
+    assert len(rolled) == 3 and all(one["reward"] in (0.0, 0.5) and not one["raised"] for one in rolled)
 
 
 def test_the_taskset_of_the_page_keeps_the_contract(tmp_path, capsys):
