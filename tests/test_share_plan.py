@@ -13,6 +13,7 @@ from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.profile import Cost, Profile, write_profile
 from embodied.profiling.stored_profiles import cost_key, dataflow_of, device_counts, profile_path
 from embodied.reporting.share_record import record_of
+from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.run.seeds_and_sweeps import run_several
 from embodied.run.share_plan import iteration_cost, predict
@@ -35,7 +36,7 @@ TALKER += ["env.num_envs=8", "run.iterations=40"]
 def measured(folder, words, **costs):
     """The words, with a stored profile of these costs on this machine."""
     words = [*words, f"run.dir={folder}"]
-    config = load(words).config
+    config, _ = launch.planned(load(words).config)  # what the recipe leaves open is decided, as by embodied.profiling
     roles = roles_of(roles_of_run(EmbodiedLoop, config))
     made = {"key": cost_key(config, roles), "devices": device_counts(machines(config))}
     dataflow = dataflow_of(config, roles=roles)
@@ -80,6 +81,13 @@ def test_roles_that_a_recipe_adds_work_between_rollout_and_update(tmp_path):
     config = load(measured(tmp_path, words, **parts)).config
     cost = iteration_cost(config, own=1, runs=1)
     assert (cost.rollout_s(1), cost.update_s(1)) == (2 * 5, 3 + 4 * 1)
+
+
+def test_a_profile_counts_for_a_recipe_whose_env_decides_what_is_left_open(tmp_path):
+    costs = {name: constant(0.01) for name in ("sim", "policy", "learner")}
+    words = measured(tmp_path, ["recipe=maniskill_ppo", "run.env_steps=null", "run.iterations=2"], **costs)
+    shared = share.new_runs(share.read_order([TWO, *words]))
+    assert record_of(predict(shared)["lend"]).makespan_s() > 0
 
 
 def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_path, capsys):

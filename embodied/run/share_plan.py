@@ -23,7 +23,7 @@ from embodied.reporting.share_page import aligned
 from embodied.reporting.share_record import record_of
 from embodied.run.devices import divides_requests, machines, networks_on
 from embodied.run.shared_replay import RULES, RunWork, SteadyBatch, replay
-from embodied.run.shared_runs import SharedRuns, load_run
+from embodied.run.shared_runs import SharedRuns, load_run, planned
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -103,7 +103,7 @@ def run_work(name: str, config: RunConfig, own: int, weight: float, cost: Iterat
 
 def predict(shared: SharedRuns, warn: Callable[[str], object] = lambda line: None) -> dict[str, list[dict[str, Any]]]:
     """The events under each rule, as lines of share.jsonl. Raises ConfigError if a run has not been measured."""
-    configs = {run.name: load_run(run.words).config for run in shared.runs}
+    configs = {run.name: planned(run, load_run(run.words))[0] for run in shared.runs}  # profiles name planned configs
     own = {run.name: run.own for run in shared.runs}
     weights = {run.name: run.weight for run in shared.runs}
     devices = {device for mine in own.values() for device in mine}
