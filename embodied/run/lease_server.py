@@ -40,6 +40,8 @@ class _Peer:
     came: bytes = b""
     to_send: bytes = b""
     number: int = 0  # of its last message
+    asked: bool = False  # that one is not answered yet
+    error: str = ""  # in what it said since it was answered last
     actions: list[list[str]] = field(default_factory=list)
     told: dict[str, Any] | None = None
 
@@ -95,18 +97,21 @@ class LeaseServer:
         self.turns.forgets(run, how, self.now)
         self._tell()
 
-    def serve(self, timeout_s: float) -> None:
-        """Receive messages for at most this time, and answer them."""
-        for key, events in self._selector.select(timeout_s):
-            if key.fileobj is self._socket:
-                self._accept()
-            elif key.data in self.peers:
-                if events & selectors.EVENT_WRITE:
-                    self._flush(key.data)
-                if events & selectors.EVENT_READ:
-                    self._read(key.data)
-        self._dispatch(self.coordinator.pass_time(self.now))
-        self._tell()
+    def serve(self, seconds: float) -> None:
+        """Receive messages during this time, and answer them."""
+        until, left_s = time.monotonic() + seconds, seconds
+        while left_s >= 0:
+            for key, events in self._selector.select(left_s):
+                if key.fileobj is self._socket:
+                    self._accept()
+                elif key.data in self.peers:
+                    if events & selectors.EVENT_WRITE:
+                        self._flush(key.data)
+                    if events & selectors.EVENT_READ:
+                        self._read(key.data)
+            self._dispatch(self.coordinator.pass_time(self.now))
+            self._tell()
+            left_s = until - time.monotonic()
 
     def overdue(self, seconds: float) -> set[str]:
         """Runs that were asked for a device `seconds` ago and still hold it, or whose process has been stopped for so
@@ -167,21 +172,19 @@ class LeaseServer:
             self._answer(peer, line)
 
     def _answer(self, peer: _Peer, line: bytes) -> None:
-        error = ""
         try:
             message = json.loads(line)
             verb, peer.number = message.pop("do"), message.pop("n")
             if peer.run == STRANGER:
                 self._send(peer, self._add(verb, message))
                 return
+            peer.asked = True
             self._dispatch(self.coordinator.pass_time(self.now))
             getattr(self, f"_do_{verb}")(peer.run, **message)
         except LeaseError as err:
-            error = str(err).replace(f"{peer.run}/", "")
+            peer.error = peer.error or str(err).replace(f"{peer.run}/", "")
         except (ValueError, TypeError, KeyError, AttributeError):  # not a message of ours
             self._drop(peer)
-            return
-        self._tell(peer, error)
 
     def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
         peer.to_send += json.dumps(message).encode() + b"\n"
@@ -280,19 +283,20 @@ class LeaseServer:
                 if peer.run == run:
                     peer.actions.append([action.verb, worker, action.gang])
 
-    def _tell(self, answered: _Peer | None = None, error: str = "") -> None:
-        """Tell runs what has changed for them, and confirm the message of `answered`."""
+    def _tell(self) -> None:
+        """Tell runs what has changed for them, and confirm messages."""
         leaving = self.coordinator.leaving()
         for gang in leaving:
             self.turns.asked_to_leave(gang, self.now)
         for peer in [peer for peer in self.peers if peer.run]:
             told = self._told(peer.run, leaving)
-            if peer is answered or peer.actions or told != peer.told:
+            if peer.asked or peer.actions or told != peer.told:
                 own = self.turns.runs[peer.run].own & {*self.devices}
                 message = {"n": peer.number, "told": told, "actions": peer.actions, "own": sorted(own)}
                 message["lent"] = sorted({*self.devices} - own)
-                peer.told, peer.actions = told, []
-                self._send(peer, message | ({"error": error} if error and peer is answered else {}))
+                message |= {"error": peer.error} if peer.error else {}
+                peer.told, peer.actions, peer.asked, peer.error = told, [], False, ""
+                self._send(peer, message)
 
     def _told(self, run: str, leaving: set[str]) -> dict[str, Any]:
         coordinator, start = self.coordinator, f"{run}/"

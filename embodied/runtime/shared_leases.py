@@ -134,22 +134,22 @@ class SharedLeases:
         """Report the collected part of the batch, in steps of 2%."""
         if (bucket := int(fraction * BUCKETS)) != self._bucket:
             self._bucket = bucket
-            self._ask("progress", fraction=bucket / BUCKETS)
+            self._say("progress", fraction=bucket / BUCKETS)
 
     def clear_progress(self) -> None:
         """Report the end of an iteration."""
         self._bucket = None
-        self._ask("progress", fraction=None)
+        self._say("progress", fraction=None)
 
     def rest(self, gangs: Collection[str]) -> None:
         """Report the gangs that have no work in their phase for now; all other gangs have work."""
         if self._resting != {*gangs}:
             self._resting = {*gangs}
-            self._ask("rest", gangs=sorted(gangs))
+            self._say("rest", gangs=sorted(gangs))
 
     def woke(self, seconds: float) -> None:
         """Report how long a worker took to load its weights on a device that it joined."""
-        self._ask("woke", seconds=seconds)
+        self._say("woke", seconds=seconds)
 
     # As `Coordinator`
 
@@ -231,17 +231,23 @@ class SharedLeases:
     def _do(self, verb: str, gang: str) -> list[Action]:
         return [] if self._ask(verb, gang=gang) else getattr(self._now(), verb)(gang)
 
+    def _say(self, verb: str, /, **about: Any) -> bool:
+        """Say something to the parent, which hears everything in its order; False if it is gone."""
+        with self._heard:
+            if not self.alone:
+                self._asked += 1
+                try:
+                    self._socket.sendall(json.dumps({"do": verb, "n": self._asked, **about}).encode() + b"\n")
+                except OSError:
+                    self._socket.close()
+            return not self.alone
+
     def _ask(self, verb: str, /, **about: Any) -> bool:
         """Send a message to the parent and wait for the confirmation; False if the parent is dead."""
         with self._heard:
-            if self.alone:
+            if not self._say(verb, **about):
                 return False
-            self._asked += 1
             number = self._asked
-            try:
-                self._socket.sendall(json.dumps({"do": verb, "n": number, **about}).encode() + b"\n")
-            except OSError:
-                self._socket.close()
             if not self._heard.wait_for(lambda: self._answered >= number or self.alone, ANSWER_S):
                 self._socket.shutdown(socket.SHUT_RDWR)  # a hanging parent counts as dead
                 self._heard.wait_for(lambda: self.alone, LOOK_S)

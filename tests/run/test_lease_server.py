@@ -111,6 +111,18 @@ def test_a_run_may_give_up_waiting_before_it_hears_that_it_has_the_device(parent
     assert owner.granted("update") and not stopped and not borrower.alone
 
 
+def test_a_run_that_reports_does_not_wait_until_its_parent_hears_of_it(parent):
+    owner = joined(parent, "owner", "fake:0", "fake:1")
+    with parent.lock:
+        owner.report_progress(0.5)
+        owner.rest(["borrower"])
+        owner.woke(0.5)
+        owner.clear_progress()
+    owner.acquire("update")
+    assert owner.granted("update")
+    assert [line["progress"] for line in parent.lines if "progress" in line] == [0.5, None]
+
+
 def test_an_idle_device_is_lent_taken_back_and_its_holder_ended_if_it_keeps_it(parent):
     owner, borrower = joined(parent, "owner", "fake:0", "fake:1"), joined(parent, "borrower", "fake:1", "fake:0")
     owner.acquire("rollout")
