@@ -32,12 +32,12 @@ from typing import Any
 
 from benchmarks.common import RESULTS, code_commit, environment, machine, markdown, write_json
 from embodied.run.lease_server import LeaseServer
-from embodied.run.shared_replay import RULES, SWITCH_S, RunWork, TimedConversations, ends, replay
+from embodied.run.shared_replay import RULES, SHARING, SWITCH_S, RunWork, TimedConversations, ends, replay
 from embodied.runtime.shared_leases import SOCKET
 
 SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and how long one lasts on average
 SCALE = 0.4  # real seconds for each second of a run, unless asked otherwise
-BEGIN_S = 5.0  # until all processes are there
+BEGIN_S = 20.0  # until all processes are there
 LOOK_S = 0.01  # between two looks at the clock, in real time
 
 
@@ -112,18 +112,19 @@ def simulated(case: Case) -> dict[str, dict[str, float]]:
 
 
 def played(case: Case) -> dict[str, dict[str, float]]:
-    """The same cases played by processes in real time. Runs that are played alone go on at the same time."""
+    """The same cases played by processes in real time, by all rules at the same time: processes mostly sleep."""
     every = [f"fake:{i}" for i in range(case.devices)]
     together = {name: (run, seed, case.owned_devices()[name]) for seed, (name, run) in enumerate(case.runs.items())}
-    found = {rule: play(together, every, rule) for rule in ("remaining", "lend")}
     on_all = {name: (run, seed, every) for name, (run, seed, _) in together.items()}
-    with ThreadPoolExecutor(2 * len(together)) as pool:
+    with ThreadPoolExecutor(2 * len(together) + len(SHARING)) as pool:
+        found = {rule: pool.submit(play, together, every, rule) for rule in SHARING}
 
         def alone(runs: dict[str, tuple[FakeRun, int, list[str]]]) -> Iterator[float]:
             return pool.map(lambda name: play({name: runs[name]}, runs[name][2], "lend")[name], runs)
 
         split, whole = alone(together), alone(on_all)
-        return {"serial": dict(zip(on_all, accumulate(whole))), "split": dict(zip(together, split)), **found}
+        both = {rule: shared.result() for rule, shared in found.items()}
+        return {"serial": dict(zip(on_all, accumulate(whole))), "split": dict(zip(together, split)), **both}
 
 
 def play(
@@ -220,7 +221,7 @@ def main() -> None:
     global SCALE
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", type=int, nargs="+", choices=range(1, len(CASES) + 1), help="some of the cases")
-    parser.add_argument("--real", action="store_true", help="also in real time, half an hour")
+    parser.add_argument("--real", action="store_true", help="also in real time, ten minutes")
     parser.add_argument("--scale", type=float, default=SCALE, help="real seconds for each second of a run")
     asked = parser.parse_args()
     SCALE = asked.scale
