@@ -25,7 +25,7 @@ lint: setup
 	@$(RUN) -m ruff format --check . && $(RUN) -m ruff check . && $(RUN) -m mypy
 
 docs-check: setup
-	@$(PYTEST) tests/test_readme.py tests/test_documents.py tests/test_*_page.py $(ARGS)
+	@$(PYTEST) tests/test_documents.py tests/test_*page*.py $(ARGS)
 
 format: setup
 	@$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .

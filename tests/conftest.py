@@ -57,36 +57,36 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0)) + 1
 
 
-DRAWING = (  # files whose tests draw ManiSkill's scenes
-    *("tests/envs/maniskill/", "tests/test_bridge_evaluation.py"),
-    "tests/test_own_task_page.py",
-)
+DRAWING = ("tests/envs/maniskill/", "tests/test_bridge_evaluation.py")  # files whose tests draw ManiSkill's scenes
 
 
+PAGES = "tests/test_pages.py"
 RUNTIME = "tests/runtime/"  # whose files share a Ray cluster, which takes seconds to start
 LONG = (  # few tests that take long: what is begun last keeps one worker at work while the other has ended
     "workflows/test_stopped_drivers workflows/test_recovery workflows/test_partial_overlap workflows/test_async "
     "workflows/test_language_runs workflows/test_served_runs policies/language/test_vllm policies/test_openvla_runs "
-    "policies/test_pi0_runs envs/test_robosuite envs/libero/test_env envs/libero/test_images "
-    "envs/libero/test_own_tasks test_readme test_interrupted_evaluations test_train_command test_reasoning_page "
-    "test_workflows_page test_comparing_page test_invariance config/test_packaging"
+    "envs/test_robosuite envs/libero/test_env envs/libero/test_images "
+    "envs/libero/test_own_tasks test_pages test_interrupted_evaluations test_train_command "
+    "test_workflows_page test_invariance config/test_packaging"
 )
 FIRST = ("drawing", RUNTIME, *(f"tests/{name}.py" for name in LONG.split()))
 
 
 def pytest_xdist_make_scheduler(config, log):
     """As --dist loadscope: a file at a time, those with most tests first. But all that draw are one, so are those of
-    the runtime, and these and what takes long with few tests come before the rest."""
+    the runtime, each page of the documents is its own, and these and what takes long with few tests come first."""
     from xdist.scheduler.loadscope import LoadScopeScheduling
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             if nodeid.startswith(RUNTIME):
                 return RUNTIME
+            if nodeid.startswith(PAGES):  # of which each has a folder of its own
+                return nodeid
             return "drawing" if nodeid.startswith(DRAWING) else super()._split_scope(nodeid)
 
         def _assign_work_unit(self, node):
-            if scope := next((scope for scope in FIRST if scope in self.workqueue), None):
+            if scope := next((scope for first in FIRST for scope in self.workqueue if scope.startswith(first)), None):
                 self.workqueue.move_to_end(scope, last=False)
             super()._assign_work_unit(node)
 
@@ -108,7 +108,7 @@ def kept_renderer():
 
 @pytest.fixture(autouse=True)
 def keep_renderer(request):
-    if request.node.nodeid.startswith(DRAWING):
+    if request.node.nodeid.startswith((*DRAWING, PAGES)):
         request.getfixturevalue("kept_renderer")
 
 

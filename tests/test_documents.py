@@ -1,5 +1,6 @@
 """Every command of the README and of docs/ is accepted, short ones run, and what pages name is there."""
 
+import json
 import re
 import shlex
 
@@ -7,9 +8,20 @@ import pytest
 from pages import ROOT, Page, newest, runner
 
 from embodied.algorithms.config import PRESETS, GRPOConfig
+from embodied.benchmark import MODES
 from embodied.config.key_tree import leaves, root
 from embodied.config.recipe import RunConfig, load
 from embodied.config.recipe_files import recipe_names
+from embodied.config.yaml_values import read_yaml
+from embodied.core.types import EpisodeResult
+from embodied.envs import env_class
+from embodied.envs.config import GymConfig, ManiSkillConfig, PointMassConfig
+from embodied.envs.text.config import TOY_TASKS
+from embodied.placement import make_plan
+from embodied.placement.topology import read_topology
+from embodied.reporting.results import COLUMNS
+from embodied.reporting.success_stats import summarize
+from embodied.reporting.transcripts import TranscriptWriter, read_transcripts
 from embodied.run.first_run import first_run
 
 PAGES = [Page("README.md"), *(Page(path.name) for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -108,6 +120,48 @@ def anchors(text):
     """The anchors of its headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)", text, re.M)
     return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", title).lower()).replace(" ", "-") for title in titles}
+
+
+def test_settings_in_the_readmes_table_are_valid():
+    for setting in re.findall(r"`(env\.\S+=[^`]+)`", PAGES[0].text):
+        load([f"recipe={'gym_ppo' if 'gym:' in setting else 'maniskill_ppo'}", setting])
+
+
+def test_the_protocols_and_columns_of_evaluations_are_those_there_are():
+    page = Page("evaluation.md").text
+    named = set(re.findall(r"`([a-z-]+-v\d+)` \|", page)) - {"libero-v1", "libero-pro-v1"}
+    envs = [ManiSkillConfig(), PointMassConfig(name="pointmass"), GymConfig(name="gym:CartPole-v1")]
+    assert named == {protocol.name for config in envs for protocol in env_class(config).protocols(config)}
+    assert tuple(re.search(r"has the columns `([^`]*)`", page)[1].replace("\n", " ").split(", ")) == COLUMNS
+
+
+def test_the_text_envs_and_tasks_of_their_page_are_those_there_are():
+    table = dict(re.findall(r"^\| `([\w:]+)` \| (.*) \|", Page("text_envs.md").text, re.M))
+    named = {name.partition(":")[0] for name in table}
+    assert named == {"sums", "sort", "pictures", "math", "mixture", "reasoning_gym", "verifiers"}
+    for name, tasks in TOY_TASKS.items():
+        assert name == "sort" or all(task in table[name] for task in tasks)
+
+
+def test_transcripts_and_their_figures_are_as_the_page_says(tmp_path):
+    page = Page("reasoning.md")
+    example = json.loads(next(text for kind, text in page.blocks if kind == "json"))
+    success, reward = example["success"], example["reward"]
+    result = EpisodeResult(example["index"], example["task"], 3, 7, 1, reward, success, success)
+    with TranscriptWriter(tmp_path / "transcripts", "sim-0") as writer:
+        writer.add(result, example["turns"])
+    assert read_transcripts(tmp_path) == {3: example}
+    named = re.search(r"these are `overall.text`: ([^;]*);", page.text)[1]
+    answer = EpisodeResult(0, "t", 0, 0, 1, 1.0, True, True, truncated=False, tokens=2)
+    assert re.findall(r"`(\w+)`", named) == list(summarize([answer])["overall"]["text"])
+
+
+def test_placements_of_their_page_can_be_read(tmp_path):
+    page = Page("placement.md").text + Page("placement_reference.md").text
+    (tmp_path / "lab.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.S)[1])
+    assert [node.name for node in read_topology(str(tmp_path / "lab.yaml")).nodes] == ["big-0", "big-1", "desk"]
+    assert make_plan(read_yaml(re.search(r"`placement='(.*?)'`", page)[1]), (0, 1), 8).count("sim") == 2
+    assert {*re.findall(r"^\| `(\w+)` \|", page[: page.index("\n## ")], re.M)} == {*MODES, "auto"}
 
 
 def test_make_targets_exist():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def mine(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     yield
-    for name in ("my_nets", "my_sims", "normalised"):
+    for name in ("my_nets", "my_sims", "normalised", "my_seeing", "watched_seeing"):
         sys.modules.pop(name, None)
 
 
@@ -228,3 +229,62 @@ def test_a_class_that_is_not_there_is_said_in_one_line(tmp_path, capsys):
         run(evaluate, f"checkpoint={checkpoint}", "env.name=pointmass", "cluster.backend=inline", code=2)
         err = capsys.readouterr().err
         assert told in err and err.count("\n") == 1, err
+
+
+WATCHED = '''
+"""The page's policy, which writes down what it is shown."""
+import json
+
+import my_seeing
+
+SEEN = {}
+
+
+def kind(part):
+    if isinstance(part, dict):
+        return {name: kind(one) for name, one in part.items()}
+    if isinstance(part, list):
+        return ["texts", len(part), type(part[0]).__name__]
+    return [type(part).__name__, str(part.dtype), list(part.shape)]
+
+
+class Watched(my_seeing.Seeing):
+    def act(self, obs, noise, temperature=1.0):
+        out = super().act(obs, noise, temperature)
+        SEEN["act"] = {"obs": kind(obs), "noise": kind(noise), "actions": kind(out.actions), "values": kind(out.values)}
+        return out
+
+    def value(self, obs):
+        SEEN["value"] = {"obs": kind(obs)}
+        return super().value(obs)
+
+    def forward(self, inputs):
+        SEEN.setdefault("forward", []).append({"obs": kind(inputs["obs"]), "actions": kind(inputs["actions"])})
+        return super().forward(inputs)
+'''
+
+
+def test_observations_are_what_the_page_says():
+    Path("watched_seeing.py").write_text(WATCHED)
+    (command,) = re.findall(r"^python -m embodied.train (.*my_seeing.*)", PAGES, re.M)
+    command = command.replace("my_seeing:Seeing", "watched_seeing:Watched")
+    more = ["cluster.backend=inline", "env.image_size=[24,40]", "env.privileged=true"]
+    assert train.main([*shlex.split(command), *SHORT, *more]) == 0
+    seen = sys.modules["watched_seeing"].SEEN
+    rows = seen["act"]["obs"]["state"][2][0]
+    wanted = {
+        "state": ["ndarray", "float32", [rows, 4]],
+        "images": {"top": ["ndarray", "uint8", [rows, 24, 40, 3]]},
+        "instruction": ["texts", rows, "str"],
+    }
+    for_the_critic = {"privileged": ["ndarray", "float32", [rows, 2]]}
+    assert wanted.items() <= seen["act"]["obs"].items() <= (wanted | for_the_critic).items()
+    assert seen["act"]["noise"][2] == [rows, 2]
+    assert seen["act"]["actions"][2] == [rows, 1, 2] and seen["act"]["values"][2] == [rows]
+    assert set(seen["value"]["obs"]) == {"state", "images", "instruction", "privileged"}
+    assert seen["value"]["obs"]["privileged"][2] == [seen["value"]["obs"]["state"][2][0], 2]
+    learned = [one for one in seen["forward"] if one["actions"][2][0] != rows][-1]
+    items = learned["actions"][2][0]
+    assert learned["obs"]["instruction"] == ["texts", items, "str"]
+    assert learned["obs"]["images"]["top"] == ["Tensor", "torch.uint8", [items, 24, 40, 3]]
+    assert learned["obs"]["state"] == ["Tensor", "torch.float32", [items, 4]]

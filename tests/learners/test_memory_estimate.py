@@ -94,3 +94,11 @@ def test_the_full_size_is_counted_without_memory():
     found = estimate(load(["recipe=maniskill_ppo_openvla"]).config)
     assert found.num_weights == pytest.approx(7.6e9, rel=0.02) and found.num_trained < 0.15e9
     assert found.weights == pytest.approx(15.2e9, rel=0.02) and np.isfinite(found.activations)
+
+
+@pytest.mark.parametrize("recipe", ["maniskill_ppo_openvla_tiny", "libero_ppo_openvla_tiny"])
+def test_recipes_of_small_vlas_limit_memory_so_that_policy_and_learner_swap(recipe):
+    config = load([f"recipe={recipe}"]).config
+    found, limit = estimate(config), 1e9 * config.cluster.memory_gb
+    alone = found.weights + 3 * 4 * found.num_trained  # with gradients and two averages
+    assert alone < limit < alone + 0.233e6  # the keys and values of one env row

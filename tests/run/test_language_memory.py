@@ -19,6 +19,7 @@ from embodied.learners.memory_estimate import Memory, count, longest_conversatio
 from embodied.policies.language.config import SEEING
 from embodied.run import hub, launch
 from embodied.run.memory_check import acting_bytes
+from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -67,6 +68,25 @@ def test_seven_billion_weights_are_planned_for_machines_that_are_not_here(shape_
     assert "gpu:0: CUDA 0.78 + weights of both 30.5 + in turns (rollout: policy 60.1; update: l" in str(refused.value)
     assert "of 80 GB" in str(refused.value)
     assert "that is more than there is; try policy.lora_rank=32 policy.dtype=bfloat16" in str(refused.value)
+
+
+def test_a_vision_tower_is_counted_with_its_model(tmp_path, monkeypatch, capsys):
+    """3.75 billion weights, those of the vision tower among them, as Qwen2.5-VL-3B's config.json says."""
+    monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)
+    about = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    about |= {"hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2}
+    about |= {"intermediate_size": 11008, "vocab_size": 151936, "max_position_embeddings": 128000}
+    about |= {"tie_word_embeddings": True, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    about |= {"vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}}
+    about["vision_config"] |= {"out_hidden_size": 2048, "fullatt_block_indexes": [7, 15, 23, 31]}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "a.png").write_bytes(b"")
+    lines = [{"question": f"<image>Find {name}.", "images": ["a.png"], "answer": "1"} for name in "abc"]
+    (tmp_path / "shown.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    words = [f"policy.pretrained={tmp_path}", f"env.file={tmp_path / 'shown.jsonl'}", "cluster.machines=8xGPU"]
+    assert main(["recipe=geometry_grpo", *words, "--dry-run"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "3.75 billion weights, 3.75 of them trained" in told and "8 x policy + learner on gpu:0-7" in told
 
 
 def test_roles_that_a_recipe_adds_are_counted_too(shape_of):

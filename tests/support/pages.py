@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).parents[2]
 COMMAND = re.compile(r"^(?: {4})?((?:\w+=\S+ )*python -m embodied\.[\w.]+.*|embodied\b.*)", re.M)
 
@@ -36,9 +38,12 @@ class Page:
 def replaced(command, folder, more):
     """The words of a command behind `python`: runs/NAME-DATE is the newest such run, and `more` replaces its keys."""
     keys = {word.partition("=")[0] for word in more}
-    for name in re.findall(r"runs/([\w+]+)-DATE", command):
-        command = command.replace(f"runs/{name}-DATE", str(newest(folder, name).relative_to(folder)))
-    return [*(word for word in shlex.split(command)[1:] if word.partition("=")[0] not in keys), *more]
+
+    def dated(found):
+        return str(newest(folder, found[1]).relative_to(folder))
+
+    words = [word for word in shlex.split(command)[1:] if word.partition("=")[0] not in keys]
+    return [*(re.sub(r"runs/([\w+-]+)-DATE", dated, word) for word in words), *more]
 
 
 def newest(folder, name):
@@ -64,8 +69,15 @@ def runner(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
 
+    def program(text):
+        exec(text, {"np": np, "__name__": "__main__"})
+        return " ".join(capsys.readouterr().out.split())
+
     def here(command, *more, code=0):
         _, module, *words = replaced(command, folder, more)
+        module = {"embodied": "embodied.__main__", "embodied.profiling": "embodied.profiling.measure"}.get(
+            module, module
+        )
         try:
             ended = importlib.import_module(module).main(words)
         except SystemExit as exit:
@@ -74,4 +86,5 @@ def runner(folder, monkeypatch, capsys):
         assert ended == code, printed
         return " ".join((printed.out if code == 0 else printed.err).split())
 
+    here.program = program
     return here

@@ -1,0 +1,303 @@
+"""Pages of the documents, followed from a user's folder: their files are written, and their commands run in order."""
+
+import json
+import re
+import shlex
+import sys
+from typing import NamedTuple
+
+import pytest
+from pages import Page, apart, runner
+from tiny_language import publish
+from verifiers_stand_in import stand_in
+
+ONE_HOST = """placement='{"sim,policy": "cpu:0", learner: "cpu:0"}'"""
+INLINE = f"cluster.backend=inline {ONE_HOST}"
+SHORT = {  # what makes a command short, unless its step says otherwise
+    "train": f"run.iterations=1 eval.episodes=2 eval.videos=0 {INLINE}",
+    "evaluate": "eval.episodes=4 eval.videos=1 cluster.backend=inline",
+    "collect": "collect.episodes=4 env.num_envs=2 cluster.backend=inline",
+    "sft": f"sft.epochs=1 eval.episodes=2 eval.videos=0 {INLINE}",
+    "profiling": "seconds=20",
+    "benchmark": "rounds=1 seconds=2",
+}
+
+
+class Step(NamedTuple):
+    """Commands of a page (`train recipe=sums`), or a program (`import embodied`), and what they print."""
+
+    begins: str
+    told: str | re.Pattern | tuple[str, ...] = ()
+    more: str = ""  # options instead of the page's
+    code: int = 0
+    slow: bool = False
+    swap: tuple[str, str] = ("(?!)", "")  # pattern and what stands for it
+
+
+FEW = "env.num_envs=4 algo.rollout_decisions=8 algo.minibatch_size=16"
+ROBOT = "env.num_envs=8 algo.rollout_decisions=5 algo.minibatch_size=20 env.max_episode_steps=6 eval.videos=1"
+GROUPS = "env.num_envs=8 algo.groups=2 algo.group_size=4"
+SEEDS = "seeds=0-1 run.iterations=2 eval.episodes=4 env.num_envs=4 algo.minibatch_size=32"
+WORDS = f"{GROUPS} eval.episodes=4"
+IMITATE = "sft.episodes=64 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
+STATES = "env.max_episode_steps=20 algo.rollout_decisions=2 algo.minibatch_size=16"
+PAGES = {
+    "README.md": [
+        Step("train recipe=pointmass_ppo$", ("finished after", "processes local"), "cluster.backend=local"),
+        Step("evaluate checkpoint=runs/pointmass", "success_once"),
+        Step("report runs/pointmass", "report.html"),
+        Step("train resume=", "resumed from", "run.iterations=3"),
+        Step("python -m embodied", "pointmass_ppo"),
+        Step("train --help lr", "algo.lr"),
+        Step("train .* --dry-run", "hybrid"),
+        Step("doctor", slow=True),
+        Step("list$", "pointmass_ppo"),
+        Step("list tasks", "PushCube-v1"),
+        Step("embodied.train(", re.compile(r" [\d.]+ [\d.]+$"), swap=("=200", "=4")),
+        Step("check_lift.py"),
+        Step("train .*my_sims:Lift", "success_once"),
+        Step("train recipe=my_lift.yaml", "success_once"),
+    ],
+    "own_task.md": [
+        Step(
+            "check env.task=my_tasks",
+            (
+                "contract kept",
+                "batched equals single envs",
+                "40 an episode",
+                "base_camera (128x128), render_camera (512",
+            ),
+        ),
+        Step("train .*run.name=ring", "physics cpu_batched", ROBOT),
+        Step("evaluate checkpoint=runs/ring", "success_once", "eval.videos=0"),
+        Step("benchmark", ("collocated", "bench.html"), ROBOT, slow=True),
+        Step("plan", "plan.html", ROBOT, slow=True),
+        Step(
+            "check .*my_rewards",
+            ("controls arm_only (chosen)", "robots fist_panda (chosen)", "rewards near (chosen)", "actions 7 numbers"),
+            slow=True,
+        ),
+        Step("train .*run.name=fist", "success_once", ROBOT, slow=True),
+        Step("train .*run.name=fist", "did you mean 'arm_only'?", "env.control_mode=arm_onl --dry-run", code=2),
+        Step("check env.name=my_gym", ("state of 2 numbers", "success reported in every step", "contract kept")),
+        Step("check env.name=my_gym", "set env.max_episode_steps=", "env.max_episode_steps=null", code=2),
+        Step("train .*run.name=slide", "success_once", ROBOT),
+        Step("check env.name=my_camera", ("images of top [64, 64, 3]", "contract kept")),
+        Step("train .*run.name=dot", "success_once", ROBOT),
+    ],
+    "cluster.md": [Step("train .*backend=ray$", "finished", f"{FEW} cluster.backend=ray placement=auto", slow=True)],
+    "comparing.md": [
+        Step("train .*seeds=0-4$", ("2 of 2 runs finished", "IQM of 2 seeds"), SEEDS),
+        Step("train .*seeds=0-4$", "which exists already", SEEDS),
+        Step("train .*--dry-run", ("5 runs", "2 at once, each on cores of its own")),
+        Step("sweep .*algo.lr=1e-4", "6 of 6 runs finished", f"{SEEDS} cluster.backend=inline", slow=True),
+        Step("sweep .*policy.hidden", "4 of 4 runs finished", f"{SEEDS} seeds=0 cluster.backend=inline", slow=True),
+        Step(
+            "embodied.sweep(",
+            "algo.lr=0.001, seed 1",
+            slow=True,
+            swap=('"seeds=0-1"', f"*{[*SEEDS.split(), 'eval.videos=0', 'cluster.backend=inline']}"),
+        ),
+        Step("report", "html"),
+    ],
+    "demonstrations.md": [
+        Step("collect recipe=pointmass_ppo", "success_once"),
+        Step("sft recipe=pointmass_ppo", "success_once", "sft.minibatch_size=16"),
+        Step("train recipe=pointmass_ppo", "success_once"),
+        Step("collect .*expert=planner", "success_once 100.0%", "collect.noise=0 collect.episodes=2", slow=True),
+    ],
+    "evaluation.md": [
+        Step("evaluate .*(pointmass_ppo-DATE|=pointmass)", "results.json"),
+        Step("evaluate .*maniskill", "results.json", slow=True),
+        Step("DatasetWriter(", swap=("image,", "np.zeros((64, 64, 3), np.uint8),")),
+        Step("read_dataset(", "push the cube True (2, 4) (2, 2)", swap=('"dataset"', '"mine"')),
+    ],
+    "vla.md": [
+        Step("collect .*out=demos/push", slow=True),
+        Step("sft .*sft.data=demos/push", slow=True, more="env.num_envs=2"),
+        Step("train .*pushcube_grpo", slow=True, more="algo.groups=1 algo.filter=none env.num_envs=8"),
+        Step("evaluate .*pushcube_grpo", "videos/", slow=True, more="env.num_envs=2"),
+    ],
+    "own_policy.md": [
+        Step("train recipe=my_linear", "success_once"),
+        Step("evaluate checkpoint=.*my_nets:Linear,random", "comparison.html"),
+        Step("train .*my_seeing", "success_once", "eval.videos=1"),
+        Step("check env.name=pointmass", "state of 6 numbers"),
+        Step("check env.task=PushCube-v1", "agent.qpos 9, agent.qvel 9"),
+    ],
+    "placement.md": [
+        Step("plan profile=published", re.compile("wins|are predicted equal")),
+        Step("profiling recipe=pointmass_ppo", more=FEW, slow=True),
+        Step("plan recipe=pointmass_ppo", "plan.html", FEW, slow=True),
+        Step("benchmark recipe=pointmass_ppo", "bench.html", FEW, slow=True),
+        Step(
+            "embodied.benchmark(",
+            re.compile("collocated|hybrid"),
+            slow=True,
+            swap=('"rounds=7"', f'"rounds=1", *{FEW.split()}'),
+        ),
+        Step("train .*cluster.memory_gb", re.compile("offload|in turns"), "cluster.backend=local", slow=True),
+    ],
+    "placement_reference.md": [
+        Step("train recipe=libero_grpo_openvla_oft", "8 x policy + learner on gpu:0-7", slow=True),
+    ],
+    "text_envs.md": [
+        Step("check env.name=my_envs", ("contract kept", "held out 200 prompts")),
+        Step("train .*my_envs:Doubling", "task my_envs:Doubling", "run.start_from=null"),
+        Step("check env.name=my_pictures", "contract kept"),
+        Step("check env.name=my_guesses", ("contract kept", "at most 10 answers")),
+        Step("check env.name=math", ("1/2 + 1/3", "contract kept")),
+        Step("train recipe=./my_mixture", "task mixture mixture"),
+        Step("check env.name=verifiers", ("held out 0?", "contract kept")),
+        Step("train .*verifiers:", "verifiers:my_vf_sums", "run.start_from=null --dry-run"),
+        Step("train recipe=calc_grpo", "sums calc2", "--dry-run"),
+        Step("check env.name=my_box", "contract kept"),
+    ],
+    "reasoning.md": [
+        Step("check env.name=my_text", "contract kept"),
+        Step("train recipe=sums_grpo$", "cut off", WORDS),
+        Step("train recipe=./backwards", "cut off", WORDS),
+        Step("train recipe=sums_ppo", "cut off", WORDS),
+        Step("evaluate .*temperature=1", ("T=1: avg@4", "pass@4", "(2 prompts)"), "eval.episodes=8"),
+        Step("evaluate .*temperature=0", "greedy: success"),
+        Step("report runs/backwards", "comparison.html", swap=(r"v0000\d\d", "v000001")),
+        Step("train .*schedule=periodic", "cut off", f"{WORDS} placement=auto cluster.backend=local"),
+        Step("profiling", "policy", f"{GROUPS} seconds=5", slow=True),
+        Step("plan", "collocated", GROUPS, slow=True),
+        Step(
+            "train recipe=math_grpo",
+            (
+                "32 x sim on cores",
+                "8 x policy + learner on gpu:0-7",
+                "in turns (rollout: vLLM 51.1; update: learner 32",
+            ),
+        ),
+        Step("train recipe=smol_grpo", "tokens an answer", f"{WORDS} policy.train_layers=1 algo.filter=none"),
+    ],
+    "libero.md": [
+        Step("evaluate .*task=my_task.bddl eval", "results.json", slow=True),
+        Step("train .*task=my_task.bddl", "success_once", STATES, slow=True),
+        Step("check .*task=my_task.bddl", "contract kept", slow=True),
+        Step("profiling .*task=my_task.bddl", more=STATES, slow=True),
+        Step("plan .*task=my_task.bddl", "plan.html", STATES, slow=True),
+        Step("benchmark .*task=my_task.bddl", "bench.html", f"{STATES} modes=collocated", slow=True),
+        Step("make_states.py", slow=True),
+        Step("evaluate .*states_file", "results.json", slow=True),
+        Step("evaluate .*my_tasks:Lifted", "results.json", slow=True),
+        Step("train .*my_tasks:Lifted", "success_once", STATES, slow=True),
+        Step(
+            "check env.task=my_nudge",
+            ("contract kept", "robot0_proprio-state 32, object-state 10"),
+            "env.max_episode_steps=6",
+            slow=True,
+        ),
+        Step("train .*my_nudge", "success_once", STATES, slow=True),
+        Step("evaluate .*nudge", "results.json", slow=True),
+        Step("train .*UR5e", "success_once", STATES, slow=True),
+    ],
+}
+
+
+def prepare(folder, name):
+    """What a page takes for granted."""
+    if name == "text_envs.md":
+        (folder / "questions.jsonl").write_text(next(text for kind, text in Page(name).blocks if kind == "json"))
+        (folder / "verifiers-env/bin").mkdir(parents=True)
+        stand_in(folder / "verifiers-env/bin/python")
+    if name == "libero.md":
+        task = (folder / "my_task.bddl").read_text()
+        (folder / "lifted.bddl").write_text(task.replace("LIBERO_Floor_Manipulation", "Lifted"))
+    if name == "reasoning.md":
+        publish(folder / "models/SmolLM2-135M-Instruct", "llama", tied=True)
+        about = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+        about |= {"num_hidden_layers": 28, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2}
+        about |= {"intermediate_size": 8960, "vocab_size": 151936, "max_position_embeddings": 32768}
+        (folder / "MODEL").mkdir()
+        (folder / "MODEL/config.json").write_text(json.dumps(about))
+        lines = [json.dumps({"question": f"1 + {number}?", "answer": str(1 + number)}) for number in range(3)]
+        (folder / "questions.jsonl").write_text("\n".join(lines))
+
+
+BEFORE = {  # what a page's commands follow on
+    "comparing.md": [Step("python -m embodied.train recipe=pointmass_ppo")],
+    "evaluation.md": [Step("python -m embodied.train recipe=pointmass_ppo")],
+    "reasoning.md": [
+        Step("python -m embodied.sft recipe=sums_sft", more=IMITATE),
+        Step("python -m embodied.sft recipe=./backwards_sft.yaml", more=IMITATE),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def begun():
+    """Page -> its folder and the steps that are done there."""
+    return {}
+
+
+def begin(name, begun, make_folder):
+    """The page's folder, with its files; modules of other pages' folders are forgotten, since some have one name."""
+    if name not in begun:
+        begun[name] = Page(name).write(make_folder(name.partition(".")[0])), []
+        prepare(begun[name][0], name)
+    others = tuple(f"{folder}/" for page, (folder, _) in begun.items() if page != name)
+    for key in [
+        key for key, module in sys.modules.items() if (getattr(module, "__file__", "") or "").startswith(others)
+    ]:
+        del sys.modules[key]
+    return begun[name]
+
+
+def of_page(page, begins):
+    """The page's commands that begin so, its program that calls this, or a script by its name."""
+    if begins.endswith("("):
+        return [text for kind, text in page.blocks if kind == "python" and begins in text][:1]
+    if begins.startswith("python -m") or begins.endswith(".py"):
+        return [begins if begins.startswith("python") else f"python {begins}"]
+    return [line for line in page.commands if re.search(rf"python -m embodied\.{begins}", line)]
+
+
+@pytest.mark.filterwarnings("ignore")  # ManiSkill's, SAPIEN's and robosuite's own
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("name", "all_steps"),
+    [
+        pytest.param(name, all_steps, marks=[pytest.mark.slow] * all_steps)
+        for name, steps in PAGES.items()
+        for all_steps in (False, True)
+        if any(step.slow == all_steps for step in steps)
+    ],
+)
+def test_a_page_is_followed(name, all_steps, begun, tmp_path_factory, monkeypatch, capsys):
+    monkeypatch.setattr("embodied.envs.text.math.find_spec", lambda name: True)  # for plans alone
+    page, (folder, done) = Page(name), begin(name, begun, tmp_path_factory.mktemp)
+    here = runner(folder, monkeypatch, capsys)
+    for step in [*BEFORE.get(name, ()), *PAGES[name]]:
+        if step not in done and (all_steps or not step.slow):
+            commands = of_page(page, step.begins)
+            assert commands, f"{name} has no {step.begins}"
+            for command in commands:
+                follow(step, command, folder, here)
+            done.append(step)
+    if name == "reasoning.md" and not all_steps:
+        table = re.search(r"^\| look at \|.*?\n\n", page.text, re.M | re.S)[0]
+        kinds = ("faults/", "engine/", "groups/", "reward/", "critic/", "train/", "return", "success_once")
+        runs = [run for recipe in ("sums_grpo", "sums_ppo") for run in folder.glob(f"runs/{recipe}*/metrics.jsonl")]
+        assert len(runs) == 3
+        for run in runs:
+            keys = json.loads(run.read_text().splitlines()[0])
+            assert [key for key in keys if key.startswith(kinds) and f"`{key}`" not in table] == []
+
+
+def follow(step, command, folder, here):
+    command = re.sub(*step.swap, command)
+    if "\n" in command:
+        printed = here.program(command)
+    elif command.startswith("python -m"):
+        plain = re.search("--(dry-run|help)", command + step.more)
+        short = "" if plain else SHORT.get(re.match(r"python -m embodied\.?(\w*)", command)[1], "")
+        more = {word.partition("=")[0]: word for word in shlex.split(f"{short} {step.more}")}
+        printed = here(command, *more.values(), code=step.code)
+    else:
+        printed = apart(command, folder)
+    for told in step.told if isinstance(step.told, tuple) else (step.told,):
+        assert told in printed if isinstance(told, str) else told.search(printed), f"{command}\n{printed}"
