@@ -57,18 +57,6 @@ class StartDependsOnCompany(PointMassEnv):
         self._position[rows] = rng.uniform(-1, 1, (len(rows), 2))
 
 
-class NoiseFromOneStream(PointMassEnv):
-    rng = np.random.default_rng(0)
-
-    def _step(self, actions, active):
-        return super()._step(actions + self.rng.normal(0, 0.1, actions.shape), active)
-
-
-class RowsPushEachOther(PointMassEnv):
-    def _step(self, actions, active):
-        return super()._step(actions + 0.01 * self._position.mean(axis=0), active)
-
-
 class RestartsByItself(PointMassEnv):
     """As envs with autoreset do: at its own step limit the simulator shows the next start."""
 
@@ -87,64 +75,10 @@ class RestartsByItself(PointMassEnv):
         return result
 
 
-class SaysItAutoresets(PointMassEnv):
-    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
-
-
-class ObservesAtTheBorderOnly(PointMassEnv):
-    def step_chunk(self, actions, on_frame=None):
-        result = super().step_chunk(actions, on_frame)
-        return ChunkResult(**{**vars(result), "obs": self._observe()})
-
-
-class RewardsAfterTheEnd(PointMassEnv):
-    def step_chunk(self, actions, on_frame=None):
-        result = super().step_chunk(actions, on_frame)
-        if result.mask.shape[1] > 2:
-            result.rewards[~result.mask] = 0.25
-        return result
-
-
-class ForgetsTheMask(PointMassEnv):
-    def step_chunk(self, actions, on_frame=None):
-        result = super().step_chunk(actions, on_frame)
-        result.mask[:] = True
-        return result
-
-
-class SumsRewardsAtTheBorder(PointMassEnv):
-    def step_chunk(self, actions, on_frame=None):
-        result = super().step_chunk(actions, on_frame)
-        total = result.rewards.sum(axis=1)
-        result.rewards[:] = 0
-        result.rewards[:, 0] = total
-        return result
-
-
 class NeverTruncates(PointMassEnv):
     def _advance(self, *args):
         self._elapsed[:] = 0
         return super()._advance(*args)
-
-
-class DoesNotClip(PointMassEnv):
-    def _checked(self, actions):
-        return actions if actions.ndim == 3 and np.isfinite(actions).all() else super()._checked(actions)
-
-
-class AcceptsAnything(PointMassEnv):
-    def _checked(self, actions):
-        return np.clip(np.nan_to_num(np.resize(actions, (self.num_envs, actions.shape[1], 2))), -1, 1)
-
-
-class WrongDtype(PointMassEnv):
-    def _observe(self):
-        return {"state": super()._observe()["state"].astype(np.float64)}
-
-
-class WrongWidth(PointMassEnv):
-    def _observe(self):
-        return {"state": super()._observe()["state"][:, :5]}
 
 
 class HandsOutItsBuffer(PointMassEnv):
@@ -153,11 +87,6 @@ class HandsOutItsBuffer(PointMassEnv):
             self.buffer = super()._observe()["state"]
         self.buffer[:] = super()._observe()["state"]
         return {"state": self.buffer}
-
-
-class HidesSuccess(PointMassEnv):
-    def _info(self):
-        return {}
 
 
 class SuccessWithoutEnd(PointMassEnv):
@@ -196,15 +125,6 @@ class FilmingPushes(PointMassEnv):
         return super().render_rows(rows)
 
 
-class GreyFrames(PointMassEnv):
-    def render_rows(self, rows):
-        return super().render_rows(rows)[..., 0]
-
-
-class NeverPaints(PointMassEnv):
-    _paint = VectorEnv._paint
-
-
 class NaNReward(PointMassEnv):
     def _step(self, actions, active):
         result = super()._step(actions, active)
@@ -217,99 +137,122 @@ class IgnoresTheSeed(PointMassEnv):
         self._position[rows] = np.random.default_rng().uniform(-1, 1, (len(rows), 2))
 
 
-class FilmsTwice(PointMassEnv):
-    def step_chunk(self, actions, on_frame=None):
-        result = super().step_chunk(actions, on_frame)
-        if on_frame is not None:
-            on_frame(result.mask[:, -1])
-        return result
-
-
 class PaintsEveryStep(PointMassEnv):
     def _step(self, actions, active):
         self._paint(np.flatnonzero(active))
         return super()._step(actions, active)
 
 
-class PaintsEverybody(PointMassEnv):
-    def _observe(self):
-        return {**super()._observe(), "images": self._paint(np.arange(self.num_envs))}
+def kind(**members):
+    return type("Broken", (PointMassEnv,), members)
 
 
-class PaintsFloats(PointMassEnv):
-    def _paint(self, rows):
-        return {camera: frames / 255 for camera, frames in super()._paint(rows).items()}
+def chunks(change):
+    def step_chunk(self, actions, on_frame=None):
+        result = PointMassEnv.step_chunk(self, actions, on_frame)
+        return ChunkResult(**vars(result) | change(self, result, on_frame))
+
+    return kind(step_chunk=step_chunk)
 
 
-class PaintsOneCamera(PointMassEnv):
-    def _paint(self, rows):
-        return {"top": super()._paint(rows)["top"]}
+def pushed(change):
+    return kind(_step=lambda self, actions, active: PointMassEnv._step(self, actions + change(self), active))
 
 
-class AlonePaintsDarker(PointMassEnv):
-    def _paint(self, rows):
-        return {camera: frames - (len(rows) == 1) for camera, frames in super()._paint(rows).items()}
+def observes(change):
+    return kind(_observe=lambda self: change(self, PointMassEnv._observe(self)))
+
+
+def paints(change):
+    return kind(_paint=lambda self, rows: change(rows, PointMassEnv._paint(self, rows)))
+
+
+def checks(change):
+    return kind(_checked=change)
+
+
+def first_of_all(rewards):
+    return np.pad(rewards.sum(1, keepdims=True), ((0, 0), (0, rewards.shape[1] - 1)))
+
+
+IMAGES = {
+    "every step": (PaintsEveryStep, "images"),
+    "everybody": (observes(lambda self, obs: {**obs, "images": self._paint(np.arange(self.num_envs))}), "images"),
+    "floats": (paints(lambda rows, shown: {camera: one / 255 for camera, one in shown.items()}), "observation"),
+    "one camera": (paints(lambda rows, shown: {"top": shown["top"]}), "observation"),
+    "darker where alone": (
+        paints(lambda rows, shown: {camera: one - (len(rows) == 1) for camera, one in shown.items()}),
+        "same-initial-state",
+    ),
+    "nothing": (kind(_paint=VectorEnv._paint), "methods"),
+}
+ONE_STREAM = np.random.default_rng(0)
+NoiseFromOneStream = pushed(lambda self: ONE_STREAM.normal(0, 0.1, (self.num_envs, 2)))
+BROKEN = {
+    "says that it autoresets": (kind(metadata={"autoreset_mode": AutoresetMode.NEXT_STEP}), "autoreset"),
+    "restarts by itself": (RestartsByItself, "autoreset"),
+    "wrong dtype": (observes(lambda self, obs: {"state": obs["state"].astype(np.float64)}), "observation"),
+    "wrong width": (observes(lambda self, obs: {"state": obs["state"][:, :5]}), "observation"),
+    "hides success": (kind(_info=lambda self: {}), "success"),
+    "success without end": (SuccessWithoutEnd, "success"),
+    "ignores the seed": (IgnoresTheSeed, "reset-without-mask"),
+    "resets everybody": (ResetsEverybody, "reset-mask"),
+    "start depends on company": (StartDependsOnCompany, "same-initial-state"),
+    "noise from one stream": (NoiseFromOneStream, "same-trajectory"),
+    "rows push each other": (pushed(lambda self: 0.01 * self._position.mean(axis=0)), "same-trajectory"),
+    "hands out its buffer": (HandsOutItsBuffer, "fresh-arrays"),
+    "does not clip": (
+        checks(lambda self, a: a if a.ndim == 3 and np.isfinite(a).all() else PointMassEnv._checked(self, a)),
+        "action-range",
+    ),
+    "accepts anything": (
+        checks(lambda self, a: np.clip(np.nan_to_num(np.resize(a, (self.num_envs, a.shape[1], 2))), -1, 1)),
+        "action-errors",
+    ),
+    "never truncates": (NeverTruncates, "truncation"),
+    "loses success after the end": (LosesSuccessAfterTheEnd, "frozen"),
+    "observes at the border only": (chunks(lambda self, result, _: {"obs": self._observe()}), "final-observation"),
+    "sums rewards at the border": (
+        chunks(lambda self, result, _: {"rewards": first_of_all(result.rewards)}),
+        "step-chunk",
+    ),
+    "rewards after the end": (
+        chunks(
+            lambda self, result, _: {
+                "rewards": np.where(result.mask | (result.mask.shape[1] < 3), result.rewards, np.float32(0.25))
+            }
+        ),
+        "mask",
+    ),
+    "forgets the mask": (chunks(lambda self, result, _: {"mask": np.ones_like(result.mask)}), "frozen"),
+    "films twice": (
+        chunks(lambda self, result, film: {} if film is None else film(result.mask[:, -1]) or {}),
+        "on-frame",
+    ),
+    "filming pushes": (FilmingPushes, "frames"),
+    "grey frames": (kind(render_rows=lambda self, rows: PointMassEnv.render_rows(self, rows)[..., 0]), "frames"),
+    "forgets its speed": (ForgetsItsSpeed, "saved-state"),
+    "NaN rewards": (NaNReward, "finite"),
+}
 
 
 @pytest.mark.parametrize(
-    ("broken", "rule"),
+    ("broken", "rule", "options"),
     [
-        (PaintsEveryStep, "images"),
-        (PaintsEverybody, "images"),
-        (PaintsFloats, "observation"),
-        (PaintsOneCamera, "observation"),
-        (AlonePaintsDarker, "same-initial-state"),
-        (NeverPaints, "methods"),
+        *((*case, {"cameras": ["top", "near"], "image_size": 8, "max_episode_steps": 12}) for case in IMAGES.values()),
+        *((*case, {}) for case in BROKEN.values()),
     ],
+    ids=[*IMAGES, *BROKEN],
 )
-def test_broken_images_are_caught_by_the_name_of_the_rule(broken, rule):
+def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken, rule, options):
     with pytest.raises(ContractViolation) as caught:
-        check_vector_env(broken(config(cameras=["top", "near"], image_size=8, max_episode_steps=12), 3))
-    assert caught.value.rule == rule, caught.value
-
-
-@pytest.mark.parametrize(
-    ("broken", "rule"),
-    [
-        (SaysItAutoresets, "autoreset"),
-        (RestartsByItself, "autoreset"),
-        (WrongDtype, "observation"),
-        (WrongWidth, "observation"),
-        (HidesSuccess, "success"),
-        (SuccessWithoutEnd, "success"),
-        (IgnoresTheSeed, "reset-without-mask"),
-        (ResetsEverybody, "reset-mask"),
-        (StartDependsOnCompany, "same-initial-state"),
-        (NoiseFromOneStream, "same-trajectory"),
-        (RowsPushEachOther, "same-trajectory"),
-        (HandsOutItsBuffer, "fresh-arrays"),
-        (DoesNotClip, "action-range"),
-        (AcceptsAnything, "action-errors"),
-        (NeverTruncates, "truncation"),
-        (LosesSuccessAfterTheEnd, "frozen"),
-        (ObservesAtTheBorderOnly, "final-observation"),
-        (SumsRewardsAtTheBorder, "step-chunk"),
-        (RewardsAfterTheEnd, "mask"),
-        (ForgetsTheMask, "frozen"),
-        (FilmsTwice, "on-frame"),
-        (FilmingPushes, "frames"),
-        (GreyFrames, "frames"),
-        (ForgetsItsSpeed, "saved-state"),
-        (NaNReward, "finite"),
-    ],
-)
-def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken, rule):
-    with pytest.raises(ContractViolation) as caught:
-        check_vector_env(broken(config(), 4))
+        check_vector_env(broken(config(**options), 3 if options else 4))
     assert caught.value.rule == rule, caught.value
 
 
 def test_a_tolerance_is_for_company_only():
-    class AlmostExact(PointMassEnv):
-        def _step(self, actions, active):
-            return super()._step(actions + 1e-4 * self._position.mean(axis=0), active)
-
-    check_vector_env(AlmostExact(config(max_episode_steps=10), 4), atol=1e-3)
+    almost = pushed(lambda self: 1e-4 * self._position.mean(axis=0))
+    check_vector_env(almost(config(max_episode_steps=10), 4), atol=1e-3)
     with pytest.raises(ContractViolation, match="same-trajectory"):
         check_vector_env(NoiseFromOneStream(config(max_episode_steps=10), 4), atol=1e-3)
 

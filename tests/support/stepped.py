@@ -13,16 +13,10 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
 ITERATIONS = 6
-SHORT = [
-    "env.num_envs=8",
-    "env.dtype=float64",
-    "env.max_episode_steps=12",
-    "policy.dtype=float64",
-    "policy.hidden=[16,16]",
-    "faults.timeout_s=240",
-    "faults.hang_s=20",
-    f"run.iterations={ITERATIONS}",
-]
+SHORT = (
+    "env.num_envs=8 env.dtype=float64 env.max_episode_steps=12 policy.dtype=float64 policy.hidden=[16,16] "
+    f"faults.timeout_s=240 faults.hang_s=20 run.iterations={ITERATIONS}"
+).split()
 PPO = ["recipe=pointmass_ppo", *SHORT, "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
 GRPO = ["recipe=pointmass_grpo", *SHORT, "algo.groups=5", "algo.group_size=3", "algo.minibatch_size=40"]
 ONE_STEP = ["algo.epochs=1", "algo.minibatch_size=null"]

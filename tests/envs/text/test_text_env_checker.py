@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from pydantic import TypeAdapter
 
 from embodied import check
 from embodied.core.errors import ConfigError
+from embodied.core.pictures import drawing
 from embodied.core.types import EpisodeSpec
 from embodied.envs import env_class
 from embodied.envs.config import EnvConfig
@@ -91,147 +93,44 @@ class HidesHeldOut(Hidden):
         return said
 
 
-class IgnoresTheSpec(Doubling):
-    count = itertools.count()
+def kind(**members):
+    return type("Broken", (Doubling,), members)
+
+
+def asks(number):
+    """Its question is drawn so."""
 
     def reset(self, spec):
-        self.number = next(self.count)
+        self.number = number(spec)
         return f"twice {self.number} is "
+
+    return kind(reset=reset)
+
+
+def says(change):
+    return kind(reset=lambda self, spec: change(self, Doubling.reset(self, spec)))
+
+
+def scores(turn):
+    return kind(step=lambda self, answer: turn(self, answer, Doubling.step(self, answer).success))
+
+
+def solves(solution):
+    return kind(solution=solution)
+
+
+def right_or_not(success):
+    return Turn(float(success), success=success)
+
+
+def numbered(spec, held_out=0):
+    return spec.seed if spec.init_state_id < 0 else spec.init_state_id + held_out
 
 
 class RemembersTheLast(Doubling):
     def reset(self, spec):
         before = getattr(self, "number", 0)
         return super().reset(spec) + str(before)
-
-
-class TrainsOnHeldOut(Doubling):
-    def reset(self, spec):
-        self.number = (spec.seed if spec.init_state_id < 0 else spec.init_state_id) % 300
-        return f"twice {self.number} is "
-
-
-class AlwaysTheSame(Doubling):
-    def reset(self, spec):
-        self.number = 5 if spec.init_state_id < 0 else spec.init_state_id + 6
-        return f"twice {self.number} is "
-
-
-class HoldsOutOne(Doubling):
-    def reset(self, spec):
-        self.number = 5 if spec.init_state_id >= 0 else spec.seed
-        return f"twice {self.number} is "
-
-
-class HeldOutBySeed(Doubling):
-    def reset(self, spec):
-        self.number = spec.seed if spec.init_state_id < 0 else 10**6 + spec.seed
-        return f"twice {self.number} is "
-
-
-class SaysNumbers(Doubling):
-    def reset(self, spec):
-        super().reset(spec)
-        return self.number
-
-
-class SaysNothing(Doubling):
-    def reset(self, spec):
-        super().reset(spec)
-        return ""
-
-
-class SaysWrongMessages(Doubling):
-    def reset(self, spec):
-        return [{"role": "user", "text": super().reset(spec)}]
-
-
-class RaisesInReset(Doubling):
-    def reset(self, spec):
-        return {}[spec.task]
-
-
-class RaisesOn(Doubling):
-    odd = ""
-
-    def step(self, answer):
-        assert answer != self.odd
-        return super().step(answer)
-
-
-class RaisesOnNothing(RaisesOn):
-    def step(self, answer):
-        answer[0]
-        return super().step(answer)
-
-
-class RaisesOnWords(Doubling):
-    def step(self, answer):
-        success = int(answer or 0) == 2 * self.number
-        return Turn(float(success), success=success)
-
-
-class RaisesOnOtherAlphabets(Doubling):
-    def step(self, answer):
-        answer.encode("ascii")
-        return super().step(answer)
-
-
-class RaisesOnLongAnswers(Doubling):
-    def step(self, answer):
-        success = answer.isascii() and answer.isdigit() and int(answer) == 2 * self.number  # int() takes 4300 digits
-        return Turn(float(success), success=success)
-
-
-class RaisesOnCutOffAnswers(Doubling):
-    def step(self, answer):
-        if answer and self.solution().startswith(answer) and answer != self.solution():
-            raise IndexError("cut off")
-        return super().step(answer)
-
-
-class ReturnsATuple(Doubling):
-    def step(self, answer):
-        return 1.0, True
-
-
-class RewardsWith(Doubling):
-    reward: object = 0.0
-
-    def step(self, answer):
-        return Turn(self.reward, success=super().step(answer).success)
-
-
-class RewardsNaN(RewardsWith):
-    reward = math.nan
-
-
-class RewardsNone(RewardsWith):
-    reward = None
-
-
-class RewardsText(RewardsWith):
-    reward = "1"
-
-
-class NumpySuccess(Doubling):
-    def step(self, answer):
-        return Turn(success=np.bool_(super().step(answer).success))
-
-
-class NumberDone(Doubling):
-    def step(self, answer):
-        return Turn(success=super().step(answer).success, done=1)
-
-
-class GoesOnInSilence(Doubling):
-    def step(self, answer):
-        return Turn(done=False)
-
-
-class GoesOnWithANumber(Doubling):
-    def step(self, answer):
-        return Turn(said=5, done=False)
 
 
 class NeverEnds(Doubling):
@@ -244,47 +143,6 @@ class NeverEnds(Doubling):
         return None
 
 
-class ScoresByChance(Doubling):
-    count = itertools.count()
-
-    def step(self, answer):
-        return Turn(float(next(self.count) % 3 == 0), success=super().step(answer).success)
-
-
-class EverythingIsRight(Doubling):
-    def step(self, answer):
-        return Turn(1.0, success=True)
-
-
-class WrongSolution(Doubling):
-    def solution(self):
-        return str(2 * self.number + 1)
-
-
-class SolvesWithANumber(Doubling):
-    def solution(self):
-        return 2 * self.number
-
-
-class SolutionRaises(Doubling):
-    def solution(self):
-        return self.nothing
-
-
-class LoadRaises(Doubling):
-    @classmethod
-    def load(cls, config):
-        return open("/nowhere/at/all")
-
-
-class NothingHeldOut(Doubling):
-    num_held_out = 0
-
-    def reset(self, spec):
-        self.number = spec.seed
-        return str(spec.seed)
-
-
 class CountsWithoutAsking(Doubling):
     @classmethod
     def num_questions(cls, config, task):
@@ -294,48 +152,59 @@ class CountsWithoutAsking(Doubling):
         return super().reset(replace(spec, seed=spec.seed % 100))
 
 
-@pytest.mark.parametrize(
-    ("broken", "rule"),
-    [
-        (HidesHeldOut, "held-out"),
-        (CountsWithoutAsking, "questions"),
-        (LoadRaises, "load"),
-        (IgnoresTheSpec, "reset"),
-        (RemembersTheLast, "reset"),
-        (AlwaysTheSame, "reset"),
-        (RaisesInReset, "reset"),
-        (NothingHeldOut, "held-out"),
-        (TrainsOnHeldOut, "held-out"),
-        (HoldsOutOne, "held-out"),
-        (HeldOutBySeed, "held-out"),
-        (SaysNumbers, "said"),
-        (SaysNothing, "said"),
-        (SaysWrongMessages, "said"),
-        (RaisesOn, "step"),
-        (RaisesOnNothing, "step"),
-        (RaisesOnWords, "step"),
-        (RaisesOnOtherAlphabets, "step"),
-        (RaisesOnLongAnswers, "step"),
-        (RaisesOnCutOffAnswers, "step"),
-        (ReturnsATuple, "turn"),
-        (RewardsNaN, "reward"),
-        (RewardsNone, "reward"),
-        (RewardsText, "reward"),
-        (NumpySuccess, "success"),
-        (EverythingIsRight, "success"),
-        (NumberDone, "done"),
-        (GoesOnInSilence, "said"),
-        (GoesOnWithANumber, "said"),
-        (ScoresByChance, "score"),
-        (NeverEnds, "end"),
-        (WrongSolution, "solution"),
-        (SolvesWithANumber, "solution"),
-        (SolutionRaises, "solution"),
-    ],
-)
-def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken, rule):
+count = itertools.count()
+PICTURE = {"type": "image", "image": drawing("count", 1, pixels=48)}
+EverythingIsRight = scores(lambda self, answer, right: Turn(1.0, success=True))
+RaisesOnWords = scores(lambda self, answer, right: (int(answer or 0), right_or_not(right))[1])
+BROKEN = {
+    "hides what it holds out": ("held-out", HidesHeldOut),
+    "counts more questions than it asks": ("questions", CountsWithoutAsking),
+    "fails to load": ("load", kind(load=classmethod(lambda cls, config: Path("/nowhere/at/all").read_text()))),
+    "ignores the spec": ("reset", asks(lambda spec: next(count))),
+    "remembers the last": ("reset", RemembersTheLast),
+    "asks always the same": ("reset", asks(lambda spec: 5 if spec.init_state_id < 0 else spec.init_state_id + 6)),
+    "raises in reset": ("reset", says(lambda self, said: {}[said])),
+    "holds out nothing": ("held-out", type("None", (asks(lambda spec: spec.seed),), {"num_held_out": 0})),
+    "trains on what is held out": ("held-out", asks(lambda spec: numbered(spec) % 300)),
+    "holds out one": ("held-out", asks(lambda spec: 5 if spec.init_state_id >= 0 else spec.seed)),
+    "holds out by seed": ("held-out", asks(lambda spec: spec.seed + 10**6 * (spec.init_state_id >= 0))),
+    "says numbers": ("said", says(lambda self, said: self.number)),
+    "says nothing": ("said", says(lambda self, said: "")),
+    "says wrong messages": ("said", says(lambda self, said: [{"role": "user", "text": said}])),
+    "shows what it does not tell": ("pictures", says(lambda self, said: [{"role": "user", "content": [PICTURE]}])),
+    "raises on nothing": ("step", scores(lambda self, answer, right: answer[0] and right_or_not(right))),
+    "raises on words": ("step", RaisesOnWords),
+    "raises on alphabets": ("step", scores(lambda self, said, right: (said.encode("ascii"), right_or_not(right))[1])),
+    "raises on long ones": (  # int() takes 4300 digits
+        "step",
+        scores(lambda self, said, right: (said.isascii() and said.isdigit() and int(said), right_or_not(right))[1]),
+    ),
+    "raises on cut-off ones": (
+        "step",
+        scores(lambda self, said, right: right_or_not(right or (self.solution().startswith(said or "?") and {}[said]))),
+    ),
+    "returns a tuple": ("turn", scores(lambda self, answer, right: (1.0, True))),
+    "rewards NaN": ("reward", scores(lambda self, answer, right: Turn(math.nan, success=right))),
+    "rewards nothing": ("reward", scores(lambda self, answer, right: Turn(None, success=right))),
+    "rewards in words": ("reward", scores(lambda self, answer, right: Turn("1", success=right))),
+    "succeeds in numpy": ("success", scores(lambda self, answer, right: Turn(success=np.bool_(right)))),
+    "takes everything": ("success", EverythingIsRight),
+    "ends with a number": ("done", scores(lambda self, answer, right: Turn(success=right, done=1))),
+    "goes on in silence": ("said", scores(lambda self, answer, right: Turn(done=False))),
+    "goes on with a number": ("said", scores(lambda self, answer, right: Turn(said=5, done=False))),
+    "scores by chance": ("score", scores(lambda self, said, right: Turn(float(next(count) % 3 == 0), success=right))),
+    "never ends": ("end", NeverEnds),
+    "has a wrong solution": ("solution", solves(lambda self: str(2 * self.number + 1))),
+    "solves with a number": ("solution", solves(lambda self: 2 * self.number)),
+    "fails to solve": ("solution", solves(lambda self: self.nothing)),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_env_is_caught_by_the_name_of_the_rule(broken):
+    rule, env = BROKEN[broken]
     with pytest.raises(ContractViolation) as caught:
-        check_text_env(broken, config())
+        check_text_env(env, config())
     assert caught.value.rule == rule, caught.value
 
 

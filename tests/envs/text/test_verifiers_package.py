@@ -1,5 +1,12 @@
-"""The real package `verifiers` before 0.4: `load_environment`, datasets and rubrics."""
+"""The real package `verifiers`: `load_environment`, datasets and rubrics before 0.4, tasksets and agents from then on.
 
+python -m venv FOLDER && FOLDER/bin/python -m pip install "verifiers>=0.4,<0.5"
+EMBODIED_VERIFIERS_PYTHON=FOLDER/bin/python python -m pytest tests/envs/text/test_verifiers_package.py
+"""
+
+import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -7,14 +14,24 @@ from pathlib import Path
 
 import pytest
 from pydantic import TypeAdapter
-from verifiers_package import PYTHON, needs_verifiers
+from served_language import SECRET, served
+from tiny_language import PLAIN, build, publish
 
 from embodied import check
 from embodied.core.types import EpisodeSpec
 from embodied.envs.config import EnvConfig
+from embodied.envs.text import verifiers
 from embodied.envs.text.verifiers import Verifiers
+from embodied.serving.config import TOKEN
 
-pytestmark = needs_verifiers(lambda version: version < (0, 4))
+CALLING = "{% for t in tools %}{{ t['function']['name'] }}<tool_call>{% endfor %}" + PLAIN
+PAGE = Path(__file__).parents[3] / "docs" / "text_envs.md"
+PYTHON = os.environ.get("EMBODIED_VERIFIERS_PYTHON")
+if not PYTHON:
+    pytest.skip("EMBODIED_VERIFIERS_PYTHON names no interpreter with verifiers", allow_module_level=True)
+ASK = [PYTHON, "-c", "from importlib.metadata import version; print(version('verifiers'))"]
+VERSION = subprocess.run(ASK, capture_output=True, text=True, timeout=100, check=True).stdout
+OLD = tuple(map(int, VERSION.split(".")[:2])) < (0, 4)
 
 ENVIRONMENTS = '''
 import time
@@ -84,17 +101,93 @@ def load_environment(kind="single", evaluated=True):
 
     return vf.SingleTurnEnv(rubric=vf.Rubric(funcs=[best]), **known)
 '''
+TASKSETS = '''
+import time
+
+import verifiers.v1 as vf
+
+
+class SumData(vf.TaskData):
+    answer: str
+
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        if trace.last_reply == "raise":
+            raise ValueError("an odd answer")
+        if trace.last_reply == "hang":
+            time.sleep(1000)
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward(weight=0.5)
+    async def short(self, trace) -> float:
+        return float(len(trace.last_reply) < 4)
+
+
+class Double(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def double(self, x: int) -> str:
+        """Twice a number."""
+        return str(2 * x)
+
+
+class ToolTask(SumTask):
+    @classmethod
+    def toolsets(cls, config):
+        return [Double(vf.ToolsetConfig())]
+
+
+class SumsConfig(vf.TasksetConfig):
+    count: int = 60
+
+
+class Sums(vf.Taskset[SumTask, SumsConfig]):
+    of = SumTask
+
+    def load(self):
+        for a in range(55, 55 + self.config.count):
+            data = SumData(prompt=f"{a}+{a + 1}=", answer=str(2 * a + 1), system_prompt="Only the number.")
+            yield self.of(data, self.config.task)
+
+
+class WithTools(vf.Taskset[ToolTask, SumsConfig]):
+    of, load = ToolTask, Sums.load
+
+
+class Guessing(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            heard = await talk.turn()
+            for left in (2, 1):
+                if heard.terminated or heard.last_reply == task.data.answer:
+                    break
+                if heard.last_reply == "fail":
+                    raise vf.ToolsetError("no sandbox is left")
+                heard = await talk.turn(f"{heard.last_reply} is wrong, {left} left")
+
+
+if __name__ == "__main__":  # a tool server is a program
+    Double.run()
+'''
+MODULES = {"my_sums": ["Sums"], "my_guesses": ["Guessing", "Sums"], "my_tools": ["WithTools", "Double"]}
+NAMES = {"single": "my-sums", "multi": "my-guesses", "tools": "my-tools"}
 
 
 @pytest.fixture(autouse=True)
 def environments(tmp_path, monkeypatch):
-    (tmp_path / "my_sums.py").write_text(ENVIRONMENTS)
+    (tmp_path / "my_parts.py").write_text(TASKSETS)
+    for name, parts in MODULES.items():
+        text = f"from my_parts import {', '.join(parts)}\n\n__all__ = {parts[: 1 if name == 'my_tools' else None]}\n"
+        (tmp_path / f"{name}.py").write_text(ENVIRONMENTS if OLD else text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
 
 
-def config(**options):
-    values = {"name": "verifiers:my-sums", "python": Path(PYTHON), "full_score": 1.5, **options}
+def config(kind, **kwargs):
+    name, kwargs = ("my-sums", {"kind": kind, **kwargs}) if OLD else (NAMES[kind], kwargs)
+    values = {"name": f"verifiers:{name}", "python": Path(PYTHON), "full_score": 1.5, "kwargs": kwargs}
     return TypeAdapter(EnvConfig).validate_python(values)
 
 
@@ -102,80 +195,86 @@ def config(**options):
 def opened(environments):
     bridges = []
 
-    def open_env(kind, **options):
-        chosen = config(kwargs={"kind": kind}, **options)
-        bridges.append(Verifiers.load(chosen))
-        return Verifiers(chosen, bridges[-1])
+    def open_env(kind):
+        bridges.append(Verifiers.load(config(kind)))
+        return Verifiers(config(kind), bridges[-1])
 
     yield open_env
     for bridge in bridges:
         bridge.close()
 
 
-def spec(number=-1, seed=0):
-    return EpisodeSpec("my-sums", number, seed, 0)
+def begun(env, number=0):
+    return env.reset(EpisodeSpec("my-sums", number, 0, 0))
 
 
-def test_single_turn(opened):
+def test_an_example_is_asked_answered_and_scored(opened):
     env = opened("single")
-    assert env.shared.facts | {"version": ""} == {
-        "train": 45,  # 55 to 59 are asked in evaluations
-        "held_out": 10,
-        "turns": 1,
-        "kind": "SingleTurnEnv",
-        "version": "",
-    }
-    assert env.reset(spec(1)) == (
-        {"role": "system", "content": "Only the number."},
-        {"role": "user", "content": "56+57="},
+    facts = {name: env.shared.facts[name] for name in ("train", "held_out", "turns", "kind")}
+    # before 0.4 the examples from 55 to 59 of the data set are asked in evaluations, too
+    assert facts == (
+        {"train": 45, "held_out": 10, "turns": 1, "kind": "SingleTurnEnv"}
+        if OLD
+        else {"train": 57, "held_out": 3, "turns": 1, "kind": "SingleAgentEnv"}
     )
+    system, user = begun(env, 1)
+    assert (system["content"], user) == ("Only the number.", {"role": "user", "content": "56+57="})
     turn = env.step("113")
-    assert (turn.reward, turn.success, turn.done) == (1.5, True, True)
-    assert turn.facts["expected"] == "113" and turn.facts["max_tokens asked for"] == 9
-    assert turn.facts["scores"].items() >= {("right", 1.0), ("short", 1.0)}
-    env.reset(spec(1))
-    assert env.step("a hundred").reward == 0.0
-    env.reset(spec(1))
-    assert env.step("").reward == 0.5
-    env.reset(spec(1))
+    assert (turn.reward, turn.success, turn.done, turn.facts["expected"]) == (1.5, True, True, "113")
+    assert turn.facts["scores"].items() >= {("right", 1.0), ("short", 1.0 if OLD else 0.5)}
+    assert turn.facts.get("max_tokens asked for") == (9 if OLD else None)
+    assert [env.step(answer).reward for answer in ("a hundred", "") if begun(env)] == [0.0, 0.5]
+    begun(env)
     turn = env.step("raise")
-    assert "an odd answer" in str(turn.facts["raised"]) and turn.reward == 0.0
+    assert "an odd answer" in (str(turn.facts["raised"]) if OLD else turn.dropped) and turn.reward == 0.0
 
 
-def test_without_an_eval_dataset_the_first_examples_are_held_out(environments):
-    chosen = config(kwargs={"evaluated": False})
-    assert Verifiers.held_out(chosen) == 2
-
-
-def test_multi_turn(opened):
+def test_an_env_that_replies_goes_on_and_can_be_cut_short(opened):
     env = opened("multi")
-    env.reset(spec(0))
+    begun(env)
     turn = env.step("7")
     assert turn.said == ({"role": "user", "content": "7 is wrong, 2 left"},) and not turn.done
     assert env.step("111").success
-    env.reset(spec(0))
-    for _ in range(2):
-        assert not env.step("7").done
-    assert env.step("7").done
-    env.reset(spec(0))
+    begun(env)
+    assert [env.step("7").done for _ in range(3)] == [False, False, True]
+    begun(env)
     turn = env.cut_short(env.step("7"))
     assert (turn.reward, turn.done, turn.dropped) == (0.5, True, "")
-    env.reset(spec(0))
+    begun(env)
     assert "no sandbox is left" in env.step("fail").dropped
 
 
 def test_one_that_hangs_is_dropped_and_the_other_goes_on(opened):
     env = opened("multi")
     beside = Verifiers(env.config, env.shared)
-    env.reset(spec(0)), beside.reset(spec(1))
+    begun(env), begun(beside, 1)
     assert beside.step("7").said[0]["content"] == "7 is wrong, 2 left"
     for _ in range(2):
         env.step("hang")
     env.shared.config = env.config.model_copy(update={"score_s": 0.5})
     assert "did nothing for" in env.step("hang").dropped
     env.shared.config = env.config
-    assert beside.step("8").said[0]["content"] == "8 is wrong, 1 left"
     assert beside.step("113").success
+
+
+def test_tools_are_called_in_words(opened):
+    env, name = opened("tools"), "double" if OLD else "double_double"
+    system, _ = begun(env)
+    assert system["content"].startswith("Only the number.\n\n# Tools") and "Twice a number" in system["content"]
+    turn = env.step(f'Twice, so <tool_call>{{"name": "{name}", "arguments": {{"x": 55}}}}</tool_call>')
+    assert turn.said == ({"role": "user", "content": "<tool_response>\n110\n</tool_response>"},)
+    assert "triple" in env.step('<tool_call>{"name": "triple", "arguments": {"x": 55}}</tool_call>').said[0]["content"]
+    assert env.step("111").success
+
+
+@pytest.mark.skipif(not OLD, reason="of load_environment")
+def test_a_mixture_and_an_environment_without_an_eval_dataset(opened):
+    env = opened("mixed")
+    assert (env.shared.facts["held_out"], env.shared.facts["turns"]) == (20, 3)
+    begun(env, 10)
+    assert env.step("7").said[0]["content"] == "7 is wrong, 2 left"
+    assert env.step("111").success
+    assert Verifiers.held_out(config("single", evaluated=False)) == 2
 
 
 WORKER = """
@@ -183,8 +282,7 @@ import sys, time
 from types import SimpleNamespace
 from embodied.envs.text.verifiers_bridge import Bridge, Example
 
-python, kwargs = sys.argv[1], {"kind": "single"}
-config = SimpleNamespace(name="verifiers:my-sums", python=python, kwargs=kwargs, start_s=600, score_s=600)
+config = SimpleNamespace(name="verifiers:my-sums", python=sys.argv[1], kwargs={}, start_s=600, score_s=600)
 bridge = Bridge(config)
 example = Example(bridge, True, 0)
 example.begin()
@@ -193,7 +291,7 @@ example.answer("hang")
 """
 
 
-def test_one_that_hangs_ends_when_its_worker_is_killed(environments):
+def test_one_that_hangs_ends_when_its_worker_is_killed():
     worker = subprocess.Popen([sys.executable, "-c", WORKER, PYTHON], stdout=subprocess.PIPE, text=True)
     with worker:
         pid = int(worker.stdout.readline())
@@ -204,40 +302,60 @@ def test_one_that_hangs_ends_when_its_worker_is_killed(environments):
         time.sleep(0.2)
 
 
-def test_tools(opened):
-    env = opened("tools")
-    system, _ = env.reset(spec(0))
-    assert system["content"].startswith("Only the number.\n\n# Tools") and "Twice a number" in system["content"]
-    turn = env.step('Twice, so <tool_call>{"name": "double", "arguments": {"x": 55}}</tool_call>')
-    assert turn.said == ({"role": "user", "content": "<tool_response>\n110\n</tool_response>"},)
-    turn = env.step('<tool_call>{"name": "triple", "arguments": {"x": 55}}</tool_call>')
-    assert "triple" in turn.said[0]["content"]
-    assert env.step("111").success
+ASKS = """
+import asyncio, json, sys
+import verifiers.v1 as vf
+
+sys.path.insert(0, sys.argv[1])
+from verifiers_child import TasksetEnvironment
 
 
-def test_a_mixture_of_environments(opened):
-    env = opened("mixed")
-    assert (env.shared.facts["held_out"], env.shared.facts["turns"]) == (20, 3)
-    env.reset(spec(10))
-    assert env.step("7").said[0]["content"] == "7 is wrong, 2 left"
-    assert env.step("111").success
+async def main(url, key):
+    env = TasksetEnvironment(vf, "my_tools", {})
+    async with env.connected(url, key):
+        print(json.dumps([await env.roll(one, "m") for one in env.train[:3]]))
 
 
-def test_check_says_what_it_is(environments, capsys):
-    assert check.main(["env.name=verifiers:my-sums", f"env.python={PYTHON}", "env.full_score=1.5"]) == 0
+asyncio.run(main(*sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(OLD, reason="of tasksets")
+def test_the_package_is_a_client_of_our_server(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN, SECRET)
+    folder = publish(tmp_path / "model", "qwen3", tied=False, template=CALLING)
+    with served(build(pretrained=str(folder), max_tokens=8), folder) as server:
+        words = [PYTHON, "-c", ASKS, str(Path(verifiers.__file__).parent), server.url, SECRET]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        rolled = json.loads(done.stdout.splitlines()[-1])
+        assert server.generation.answers == 3
+    assert len(rolled) == 3 and all(one["reward"] in (0.0, 0.5) and not one["raised"] for one in rolled)
+
+
+@pytest.mark.skipif(OLD, reason="of tasksets")
+def test_the_taskset_of_the_page_keeps_the_contract(tmp_path, capsys):
+    (page,) = re.findall(r"^```python\n# my_vf_sums.py\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (tmp_path / "my_vf_sums.py").write_text(page)
+    words = ["env.name=verifiers:my_vf_sums", f"env.python={PYTHON}", "env.kwargs={taskset: {largest: 30}}"]
+    assert check.main(words) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "55+56=" in printed and "held out 10 prompts" in printed and "contract kept" in printed
+    assert "held out 20 prompts" in printed and "contract kept" in printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["env.name=verifiers:not-there"], "there is no module not_there, which is installed like a package"),
-        (["env.name=verifiers:my-sums", "env.kwargs={wrong: 1}"], "my_sums cannot be loaded: TypeError: "),
-        (["env.name=verifiers:my-sums", "env.kwargs={kind: best}"], "its rubric scores several answers together"),
-    ],
+REFUSED = {"not-there": {"{}": "there is no module not_there, which is installed like a package"}}
+REFUSED["my-sums"] = (
+    {
+        "{wrong: 1}": "my_sums cannot be loaded: TypeError: ",
+        "{kind: best}": "its rubric scores several answers together",
+    }
+    if OLD
+    else {"{wrong: 1}": "wrong Extra inputs are not permitted", "{taskset: {wrong: 1}}": "taskset.wrong Extra inputs"}
 )
-def test_what_cannot_be_played_is_one_line(environments, capsys, words, message):
-    assert check.main([*words, f"env.python={PYTHON}"]) == 2
-    printed = capsys.readouterr().err
-    assert message in " ".join(printed.split()), printed
+
+
+@pytest.mark.parametrize(("name", "kwargs"), [(name, kwargs) for name, asked in REFUSED.items() for kwargs in asked])
+def test_what_cannot_be_played_is_one_line(capsys, name, kwargs):
+    assert check.main([f"env.name=verifiers:{name}", f"env.kwargs={kwargs}", f"env.python={PYTHON}"]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert REFUSED[name][kwargs] in printed, printed
