@@ -7,8 +7,7 @@ import pytest
 from embodied.config.recipe import load
 from embodied.placement import PlacementError, Topology
 from embodied.placement.cost_curves import Curve, constant
-from embodied.placement.profile import Cost, Profile, Sync, read_profile, write_profile
-from embodied.placement.reasons import why_not
+from embodied.placement.profile import Cost, Profile, Sync, write_profile
 from embodied.placement.topology import GB, Gpu, Node, one_machine, read_topology
 from embodied.plan import plan
 from embodied.profiling.stored_profiles import (
@@ -112,19 +111,6 @@ def test_a_profile_of_other_machines_is_not_used_and_it_is_said_why(tmp_path, mo
     assert f"{path} does not count: {why}" in plan.reason
 
 
-def test_a_profile_from_before_devices_were_named_holds_for_its_cores(tmp_path):
-    config = recipe(tmp_path)
-    store(config, constant(0.1), machines=None, cores=2)
-    assert profile_for(config, TWO)[0]
-
-
-def test_of_profiles_of_several_machines_that_of_these_is_used(tmp_path):
-    config = recipe(tmp_path)
-    mine = store(config, constant(0.1))
-    assert store(config, constant(0.1), machines=H200, networks="gpu-H200") != mine
-    assert profile_for(config, TWO)[0] == mine
-
-
 def test_beside_a_gpu_the_plan_of_the_profile_puts_networks_there_and_sims_on_cores(tmp_path):
     config = recipe(tmp_path)
     store(config, Curve((1, 8), (0.01, 0.08)), machines=H200, networks="gpu-H200")
@@ -132,22 +118,6 @@ def test_beside_a_gpu_the_plan_of_the_profile_puts_networks_there_and_sims_on_co
     assert {(host.roles, host.device) for host in plan.hosts} == {(("sim",), ""), (("policy", "learner"), "gpu:0")}
     assert plan.count("sim") == 8  # a row each; the other eight cores have none
     assert "hybrid: the fastest by the profile measured here" in plan.reason
-
-
-def test_with_one_gpu_it_is_said_that_policies_and_learners_cannot_have_one_each(tmp_path):
-    config = recipe(tmp_path)
-    profile = read_profile(store(config, Curve((1, 8), (0.01, 0.08)), machines=H200, networks="gpu-H200"))
-    assert why_not(plan(profile, H200).planner, "disaggregated") == (
-        "policy, learner need 2 of gpu-H200 of their own, and there is 1"
-    )
-
-
-def test_on_a_cluster_the_plan_of_the_profile_uses_the_cores_of_all_nodes(tmp_path):
-    config = recipe(tmp_path)
-    store(config, Curve((1, 8), (0.01, 0.08)), machines=CLUSTER)
-    _, plan = auto(config, CLUSTER)
-    assert {host.node for host in plan.hosts if "sim" in host.roles} == {"one", "two"}
-    assert plan.count("sim") == 4
 
 
 GROUPS = ("recipe=pointmass_grpo", "env.num_envs=8", "algo.group_size=4", "algo.epochs=1", "algo.minibatch_size=null")
@@ -207,14 +177,6 @@ def test_the_automatic_schedule_is_never_async(tmp_path):
     store_costs(config, 1.0, EVEN)
     config, _ = auto(config)
     assert config.pipeline.schedule == "sync"
-
-
-def test_on_one_core_a_profile_does_not_help_either(tmp_path):
-    config = grouped(tmp_path, "pipeline.schedule=async")
-    store_costs(config, 1.0, EVEN)
-    path, _ = profile_for(config, TWO)
-    with pytest.raises(PlacementError, match=r"2 at least, and there is 1; try pipeline\.schedule=sync"):
-        plan_from_profile(config, one_machine((0,)), path)
 
 
 def heavy(config):

@@ -76,25 +76,6 @@ ABOUT = {
 }
 
 
-def test_the_page_says_when_where_and_under_what_load_it_was_measured():
-    found = result(collocated=[1.0, 1.0])
-    found.profile = {"date": "2025-12-31", "commit": "xyz", "busy": {"before": 0.0, "during": 0.1}}
-    page = str(benchmark_page([found], ABOUT))
-    for fact in (
-        "2026-01-01T10:00:00",
-        "abc",
-        "desk, EPYC, 2 cores",
-        "recipe=toy",
-        "measured 2025-12-31",
-        "commit xyz",
-    ):
-        assert fact in page
-    assert (
-        "before: other programs kept 0.00 cores busy, load average 0.3; during: other programs kept 0.05 cores" in page
-    )
-    assert not warnings([found], ABOUT) and "under load" not in page
-
-
 def test_a_profile_and_a_benchmark_that_were_measured_under_load_are_warned_of():
     found = result(collocated=[1.0, 1.0])
     found.profile = {"busy": {"before": 0.0, "during": 0.9}}

@@ -295,16 +295,6 @@ def test_a_comparison_that_was_interrupted_goes_on_with_the_policy_that_played(t
     assert not (tmp_path / "runs/compare/partial.json").exists()
 
 
-def test_several_tasks_go_on_with_the_one_that_was_played(tmp_path, interrupted):
-    command = ["checkpoint=scripted:SucceedsOnEvenSeeds", *SWITCH, "env.task=[left,right]", "eval.episodes=8"]
-    with interrupted(3):
-        run(*command, code=130)
-    run(*command)
-    run(*command)
-    ours, whole = (tmp_path / f"runs/evaluate-SucceedsOnEvenSeeds{number}" for number in ("", "-2"))
-    assert results(ours)[1] == results(whole)[1] and but_provenance(ours) == but_provenance(whole)
-
-
 def test_films_and_the_dataset_of_an_evaluation_in_two_sittings_are_whole(tmp_path, interrupted):
     pytest.importorskip("pyarrow")
     wanted = ["eval.videos=6", "eval.dataset=true", "env.max_episode_steps=8"]
@@ -335,6 +325,7 @@ def test_the_dataset_of_a_task_that_was_played_before_the_interruption_is_whole(
         recorded(whole / "dataset" / task) for task in ("left", "right")
     ]
     assert not (ours / "episode_buffers").exists()
+    assert results(ours)[1] == results(whole)[1] and but_provenance(ours) == but_provenance(whole)
 
 
 def test_an_evaluation_that_is_stopped_between_its_dataset_and_its_results_goes_on(tmp_path, monkeypatch):

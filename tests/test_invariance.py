@@ -15,20 +15,11 @@ from embodied.run import launch
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ITERATIONS = 5
-ARGUMENTS = [
-    "recipe=pointmass_ppo",
-    "env.num_envs=8",
-    "env.dtype=float64",
-    "env.max_episode_steps=30",
-    "policy.dtype=float64",
-    "policy.hidden=[16,16]",
-    "policy.normalize_observations=true",
-    "algo.rollout_decisions=40",
-    "algo.minibatch_size=80",
-    "algo.epochs=3",
-    "seed=1",
-    f"run.iterations={ITERATIONS}",
-]
+ARGUMENTS = (
+    "recipe=pointmass_ppo env.num_envs=8 env.dtype=float64 env.max_episode_steps=30 policy.dtype=float64 "
+    "policy.hidden=[16,16] policy.normalize_observations=true algo.rollout_decisions=40 algo.minibatch_size=80 "
+    f"algo.epochs=3 seed=1 run.iterations={ITERATIONS}"
+).split()
 FOUR = (0, 1, 2, 3)  # what modes are laid out on; a machine with fewer cores shares them
 
 ONE_OF_EACH = {"sim": "cpu:0", "policy,learner": "cpu:1"}

@@ -164,11 +164,6 @@ def test_a_role_that_the_program_does_not_declare_is_refused_before_anything_sta
     assert {role for host in evaluated.hosts for role in host.roles} == {"sim", "policy"}
 
 
-def test_a_misspelt_role_is_refused_while_the_recipe_is_read():
-    with pytest.raises(ConfigError, match="'sims' is not a role"):
-        load([*SMALL, "placement={sims: cpu:0, policy: cpu:0, learner: cpu:0}"])
-
-
 def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     arguments = [*SMALL, f"run.dir={tmp_path}"]
     assert measure.main([*arguments, "seconds=3"], ScoredLoop) == 0

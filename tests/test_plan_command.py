@@ -76,17 +76,6 @@ def test_the_profile_of_an_env_that_chose_its_backend_is_found(tmp_path):
     assert plan.find_profile(None, plan.recipe_of(None, arguments), discover())[0].costs == profile.costs
 
 
-def test_a_plan_lists_declared_hardware_and_goes_where_the_recipes_runs_go(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = load(["recipe=pointmass_ppo", "run.dir=mine"]).config
-    costs = {name: {"cpu": Cost(constant(1))} for name in ("sim", "policy", "learner")}
-    write_profile(Profile(dataflow_of(config), costs, made={"key": cost_key(config)}), profile_path(config))
-    code, out, err = run(capsys, "recipe=pointmass_ppo", "run.dir=mine", "cluster.devices=[arm:0,far/arm:1]")
-    assert code == 0, err
-    assert len([*(tmp_path / "mine" / "plans").glob("*/plan.json")]) == 1 and not (tmp_path / "runs").exists()
-    assert next(line for line in out.splitlines() if line.startswith("cluster")).endswith(", arm:0")
-
-
 def test_modes_that_do_not_fit_are_told_with_the_arithmetic(capsys, tmp_path):
     profile = "profile=published_maniskill_openvla"
     _, out, _ = run(capsys, profile, "cluster=2xH100", f"out={tmp_path}")
@@ -246,15 +235,3 @@ def test_without_a_cluster_to_plan_for_it_plans_for_all_nodes_of_the_one_the_rec
     assert code == 0, err
     assert "2 nodes: 2 cores" in out
     assert "one/cpu:0-1*2,two/cpu:0-1*2" in out
-
-
-def test_a_recipe_says_how_many_rows_its_policy_workers_answer_in_a_call():
-    merged = {
-        recipe: dataflow_of(load([f"recipe={recipe}", *more]).config)["policy"].merges
-        for recipe, *more in (
-            ("pointmass_ppo",),
-            ("maniskill_ppo_openvla_tiny",),
-            ("libero_ppo_openvla_tiny", "pipeline.merge_rows=1"),
-        )
-    }
-    assert merged == {"pointmass_ppo": 1, "maniskill_ppo_openvla_tiny": 64, "libero_ppo_openvla_tiny": 1}

@@ -12,7 +12,7 @@ import pytest
 from embodied import check, evaluate, train
 from embodied.reporting.results import read_results
 from embodied.reporting.video_recorder import EpisodeStatus
-from embodied.reporting.videos import Caption, beside, captioned
+from embodied.reporting.videos import Caption, captioned
 from embodied.workflows.evaluator import Evaluator
 
 INLINE = ["recipe=pointmass_ppo", "cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
@@ -94,10 +94,6 @@ def test_check_says_what_an_env_does_without(capsys):
     assert "Undrawn has no method render_rows" in told and "resets, ends and chunks are as they have to be" in told
 
 
-def test_one_video_is_one_unless_failures_are_asked_for():
-    assert len(films(run("checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6", "eval.videos=1")[0])) == 1
-
-
 def test_rates_do_not_wait_for_films_of_failures(capsys, monkeypatch):
     fails = ["checkpoint=scripted:Fails", *SWITCH, "eval.episodes=6", "eval.videos=1", "eval.failure_videos=3"]
     run(*fails)
@@ -123,12 +119,6 @@ def test_failures_of_tasks_that_are_played_apart_are_filmed_after_the_results_of
     assert [name.split("_")[:3] for name in films(folder)] == [
         [f"episode-00{number}", "failure", "ab"[number % 2]] for number in range(4)
     ]
-
-
-def test_films_of_failures_change_no_result():
-    plain, _ = run(*EVEN, "eval.videos=0")
-    filmed, _ = run(*EVEN, "eval.videos=1", "eval.failure_videos=9", "eval.overlay=true", "eval.dataset=false")
-    assert (plain / "episodes.csv").read_bytes() == (filmed / "episodes.csv").read_bytes()
 
 
 def test_cameras_stand_beside_the_scene_and_the_caption_below():
@@ -200,11 +190,6 @@ def test_the_caption_says_how_the_episode_goes_and_in_the_end_went():
     failed, without = EpisodeStatus("push", True), EpisodeStatus("push", False)
     failed.over = without.over = True
     assert (failed.caption().outcome, without.caption().outcome) == ("FAILURE", "")
-
-
-def test_other_frames_stand_beside_as_high_as_the_first():
-    frame = np.full((40, 120, 3), 200, np.uint8)
-    assert beside(frame, [np.zeros((20, 10, 3), np.uint8)]).shape == (40, 140, 3)
 
 
 def recorded(folder):

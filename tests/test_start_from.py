@@ -20,18 +20,11 @@ from embodied.run.seeds_and_sweeps import load_all, read_order, shared_start
 from embodied.train import iterate
 from embodied.train import main as train
 
-TINY = [
-    "recipe=pointmass_ppo",
-    "cluster.backend=inline",
-    "env.num_envs=4",
-    "policy.hidden=[8]",
-    "policy.normalize_observations=true",
-    "algo.rollout_decisions=8",
-    "algo.minibatch_size=32",
-    "run.iterations=1",
-    "eval.episodes=2",
-    "eval.videos=0",
-]
+TINY = (
+    "recipe=pointmass_ppo cluster.backend=inline env.num_envs=4 policy.hidden=[8] "
+    "policy.normalize_observations=true algo.rollout_decisions=8 algo.minibatch_size=32 run.iterations=1 "
+    "eval.episodes=2 eval.videos=0"
+).split()
 
 
 @pytest.fixture(scope="module")

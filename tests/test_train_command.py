@@ -14,8 +14,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from embodied import evaluate, train
+from embodied.policies.policy_folder import read_blobs
 from embodied.reporting.timeline import read_trace
 from embodied.run.ending import Interruption
+from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -166,23 +169,6 @@ def test_which_episodes_an_evaluation_plays_and_their_outcome_do_not_depend_on_w
     _, path = finished
     output = call("evaluate", f"checkpoint={path}", "eval.videos=0", change)
     assert episodes(output, tmp_path) == (path / "eval" / "v000006" / "episodes.csv").read_text()
-
-
-@pytest.mark.slow
-def test_a_stop_during_the_start_or_an_evaluation_is_saved_too(tmp_path):
-    process = start("train", *tiny("cluster.backend=inline", "run.iterations=60"), cwd=tmp_path)
-    read_until(process, "results ")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 143
-    path = only_run(tmp_path)
-    assert (path / "checkpoints" / "latest").read_text() == "v000000\n"
-    long_evaluation = ["run.iterations=60", "run.eval_every=1", "eval.episodes=3000", "eval.videos=0"]
-    process = start("train", f"resume={path}", *long_evaluation, cwd=tmp_path)
-    read_until(process, "evaluating v000001")  # which was saved before
-    process.kill()
-    process.communicate(timeout=60)
-    assert (path / "checkpoints" / "latest").read_text() == "v000001\n"
 
 
 def test_a_run_stopped_by_sigterm_and_resumed_equals_one_that_was_not_stopped(finished, tmp_path, call, monkeypatch):
@@ -351,3 +337,66 @@ def test_mistakes_are_a_few_lines_and_exit_code_2(tmp_path, call):
     assert not (tmp_path / "runs").exists()
     output = call("train", *tiny("cluster.backend=inline", "policy.name=cnn"), code=2)
     assert "needs images" in output
+
+
+# Runs in bfloat16: acting and learning agree, and what is saved is what acted
+
+
+ARGUMENTS = (
+    "recipe=pointmass_ppo env.num_envs=8 policy.hidden=[32,32] policy.normalize_observations=true "
+    "algo.rollout_decisions=32 algo.minibatch_size=256 algo.epochs=1 cluster.backend=inline run.iterations=2 "
+    "eval.episodes=4 eval.videos=0"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("option", "stored"), [("learner.precision=bf16", "float32"), ("policy.dtype=bfloat16", "bfloat16")]
+)
+def test_acting_and_learning_compute_alike(tmp_path, monkeypatch, option, stored):
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*ARGUMENTS, option]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    gaps = [row["train/logprob_gap"] for row in rows]
+    assert max(gaps) < 1e-5 and np.isfinite(gaps).all()
+    policy = run / "checkpoints" / "v000002" / "policy"
+    assert {blob.spec.dtype for name, blob in read_blobs(policy).items() if "weight" in name} == {stored}
+    assert evaluate.main([f"checkpoint={run}", "eval.videos=0", "cluster.backend=inline"]) == 0
+    first, again = (run / "eval" / name / "episodes.csv" for name in ("v000002", "v000002-evaluate"))
+    assert first.read_text() == again.read_text()
+
+
+# GRPO as a user runs it: it learns, and it says when there is nothing to learn from
+
+
+SHORT = ["cluster.backend=inline", "eval.videos=0", "policy.hidden=[16,16]"]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_has_nothing_to_learn_from_saves_and_says_why(tmp_path, capsys):
+    hopeless = ["env.reward=success", "env.max_episode_steps=1", "env.num_envs=8", "algo.groups=2", "eval.episodes=2"]
+    given = ["recipe=pointmass_grpo", f"run.dir={tmp_path}", "algo.max_empty=3", "algo.filter=resample", *hopeless]
+    assert main([*given, "algo.max_rounds=2", "seed=2", *SHORT]) == 1
+    told = capsys.readouterr().err
+    assert "nothing to learn from in the last 3 iterations (algo.max_empty)" in told
+    assert "equal, mean return" in told and "start from a policy that sometimes succeeds" in told
+    (run,) = tmp_path.iterdir()
+    record = json.loads((run / "run.json").read_text())
+    assert record["state"] == "stopped" and "nothing to learn" in record["cause"]
+    rows = metrics(run)
+    assert (run / "checkpoints" / f"v{len(rows):06d}" / "manifest.json").is_file()
+    assert [row["groups/used"] for row in rows[-3:]] == [0, 0, 0]
+    assert all(row["groups/rounds"] == 2 and row["groups/dropped_equal"] >= 3 for row in rows[-3:])
+    assert list(run.glob("eval/*/results.json"))
+
+
+def test_a_run_in_which_every_episode_succeeds_is_finished_early(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("embodied.envs.pointmass.env.REACH", 10.0)
+    easy = ["env.reward=success", "env.num_envs=8", "algo.groups=2", "algo.max_empty=2", "eval.episodes=2"]
+    assert main(["recipe=pointmass_grpo", f"run.dir={tmp_path}", *easy, *SHORT]) == 0
+    (run,) = tmp_path.iterdir()
+    assert json.loads((run / "run.json").read_text())["state"] == "finished" and len(metrics(run)) == 2
+    assert "every episode of the last iterations succeeded" in capsys.readouterr().out

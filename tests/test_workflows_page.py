@@ -206,13 +206,7 @@ def test_several_reward_workers_learn_what_one_learns(here):
 
 
 def test_a_killed_reward_worker_ends_the_run_with_its_cause_and_the_resume_command(here, capsys):
-    more = [
-        "program=planted:FragileLoop",
-        "run.name=killed",
-        "run.save_every=1",
-        "run.iterations=5",
-        "faults.max_restarts=0",
-    ]
+    more = "program=planted:FragileLoop run.name=killed run.save_every=1 run.iterations=5 faults.max_restarts=0".split()
     more += ["placement={'sim,policy': cpu:0, reward: cpu:0, learner: cpu:0}"]
     assert train.main([*options_of(TRAIN, more), *SHORT, *more]) == 1
     told = " ".join(capsys.readouterr().err.split())

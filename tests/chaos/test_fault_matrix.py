@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from itertools import groupby, product
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 from chaos.fault_cases import BACKENDS, MODES, PHASES, RECOVERED, SCHEDULES, Case, all_cases
 from chaos.struck_runs import PATIENCE_S, play
-from run_processes import hosts
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400.0
@@ -109,34 +107,3 @@ def test_an_evaluation_of_its_own_survives_a_fault(backend, tmp_path):
     (results,) = tmp_path.glob("runs/*/results.json")
     overall = json.loads(results.read_text())["overall"]
     assert (overall["episodes"], overall["errors"]) == (6, 0)
-
-
-@chaos
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("victim", "learners", "options"),
-    [
-        ("learner-0", "cpu:1", ()),
-        ("learner-1", "cpu:0-1*2", ()),
-        ("learner-0", "cpu:0-1*2", ("learner.shard=true", "policy.hidden=[32,32]")),
-    ],
-    ids=["alone", "one_of_two", "one_of_two_halves"],
-)
-def test_a_dead_learner_ends_a_run_without_restarts_by_its_cause(tmp_path, backend, victim, learners, options):
-    changes = {"run.iterations": 5000, "run.save_every": 1, "cluster.backend": backend, "faults.max_restarts": 0}
-    placement = f"{{sim: 'cpu:0-1*2', policy: 'cpu:0', learner: '{learners}'}}"
-    arguments = (f"{key}={value}" for key, value in {**ARGUMENTS, "placement": placement, **changes}.items())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "embodied.train", *arguments, *options],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    next(line for line in process.stdout if "iteration 3/" in line)
-    os.kill(hosts(next(tmp_path.glob("runs/*/logs")))[victim], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    (run,) = (tmp_path / "runs").iterdir()
-    assert f"error: {victim}: its process was killed by SIGKILL" in output and "Traceback" not in output, output
-    assert f"python -m embodied.train resume={run.relative_to(tmp_path)}" in output

@@ -1,21 +1,30 @@
 """The learner against the single-file reference, and against itself with other numbers of ranks."""
 
+from __future__ import annotations
+
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import toy
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import on_ranks
 from reference_ppo import reference_update
+from tiny_language import answers, build, inputs_of
 
 from embodied.algorithms.config import PPOConfig
 from embodied.core.errors import Diverged, WrongShape
-from embodied.core.rng import permutation
+from embodied.core.rng import minibatches, permutation
 from embodied.core.types import BatchEnd, env_blocks, join
+from embodied.learners import throughput
 from embodied.learners.config import LearnerConfig
-from embodied.learners.model import Model, PolicyOptimizer
-from embodied.learners.update import update_policy
+from embodied.learners.model import Adam, Model, PolicyOptimizer, lr_factor
+from embodied.learners.train_batch import owned
+from embodied.learners.update import skip_remaining_epochs, update_policy
 from embodied.runtime.collective import Alone
 
 T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, toy.columns
@@ -188,3 +197,120 @@ def test_weights_that_a_step_made_infinite_are_refused():
     config = config.model_copy(update={"lr": 1e308})  # more than a recipe may say
     with pytest.raises(Diverged, match="weights are NaN or infinite after iteration 1"):
         ours(policy, PolicyOptimizer(policy, config, Alone()), rollout(policy, 1), config, 0)
+
+
+# Shuffling, minibatches, a rank's share, and schedules
+
+
+def test_a_permutation_holds_every_item_once_and_repeats():
+    order = permutation(3, 7, 1, 100)
+    assert sorted(order) == list(range(100))
+    assert np.array_equal(order, permutation(3, 7, 1, 100))
+
+
+def test_seed_iteration_and_epoch_each_give_another_order():
+    orders = [tuple(permutation(*key, 50)) for key in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))]
+    assert len(set(orders)) == 4
+
+
+def test_the_last_minibatch_may_be_smaller():
+    assert [part.tolist() for part in minibatches(np.array([4, 0, 3, 1, 2]), 2)] == [[4, 0], [3, 1], [2]]
+
+
+def test_a_rank_takes_the_units_that_it_has_in_minibatch_order():
+    minibatch = np.array([7, 2, 5, 9, 4])
+    assert owned(minibatch, np.array([1, 4, 5, 7])).tolist() == [3, 2, 1]  # 7, 5 and 4 are at these places
+    assert owned(minibatch, np.array([0, 1])).tolist() == owned(minibatch, np.array([-1, -1])).tolist() == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 70))
+def test_every_unit_is_processed_once_by_the_rank_that_has_it(ranks, size):
+    mine = [np.flatnonzero(np.array(ranks) == rank) for rank in set(ranks)]
+    order = permutation(0, 0, 0, len(ranks))
+    seen = [unit for part in minibatches(order, size) for one in mine for unit in one[owned(part, one)]]
+    assert sorted(seen) == list(range(len(ranks)))
+
+
+def test_the_linear_schedule_falls_to_zero_and_the_constant_one_stays():
+    assert [lr_factor("linear", progress) for progress in (0, 0.25, 1, 1.1)] == [1, 0.75, 0, 0]
+    assert [lr_factor("constant", progress) for progress in (0, 0.25, 1)] == [1, 1, 1]
+
+
+def test_only_a_kl_above_its_target_skips_epochs():
+    assert skip_remaining_epochs(0.03, 0.02)
+    assert not skip_remaining_epochs(0.02, 0.02)
+    assert not skip_remaining_epochs(99.0, None)
+
+
+# What learners say of their speed: tokens a second, and the share of what their devices can compute
+
+
+def test_trainer_tokens_and_mfu_count_what_passes_compute_per_second(monkeypatch):
+    """A pass that teaches and one that does not, in two seconds. The prompt is computed once: 6 tokens, which see
+    1, 2, 3, 4, 5 and 4 tokens; a backward pass costs two forward passes, and a product is two operations."""
+    clock = iter([100.0, 102.0])
+    monkeypatch.setattr(throughput, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(throughput, "peak_rate", lambda device, dtype: 1e9)
+    policy, inputs = build(), inputs_of(*answers([7, 8], [9], prompt=(5, 6, 7)))
+    told = throughput.Throughput(Model(policy, LearnerConfig()))
+    with told.measured():
+        policy(inputs).logprobs.sum().backward()
+        with torch.no_grad():
+            policy(inputs)
+    token, pair, _ = policy.pass_cost()
+    operations = 2 * (3 + 1) * (6 * token + 2 * pair * (1 + 2 + 3 + 4 + 5 + 4))
+    assert told.numbers(Alone()) == {
+        "text/trainer_tokens_per_s": 3.0,
+        "text/mfu": pytest.approx(operations / 2 / 1e9),
+    }
+    assert told.numbers(Alone()) == {}, "nothing was learned since"
+
+
+# Our Adam is torch's, without what torch's class brings along
+
+
+RUN = """
+import sys
+from embodied.train import main
+given = ["recipe=pointmass_ppo", "cluster.backend=inline", "run.iterations=1", "eval.episodes=1", "eval.videos=0"]
+code = main([*given, "run.dir=" + sys.argv[1]])
+slow = {"torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.fsdp"}
+raise SystemExit(code or " ".join(slow & sys.modules.keys()) or 0)
+"""
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_its_steps_are_those_of_torch(decay):
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(7, 5), (5,), (3, 2, 2)]
+    ours, theirs = ([torch.ones(shape) for shape in shapes] for _ in range(2))
+    mine = Adam([ours[:2], ours[2:]], 1e-5, (0.9, 0.95), decay)
+    groups = [{"params": theirs[:2]}, {"params": theirs[2:]}]
+    torchs = torch.optim.AdamW(groups, eps=1e-5, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+    for step in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=generator) if a.ndim > 1 or step % 2 else None
+            b.grad = a.grad
+        for group, lr in zip(torchs.param_groups, (1e-2, 3e-3 / (step + 1)), strict=True):
+            group["lr"] = lr
+        mine.step([1e-2, 3e-3 / (step + 1)])
+        torchs.step()
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+        assert all(torch.equal(mine.state[a][key], torchs.state[b][key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_the_norm_of_a_large_gradient_is_whole():
+    """A float32 sum of 16 million squares is 0.16% short, its root 0.08%."""
+    layer = torch.nn.Linear(2**12, 2**12, bias=False)
+    layer.parameter_groups = lambda: {"policy": [layer.weight], "value": []}
+    grad = torch.randn(2**12, 2**12, generator=torch.Generator().manual_seed(0)) * 1e-4
+    layer.weight.grad = grad.clone()
+    _, norm = PolicyOptimizer(layer, PPOConfig(), Alone()).exchange(torch.zeros(1))
+    assert norm == pytest.approx(float(grad.double().norm()), rel=5e-5)
+
+
+def test_a_learner_of_a_small_network_does_not_import_the_compiler(tmp_path):
+    """It would take longer than the first iterations."""
+    done = subprocess.run([sys.executable, "-c", RUN, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -64,11 +64,6 @@ def at_of(layout):
     return {name: (zone, zone.devices) for zone in layout.zones for name in zone.components}
 
 
-def test_gpus_and_cores_are_counted_apart():
-    layers = ((zone(4, "sim"), zone(2, "policy", "learner", on="gpu")),)
-    assert placed(*layers) == {"sim": "cpu:0-3*4", "policy,learner": "gpu:0-1"}
-
-
 def test_what_numbers_do_not_name_is_refused():
     several = [DeviceClass("gpu", "gpu", 16, 1e12, num_nodes=2)]
     layout = Layout(((zone(2, "sim", "policy", "learner", on="gpu"),),))

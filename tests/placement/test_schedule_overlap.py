@@ -7,7 +7,7 @@ import pytest
 
 from embodied.config.recipe import load
 from embodied.core.errors import ConfigError
-from embodied.placement import PlacedRole, PlacementError, make_plan
+from embodied.placement import PlacedRole, make_plan
 from embodied.placement.grammar import EMBODIED
 from embodied.placement.topology import read_topology
 from embodied.run import launch
@@ -78,23 +78,11 @@ def test_where_they_cannot_be_alone_it_is_refused_with_what_works(tmp_path, clus
     planned(tmp_path, PPO[0], works, f"cluster.machines={cluster}")
 
 
-@pytest.mark.parametrize(("gpu_sims", "what"), [(True, "learners and the others"), (False, "policies and learners")])
-def test_one_gpu_is_too_few(gpu_sims, what):
-    with pytest.raises(PlacementError, match=f"{ASYNC} gives {what} GPUs of their own: that needs 2 .*schedule=sync"):
-        make_plan("auto", read_topology("1xGPU"), 16, 1, "gpu", gpu_sims, overlap=ASYNC)
-
-
 def test_roles_of_the_rollout_are_beside_policies_and_those_of_the_update_beside_learners():
     roles = (*EMBODIED, PlacedRole("reward"), PlacedRole("critic", "update"))
     plan = make_plan("auto", (0, 1), 8, roles=roles, overlap=ASYNC)
     assert places(plan) == {(("sim", "policy"), (0,)), (("reward",), (0,)), (("learner", "critic"), (1,))}
     assert plan.apart("learner", "critic")
-
-
-def test_a_map_that_keeps_learners_apart_is_taken_as_it_is(tmp_path):
-    apart = 'placement={"sim": "cpu:0", "policy": "cpu:1", "learner": "cpu:2"}'
-    _, plan = planned(tmp_path, *PPO, "cluster.machines=4xCPU", apart)
-    assert places(plan) == {(("sim",), (0,)), (("policy",), (1,)), (("learner",), (2,))}
 
 
 def test_policies_may_share_the_learners_devices_where_others_are_left_to_act(tmp_path):

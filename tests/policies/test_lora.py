@@ -10,7 +10,7 @@ from tiny_vla import NOISE, OBS, build
 from embodied.core.errors import CheckpointError
 from embodied.policies import load_policy
 
-peft = pytest.importorskip("peft")
+pytest.importorskip("peft")
 
 
 def test_frozen_towers_have_no_adapters():
@@ -88,23 +88,6 @@ def test_merged_weights_act_as_the_adapted_ones(adapted, tmp_path):
     made = build(pretrained=str(tmp_path))
     torch.testing.assert_close(logprobs(made), logprobs(adapted), atol=1e-5, rtol=0)
     assert not torch.allclose(logprobs(made), logprobs(build()), atol=1e-3)
-
-
-def test_peft_reads_the_saved_adapters(adapted, tmp_path):
-    adapted.save_adapters(tmp_path)
-    stack = build().language_model.model  # part of a model is a model: its names lack what is in front
-    stored = peft.utils.load_peft_weights(str(tmp_path), device="cpu")
-    config = peft.LoraConfig.from_pretrained(str(tmp_path))
-    assert config.r == 4 and config.lora_alpha == 2.0
-    config.base_model_name_or_path = None
-    prefix = "base_model.model.language_model.model."
-    config.target_modules = {name for name, layer in stack.named_modules() if isinstance(layer, torch.nn.Linear)}
-    model = peft.get_peft_model(stack, config)
-    found = {"base_model.model." + n.removeprefix(prefix): t for n, t in stored.items() if n.startswith(prefix)}
-    assert not peft.set_peft_model_state_dict(model, found).unexpected_keys
-    x, present = torch.randn(1, 3, 192, generator=torch.Generator().manual_seed(2)), torch.ones(1, 3, dtype=torch.bool)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x, present), adapted.language_model.model(x, present))
 
 
 def test_a_reference_copies_only_what_trains(adapted):

@@ -71,12 +71,6 @@ def test_lines_that_say_nothing_new_become_rare_and_say_since_when(tmp_path):
     assert quiet == ["45 s", "105 s", "45 s"]
 
 
-def test_results_take_the_place_of_the_part(tmp_path):
-    kept = begun(tmp_path, 1)
-    kept.end()
-    assert partial_in(tmp_path) is None
-
-
 def test_the_report_says_how_far_an_evaluation_is_and_gives_no_rates(tmp_path):
     (tmp_path / "run.json").write_text('{"state": "stopped"}')
     (tmp_path / "config.yaml").write_text("env: {name: pointmass}\n")

@@ -16,13 +16,7 @@ from embodied.reporting.wandb_logger import check_log, mode, run_id
 
 RATE = {"rate": 0.5, "interval": [0.1, 0.9], "count": 1, "of": 2}
 OVERALL = {"success_once": RATE, "success_at_end": None, "return": 1.5, "length": 20.0, "episodes": 2, "errors": 0}
-RUN = [
-    "recipe=pointmass_ppo",
-    "cluster.backend=inline",
-    "env.num_envs=4",
-    "algo.rollout_decisions=8",
-    "eval.episodes=2",
-]
+RUN = "recipe=pointmass_ppo cluster.backend=inline env.num_envs=4 algo.rollout_decisions=8 eval.episodes=2".split()
 RUN += ["algo.minibatch_size=32", "eval.videos=0", "run.iterations=3", "run.eval_every=2"]
 
 

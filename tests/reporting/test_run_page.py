@@ -160,11 +160,6 @@ def test_texts_from_elsewhere_are_only_text(run, page_checker):
     assert "failed" in page.text
 
 
-def test_an_evaluation_folder_has_a_report_of_its_own(run, page_checker):
-    page = page_checker(write_report(run / "eval" / "v000008"))
-    assert "10/14" in page.text and "env steps per second" not in page.text
-
-
 def test_a_run_that_has_just_begun_has_a_report(run, page_checker):
     for gone in ("metrics.jsonl", "trace.json"):
         (run / gone).unlink()
@@ -189,16 +184,6 @@ def test_a_run_that_was_killed_is_not_said_to_be_running(tmp_path, page_checker,
     assert "killed" in page.text and f"python -m embodied.train resume={folder.path}" in page.text
     folder.record(resumed=[{"provenance": {"host": "elsewhere"}}])
     assert "running" in page_checker(report(read_run(folder.path), folder.path)).text
-
-
-def test_what_cannot_be_read_is_named(run, page_checker):
-    (run / "eval/v000004/episodes.csv").write_text("nonsense\n1\n")
-    (run / "metrics.jsonl").write_text('{"iteration": 1, oops}\n')
-    trace = (run / "trace.json").read_text().splitlines()
-    (run / "trace.json").write_text("\n".join([*trace[:3], trace[3][:-9], *trace[4:], '{"a run was killed h']))
-    page = page_checker(report(read_run(run), run))
-    assert "v000004/episodes.csv cannot be read" in page.text and "metrics.jsonl cannot be read" in page.text
-    assert "trace.json is damaged: line 4 cannot be read" in page.text
 
 
 def test_the_line_a_killed_run_was_writing_is_left_out(run):

@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from embodied.core.types import EpisodeResult
 from embodied.report import main
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.partial_evaluation import PartialEvaluation
-from embodied.reporting.progress import Console, RunLog, text_numbers
+from embodied.reporting.progress import RunLog, text_numbers
 from embodied.reporting.results import write_results
 from embodied.reporting.run_page import report
 from embodied.reporting.runs import read_run
@@ -90,14 +88,6 @@ def test_failures_come_first_and_as_many_as_asked_for_are_unfolded(page_of):
     assert told == [("failure", True), ("failure", False), ("success", False)]
 
 
-def test_markup_in_prompts_answers_tokens_facts_and_roles_is_text(page_of):
-    said = [{"role": EVIL, "content": EVIL}]
-    evil = turn(EVIL, said=said, tokens=[EVIL, EVIL], logprobs=[-5.0, -0.1], facts={EVIL: EVIL})
-    plain = turn(EVIL, tokens=[], logprobs=[])
-    page = page_of([(spoken(0, False), [evil]), (spoken(1, False), [plain])])
-    assert page.text.count(EVIL) >= 6
-
-
 def test_a_transcript_of_another_shape_is_left_out(tmp_path, page_checker):
     told = [(spoken(0, True), [turn("95")]), (spoken(1, True), [{"said": 7}]), (spoken(2, True), [])]
     folder = write_evaluation(tmp_path / "e", told)
@@ -117,14 +107,6 @@ def test_training_metrics_of_text_are_those_of_the_iteration():
     finished = [replace(spoken(0, True, tokens=4), length=2), spoken(1, False, truncated=True, tokens=8)]
     assert text_numbers(finished, 2.0) == {"text/truncated": 0.5, "text/tokens": 4.0, "text/tokens_per_s": 6.0}
     assert text_numbers([EpisodeResult(0, "reach", -1, 5, 9, 1.0, True, True)], 2.0) == {}
-
-
-def test_the_console_shows_them_and_the_row_holds_them():
-    stream, state = StringIO(), {"iteration": 1, "version": 1, "env_steps": 12, "train_s": 2.0}
-    finished = [spoken(0, True, tokens=4), spoken(1, False, truncated=True, tokens=8)]
-    row = Console(Path("run"), stream=stream).iteration(state, finished, {"env_steps": 12.0}, 2.0, 3)
-    assert "success 50%  return 0.50  50% cut off  6.0 tokens an answer  6 tokens/s  ETA" in stream.getvalue()
-    assert row["text/truncated"] == 0.5
 
 
 def write_run(folder, told, **more):

@@ -10,17 +10,10 @@ from embodied.placement import make_plan
 from embodied.run import launch
 from embodied.workflows.rl_loop import EmbodiedLoop
 
-ARGUMENTS = [
-    "recipe=pointmass_ppo",
-    "env.num_envs=4",
-    "policy.hidden=[8]",
-    "algo.rollout_decisions=4",
-    "algo.minibatch_size=16",
-    "faults.timeout_s=240",
-    "faults.hang_s=30",
-    "faults.max_restarts=0",
-    "run.iterations=9",
-]
+ARGUMENTS = (
+    "recipe=pointmass_ppo env.num_envs=4 policy.hidden=[8] algo.rollout_decisions=4 algo.minibatch_size=16 "
+    "faults.timeout_s=240 faults.hang_s=30 faults.max_restarts=0 run.iterations=9"
+).split()
 TOGETHER, APART = {"sim": "cpu:0", "policy,learner": "cpu:0"}, {"sim,policy": "cpu:0", "learner": "cpu:0"}
 
 

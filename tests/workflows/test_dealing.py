@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from idle_collector import idle_collector
 from tiny_language import SEES, build
 
 from embodied.algorithms.groups import Group
@@ -16,6 +17,7 @@ from embodied.learners.train_batch import RankBatch
 from embodied.policies import make_policy
 from embodied.train import main
 from embodied.workflows.dealing import Dealer
+from embodied.workflows.group_collector import GroupedEpisodes
 
 GROUPS, SIZE = 8, 2
 
@@ -152,3 +154,23 @@ def test_a_group_that_ranks_compute_together_leaves_all_as_much_to_do():
     assert found.balance_ratio(units, 0) == pytest.approx(1.0, abs=0.01)
     found.divides = None
     assert found.balance_ratio(units, 0) > 1.9
+
+
+# What a collector of groups does for policies that speak
+
+
+def collector(*options):
+    config = load(["recipe=sums_grpo", "env.num_envs=4", *options]).config
+    return idle_collector(config, ("sums",), text=True)
+
+
+def test_scores_that_are_compared_are_those_of_cut_and_long_answers():
+    found = collector("algo.truncated=punish", "algo.overlong=2", "algo.groups=1", "algo.group_size=4")
+    batch = GroupedEpisodes(1, 0)
+    found.pool.deal(4)
+    tokens, cut = (2, 4, 5, 5), (False, False, False, True)
+    found.add(
+        [EpisodeResult(i, "sums", -1, 1, 1, 1.0, True, True, truncated=cut[i], tokens=tokens[i]) for i in range(4)],
+        batch,
+    )
+    assert found.pool.take()[0].scores == (1.0, 0.5, 0.0, -1.0)

@@ -16,13 +16,7 @@ from embodied.run import launch
 from embodied.runtime import device_memory, shared_leases
 from embodied.workflows.rl_loop import EmbodiedLoop
 
-ARGUMENTS = [
-    "recipe=pointmass_ppo",
-    "env.num_envs=4",
-    "env.dtype=float64",
-    "policy.dtype=float64",
-    "policy.hidden=[16]",
-]
+ARGUMENTS = "recipe=pointmass_ppo env.num_envs=4 env.dtype=float64 policy.dtype=float64 policy.hidden=[16]".split()
 ARGUMENTS += ["algo.rollout_decisions=8", "algo.minibatch_size=16", "algo.epochs=2"]
 ARGUMENTS += ["run.iterations=3"]
 SHARED = {"sim": "fake:0-1", "policy": "fake:2", "learner": "fake:2"}

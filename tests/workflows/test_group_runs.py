@@ -8,23 +8,11 @@ import pytest
 import stepped
 
 ITERATIONS = 4
-ARGUMENTS = [
-    "recipe=pointmass_grpo",
-    "env.num_envs=8",
-    "env.dtype=float64",
-    "env.max_episode_steps=12",
-    "policy.dtype=float64",
-    "policy.hidden=[16,16]",
-    "policy.normalize_observations=true",
-    "algo.groups=5",
-    "algo.group_size=3",
-    "algo.minibatch_size=40",
-    "algo.epochs=2",
-    "seed=1",
-    "faults.timeout_s=240",
-    "faults.hang_s=20",
-    f"run.iterations={ITERATIONS}",
-]
+ARGUMENTS = (
+    "recipe=pointmass_grpo env.num_envs=8 env.dtype=float64 env.max_episode_steps=12 policy.dtype=float64 "
+    "policy.hidden=[16,16] policy.normalize_observations=true algo.groups=5 algo.group_size=3 "
+    f"algo.minibatch_size=40 algo.epochs=2 seed=1 faults.timeout_s=240 faults.hang_s=20 run.iterations={ITERATIONS}"
+).split()
 DROPS = ["algo.filter=resample", "algo.filter_low=0.0", "algo.kl_coef=0.01"]  # about half of the groups
 ONE_OF_EACH = {"sim": "cpu:0", "policy,learner": "cpu:1"}
 TWO_SIMS = {"sim": "cpu:0-1*2", "policy,learner": "cpu:2"}

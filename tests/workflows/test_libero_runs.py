@@ -1,15 +1,10 @@
 """Training on real LIBERO: both recipes, sims in hosts of their own, and what becomes of one that dies or hangs."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from run_processes import hosts
 
 from embodied.collect import main as collect
 from embodied.evaluate import main as evaluate
@@ -97,28 +92,3 @@ def test_a_policy_is_evaluated_on_a_suite_and_its_perturbations(tmp_path, capsys
     assert "mujoco 3.3.2" in results["protocol"]["backend"]
     said = capsys.readouterr().out
     assert all(re.search(rf"^  {suite} +success_once", said, re.M) for suite in suites)
-
-
-@pytest.mark.slow
-@pytest.mark.chaos
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_killed_and_a_hung_libero_worker_are_survived(number, tmp_path):
-    changes = {**PPO, "run.env_steps": 64 * 20, "faults.hang_s": 20, "cluster.backend": "local"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "embodied.train", *told(tmp_path, changes), HYBRID],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        next(line for line in process.stdout if "iteration 2/20" in line)
-        os.kill(hosts(next((tmp_path / "runs").glob("*/logs")))["sim-0"], number)
-        rest = process.communicate(timeout=280)[0]
-    finally:
-        process.kill()
-    assert process.returncode == 0, rest
-    assert rest.count("sim-0 is started again (restart 1,") == 1
-    info, rows = outcome(tmp_path)
-    assert (info["state"], info["restarts"]) == ("finished", 1)
-    assert [row["iteration"] for row in rows] == list(range(1, 21)) and rows[-1]["env_steps"] == 20 * 64

@@ -120,13 +120,7 @@ def assert_alike(rows, others):
     [
         ["algo.weighting=episode", "algo.kl_coef=0.1", "algo.deviation=sample"],
         ["algo.baseline=leave_one_out", "algo.scale=none", "algo.filter=drop", *AS_MANY, "algo.max_grad_norm=0.01"],
-        [
-            "algo.group_size=2",
-            "algo.groups=2",
-            "algo.entropy_coef=0.01",
-            "algo.lr_schedule=linear",
-            "pipeline.stages=2",
-        ],
+        "algo.group_size=2 algo.groups=2 algo.entropy_coef=0.01 algo.lr_schedule=linear pipeline.stages=2".split(),
     ],
     ids=["episodes_weigh_alike", "clipped", "small"],
 )

@@ -12,68 +12,25 @@ from embodied.placement import make_plan
 from embodied.policies.policy_folder import read_weights
 from embodied.policies.worker import PolicyWorker
 from embodied.run import launch
-from embodied.runtime import Worker
-from embodied.workflows.collector import HorizonCollector
 from embodied.workflows.contract import Role, check_roles
 from embodied.workflows.imitation import ImitationLoop
 from embodied.workflows.relay import RelayWorker
 from embodied.workflows.rl_loop import LEARNER, POLICY, SIM, EmbodiedLoop
 
-ARGUMENTS = [
-    "recipe=pointmass_ppo",
-    "env.num_envs=8",
-    "env.dtype=float64",
-    "policy.dtype=float64",
-    "policy.hidden=[8,8]",
-    "algo.rollout_decisions=8",
-    "algo.minibatch_size=32",
-    "run.env_steps=null",
-    "run.iterations=2",
-    "cluster.backend=inline",
-    "faults.timeout_s=240",
-    "faults.hang_s=20",
-]
+ARGUMENTS = (
+    "recipe=pointmass_ppo env.num_envs=8 env.dtype=float64 policy.dtype=float64 policy.hidden=[8,8] "
+    "algo.rollout_decisions=8 algo.minibatch_size=32 run.env_steps=null run.iterations=2 cluster.backend=inline "
+    "faults.timeout_s=240 faults.hang_s=20"
+).split()
 
 
-class RewardWorker(Worker):
-    """Adds a bonus to every reward, between sims and learners."""
-
-    def __init__(self, bonus: float) -> None:
-        self.bonus = bonus
-
-    def score(self, batch, unscored, sources, scored) -> int:
-        count = 0
-        for rank, mine in enumerate(sources):
-            left = {*mine}
-            while left:
-                part = unscored[rank].get(key=batch)
-                left -= {part.source}
-                scored[rank].put(replace(part, rewards=part.rewards + self.bonus), key=batch)
-                count += 1
-        return count
+class Unchanged(RelayWorker):
+    def relay(self, parts):
+        return parts, {"reward/parts": float(len(parts))}
 
 
-class ScoredRollouts(HorizonCollector):
-    def __init__(self, workers) -> None:
-        super().__init__(workers)
-        self.reward = workers.groups["reward"]
-        ranks = range(len(self.trajectories))
-        self.inlets = [workers.cluster.channel(f"unscored-{r}", home=self.reward[0], capacity=None) for r in ranks]
-
-    def collect(self, version):
-        batch = super().collect(version)
-        sources = [batch.sources_of(block) for block in self.blocks]
-        self.rollouts.settle(scoring := self.reward.score(batch.number, self.inlets, sources, self.trajectories))
-        self.scored = scoring.wait()[0]
-        return batch
-
-
-def scored_loop(bonus):
-    class ScoredLoop(EmbodiedLoop):
-        roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:RewardWorker", lambda workers: (bonus,)))
-        make_source = ScoredRollouts
-
-    return ScoredLoop
+class RelayingLoop(EmbodiedLoop):
+    roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:Unchanged", relays=True))
 
 
 def learned(folder, program):
@@ -95,14 +52,12 @@ def learned(folder, program):
     return read_weights(folder / "saved" / "policy"), loop, claims
 
 
-def test_a_role_of_ones_own_works_between_sims_and_learners_and_holds_its_device(tmp_path):
+def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_straight(tmp_path):
     plain, _, _ = learned(tmp_path / "plain", EmbodiedLoop)
-    unchanged, loop, claims = learned(tmp_path / "unchanged", scored_loop(0.0))
-    changed, _, _ = learned(tmp_path / "changed", scored_loop(1.0))
-    assert loop.source.scored == 1 and "reward-0" in claims
+    relayed, loop, claims = learned(tmp_path / "relayed", RelayingLoop)
+    assert all(np.array_equal(plain[name], relayed[name]) for name in plain)
+    assert len(loop.source.relays.groups) == 1 and "reward-0" in claims
     assert [group.role for group in loop.groups] == ["sim", "policy", "learner", "reward"]
-    assert all(np.array_equal(plain[name], unchanged[name]) for name in plain)
-    assert not all(np.array_equal(plain[name], changed[name]) for name in plain)
 
 
 class CountingSim(SimWorker):
@@ -162,22 +117,6 @@ def test_roles_that_do_not_fit_together_are_refused(roles, told):
 def test_a_role_that_cannot_be_launched_is_refused(name, worker):
     with pytest.raises(ValueError, match="role"):
         Role(name, worker)
-
-
-class Unchanged(RelayWorker):
-    def relay(self, parts):
-        return parts, {"reward/parts": float(len(parts))}
-
-
-class RelayingLoop(EmbodiedLoop):
-    roles = (*EmbodiedLoop.roles, Role("reward", f"{__name__}:Unchanged", relays=True))
-
-
-def test_what_passes_through_a_role_unchanged_is_learned_from_as_if_it_had_come_straight(tmp_path):
-    plain, _, _ = learned(tmp_path / "plain", EmbodiedLoop)
-    relayed, loop, _ = learned(tmp_path / "relayed", RelayingLoop)
-    assert all(np.array_equal(plain[name], relayed[name]) for name in plain)
-    assert len(loop.source.relays.groups) == 1
 
 
 def test_pieces_of_rollouts_are_not_handed_to_a_role_that_takes_whole_ones(tmp_path):

@@ -1,6 +1,5 @@
 """Roles that a recipe adds: a reference, a critic, and what scores answers: a function, a classifier, a judge."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,15 +12,13 @@ from talking_runs import Talk, far, program
 from tiny_language import build, publish
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from embodied import benchmark, plan, share, train
+from embodied import train
 from embodied.config.recipe import load
 from embodied.core.conversations import Completion, CompletionBatch
 from embodied.core.types import Servers
-from embodied.placement.profile import read_profile
 from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.tokenizer import of_characters
 from embodied.policies.policy_folder import read_weights
-from embodied.profiling import measure
 from embodied.serving.config import TOKEN
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.scoring_roles import JudgeClient, JudgeWorker
@@ -179,27 +176,6 @@ def test_a_judge_that_answers_slowly_is_asked_less():
         zip(questions, questions, strict=True)
     )
     assert {name: len(asked) for name, asked in judges.asked.items()} == {"fast": 6, "slow": 2}
-
-
-@pytest.mark.slow
-def test_a_profile_a_plan_a_benchmark_and_a_prediction_of_sharing_know_five_roles(tmp_path, capsys):
-    folder = publish(tmp_path / "model", "qwen3", False)
-    words = ["recipe=sums_ppo_critic", "run.start_from=null", f"run.dir={tmp_path}", "env.num_envs=8", "algo.groups=8"]
-    words += ["algo.minibatch_size=8", "algo.kl_coef=0.1", "roles.reference=true", f"roles.judge={folder}"]
-    added = {"reward", "judge", "reference", "critic"}
-    assert measure.main([*words, "seconds=4"]) == 0
-    (path,) = (tmp_path / "profiles").glob("*.json")
-    profile = read_profile(path)
-    assert added < profile.costs.keys()
-    assert all(profile.costs[role]["cpu"].seconds.at(8) > 0 for role in added)
-    assert plan.main([*words, "cluster=16xCPU", f"out={tmp_path}/plan"]) == 0
-    found = json.loads((tmp_path / "plan/plan.json").read_text())
-    assert all(role in str(mode["placement"]) for mode in found["modes"].values() for role in added)
-    options = ["rounds=1", "modes=[collocated]", "profile=stored", f"out={tmp_path}/bench"]
-    assert benchmark.main([*words, *options]) == 0
-    (measured,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
-    assert all(0 < measured["rounds"]["collocated"][0]["busy"][role] < 1 for role in added)
-    assert share.main(["devices=cpu:0-1", *words, "run.iterations=3", *words, "run.iterations=3", "--plan"]) == 0
 
 
 def test_recipes_add_their_roles_to_a_program_that_trains():
