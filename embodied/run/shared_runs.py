@@ -1,8 +1,9 @@
 """Several runs that share the devices of a machine or a cluster: the devices of each, their processes, and their common
 folder.
 
-    share.json     the runs: arguments, devices, folder, how each ended share.jsonl    which run held which device when
-    (`runtime/run_turns.py`) logs/          what each run printed
+    share.json     the runs: arguments, devices, folder, how each ended
+    share.jsonl    which run held which device when (`runtime/run_turns.py`)
+    logs/          what each run printed
 
 Each run is an `embodied.train` command in a separate process, with a placement that puts its simulators and learners on
 its own devices and a policy worker on every device that it may borrow.
