@@ -59,7 +59,7 @@ def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | 
         return [unknown_key(key, root, tree, command) for key in set_below or [path]]
     if kind == "value_error":
         text = str(error["ctx"]["error"])
-        if re.match(r"[a-z]+(\.\w+)*=", text) or "\n" in text:
+        if re.match(r"[a-z]+(\.\w+)*=", text) or text.startswith(f"{path}.") or "\n" in text:
             return [line + came_from(keys_in(line, tree) or [path], tree) for line in text.split("\n")]
         return [f"{path}={shown(error['input'])}: {text}{came_from([path], tree)}"]
     if kind == "missing":
