@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -275,7 +275,7 @@ class Checker:
 
     def episodes(self, seed: int) -> list[EpisodeSpec]:
         spec = EpisodeSpec(self.env.config.task, -1, seed, 0)
-        return [replace(spec, seed=seed + row, index=row) for row in range(self.num)]
+        return [spec._replace(seed=seed + row, index=row) for row in range(self.num)]
 
     def reset(self, specs: list[EpisodeSpec], rows: Sequence[int] | None = None) -> tuple[Observation, dict[str, Any]]:
         """Begin these episodes, or those of some rows."""

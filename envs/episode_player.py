@@ -69,9 +69,9 @@ class EpisodeTracker:
 
     def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], success: Array | None) -> None:
         """These rows were just reset to these episodes."""
-        for row, spec in zip(rows, specs, strict=True):
+        for row, spec in zip(rows.tolist(), specs, strict=True):
             self.specs[row] = spec
-            self.episode[row] = spec.index
+        self.episode[rows] = [spec.index for spec in specs]
         self.started[rows] += 1
         self.decision[rows] = self.length[rows] = 0
         begun, self.keys = np.zeros(len(self.episode), bool), None
@@ -119,18 +119,18 @@ class EpisodeTracker:
         if not len(rows):
             return []
         known = on_host([self.total_reward, self.success_once, self.success_now, self.success_at_reset])
-        return [self._result(row, *known) for row in rows]
+        numbers = (array[rows].tolist() for array in (self.length, *known))
+        return [*map(self._result, [self.specs[row] for row in rows.tolist()], *numbers)]
 
-    def _result(self, row: int, total_reward: np.ndarray, *flags: np.ndarray) -> EpisodeResult:
-        spec = self.specs[row]
-        once, at_end, at_reset = (bool(flag[row]) if self.has_success else None for flag in flags)
+    def _result(self, spec: EpisodeSpec, length: int, total_reward: float, *flags: float) -> EpisodeResult:
+        once, at_end, at_reset = (bool(flag) if self.has_success else None for flag in flags)
         return EpisodeResult(
             index=spec.index,
             task=spec.task,
             init_state_id=spec.init_state_id,
             seed=spec.seed,
-            length=int(self.length[row]),
-            total_reward=float(total_reward[row]),
+            length=length,
+            total_reward=float(total_reward),
             success_once=once,
             success_at_end=at_end,
             success_at_reset=at_reset,
@@ -161,7 +161,7 @@ class EpisodePlayer:
     def begin(self, rows: np.ndarray, specs: Sequence[EpisodeSpec], elapsed: np.ndarray | None = None) -> None:
         """Begin these episodes on these rows, in one batch; `elapsed` env steps [N] of their limit count as used."""
         by_row: list[EpisodeSpec | None] = [None] * self.env.num_envs
-        for row, spec in zip(rows, specs, strict=True):
+        for row, spec in zip(rows.tolist(), specs, strict=True):
             by_row[row] = spec
         mask = np.zeros(self.env.num_envs, bool)
         mask[rows] = True

@@ -92,7 +92,7 @@ def episode_seeds(seed: int, stream_name: str, turns: np.ndarray) -> np.ndarray:
         return np.array([episode_seed(seed, stream_name, turn) for turn in turns.tolist()], np.int64)
     words = [seed >> shift & 0xFFFFFFFF for shift in range(0, max(seed.bit_length(), 1), 32)]
     words += [stream("episode"), stream(stream_name)]
-    first = philox64(seed_keys([np.full(len(turns), word, np.uint32) for word in words] + [turns.astype(np.uint32)]))
+    first = philox64(seed_keys([np.array([word], np.uint32) for word in words] + [turns.astype(np.uint32)]))
     product = (first & _LOW) * np.uint64(SEED_BOUND)
     seeds = (product >> _SHIFT).astype(np.int64)
     for row in np.flatnonzero((product & _LOW) < 2**32 % SEED_BOUND):  # NumPy draws again, to be fair to every number
@@ -107,7 +107,8 @@ def episode_seed(seed: int, stream_name: str, turn: int) -> int:
 
 
 def seed_keys(entropy: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """NumPy's SeedSequence of each row, four or more words of uint32 [n]: two keys of uint64 [n]."""
+    """NumPy's SeedSequence of each row, four or more words of uint32 [n], or [1] where all rows have the same: two keys
+    of uint64 [n]."""
     sixteen, factor = np.uint32(16), 0x43B0D7E5
 
     def scrambled(value: np.ndarray, step: int) -> np.ndarray:
@@ -134,14 +135,13 @@ def seed_keys(entropy: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def philox64(keys: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """The first word of Philox4x64-10, as NumPy counts, for each pair of keys: uint64 [n]."""
     key0, key1 = keys
-    c0, (c1, c2, c3) = np.ones_like(key0), np.zeros((3, 1), np.uint64)
+    c0, c1, c2, c3 = np.eye(4, 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for number in range(10):
-            if number:
-                key0, key1 = key0 + np.uint64(_K0), key1 + np.uint64(_K1)
+        for _ in range(9):
             (high0, low0), (high1, low1) = product128(c0, _P0), product128(c2, _P1)
             c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-    return c0
+            key0, key1 = key0 + np.uint64(_K0), key1 + np.uint64(_K1)
+    return product128(c2, _P1)[0] ^ c1 ^ key0  # of the tenth round
 
 
 def product128(value: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:

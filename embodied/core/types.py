@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,14 +26,14 @@ GOLDEN_RATIO = (5**0.5 - 1) / 2
 Array = Any  # numpy array, or a torch tensor where data stays on a GPU
 
 
-@dataclass(frozen=True)
-class EpisodeSpec:
-    """An episode that an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness."""
+class EpisodeSpec(NamedTuple):
+    """An episode that an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness.
+    A tuple, because a reset makes thousands."""
 
     task: str
     init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
     seed: int  # drives the random initial state
-    index: int
+    index: int  # type: ignore[assignment]  # hides the tuple's method
     question: int = -1  # of a text env's training questions, with algo.prompts=epochs; -1: `seed` draws it
 
 
@@ -75,7 +75,8 @@ class EpisodeList:
         questions = [-1] * len(names)
         if self.questions:
             questions = [*map(self._question, turns.tolist(), tasks.tolist())]
-        return [*map(EpisodeSpec, names, states.tolist(), seeds.tolist(), numbers.tolist(), questions)]
+        fields = zip(names, states.tolist(), seeds.tolist(), numbers.tolist(), questions, strict=True)
+        return [*map(partial(tuple.__new__, EpisodeSpec), fields)]  # `EpisodeSpec._make` takes three times as long
 
 
 @lru_cache(maxsize=16)

@@ -50,11 +50,13 @@ class EpisodeDraws:
         accepted = (radius < 1.0) & (radius != 0.0)
         order = np.cumsum(accepted, axis=0, dtype=np.int8)
         complete = order[-1] >= pairs
-        row, attempt = np.nonzero((accepted & (order <= pairs) & complete).T)
-        chosen = radius[attempt, row]
+        wanted = np.ascontiguousarray((accepted & (order <= pairs) & complete).T)
+        row, attempt = np.divmod(np.flatnonzero(wanted), attempts)
+        at = attempt * len(self.seeds) + row
+        chosen = radius.take(at)
         logs = xlogy(1.0, chosen)  # the C library's log, as in the generators; NumPy's differs in the last bit
         factor = np.sqrt(-2.0 * logs / chosen)
-        numbers = np.stack([factor * second[attempt, row], factor * first[attempt, row]], axis=1)
+        numbers = np.stack([factor * each.ravel().take(at) for each in (second, first)], axis=1)
         numbers = numbers.reshape(-1, 2 * pairs)[:, :count]
         if complete.all():
             return numbers

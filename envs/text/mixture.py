@@ -135,7 +135,7 @@ class Mixture(TextEnv):
         self.envs[part.name] = self.env
         self.turns, self.most = 0, part.kind.longest_episode(part.config)
         # Seeds are dealt to tasks in turn, but a mixture may draw another task.
-        said = self.env.reset(replace(spec, task=part.tasks[0], seed=int(draw.integers(2**31))))
+        said = self.env.reset(spec._replace(task=part.tasks[0], seed=int(draw.integers(2**31))))
         self.drawn = None if self.env.drawn is None else (self.source, self.env.drawn)
         return said
 

@@ -14,7 +14,6 @@ import operator
 import re
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -71,7 +70,7 @@ class Sums(Calculator, TextEnv):
         self.task, self.result = spec.task, None
         low, high = RANGES[spec.task]
         products = spec.task in ("calc2", "mul2")
-        spec = replace(spec, task="calc2") if products else spec  # what one holds out, the other never shows
+        spec = spec._replace(task="calc2") if products else spec  # what one holds out, the other never shows
         self.numbers = a, b = self.draw(spec, lambda rng: two_numbers(rng, low, high), every_pair(low, high))
         self.right = str(a * b if products else a + b)
         if spec.task == "fewshot_sums":

@@ -9,7 +9,7 @@ import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from embodied.core.conversations import Said, in_words, is_content, pictures_in
@@ -116,7 +116,7 @@ class TextEnvChecker:
         count = self.kind.num_questions(self.config, task)
         if count is None:
             return
-        asked = [replace(training_spec(task, at), question=at) for at in range(min(count, DRAWN))]
+        asked = [training_spec(task, at)._replace(question=at) for at in range(min(count, DRAWN))]
         repeated = len(asked) - len({self.question(spec) for spec in asked})
         if repeated > len(asked) // 2:
             fail(

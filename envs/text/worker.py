@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -224,7 +224,7 @@ class Part:
     def _opened(self, spec: EpisodeSpec) -> Conversation:
         env = self.free.pop() if self.free else self.kind(self.config, self.shared)
         said = checked_said(env.reset(spec), self.kind, self.spec.pictures)
-        return Conversation(replace(spec, task=env.source or spec.task), env, said, self)
+        return Conversation(spec._replace(task=env.source or spec.task), env, said, self)
 
 
 @dataclass

@@ -149,7 +149,7 @@ class CountsWithoutAsking(Doubling):
         return 9_800
 
     def reset(self, spec):
-        return super().reset(replace(spec, seed=spec.seed % 100))
+        return super().reset(spec._replace(seed=spec.seed % 100))
 
 
 count = itertools.count()
