@@ -7,7 +7,7 @@ weights and are computed in fixed micro-batches, so the division into pieces can
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -123,6 +123,19 @@ def copied(array: Array) -> Array:
         return array.clone(memory_format=torch.contiguous_format)
     copy = np.array(array, order="C")
     return copy if is_text(copy) else torch.from_numpy(copy)
+
+
+def sent(arrays: Mapping[str, Array], device: str) -> dict[str, Tensor]:
+    """Copies of the arrays as tensors on this device. Each copy to a GPU waits for it, so all numpy arrays go in one,
+    in a type that holds every number."""
+    tensors = {name: copied(array) for name, array in arrays.items()}
+    small = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+    if device != "cpu" and small:
+        together = torch.cat([tensor.reshape(-1).double() for tensor in small.values()]).to(device)
+        parts = together.split([tensor.numel() for tensor in small.values()])
+        for (name, tensor), part in zip(small.items(), parts, strict=True):
+            tensors[name] = part.view(tensor.shape).to(tensor.dtype)
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def take(array: Array, items: Tensor) -> Array:

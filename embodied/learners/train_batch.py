@@ -29,7 +29,7 @@ from embodied.core.rng import permutation
 from embodied.core.types import Array, Trajectory, Unit
 from embodied.learners.divided_passes import Pass
 from embodied.learners.model import FrozenFeatures, Model
-from embodied.learners.rollout_buffer import copied, take
+from embodied.learners.rollout_buffer import copied, sent, take
 from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 
@@ -278,11 +278,10 @@ def build_batch(
         worth, more = compared_in_groups(trajectory, unit, trained, divergence, config, all_ranks)
     # What items are worth, as tensors
     worth["weights"] = trained / np.maximum(sizes, 1)[of] if by_episode else trained
-    tensors = {name: copied(numbers).to(model.device, model.dtype) for name, numbers in worth.items()}
-    batch = replace(batch, reference=compared, metrics=metrics | more, **tensors)
     if isinstance(config, PPOConfig) and not speaks:
-        batch.metrics["train/explained_variance"] = explained_variance(batch)
-    return batch
+        more["train/explained_variance"] = explained_variance(worth["returns"], worth["values"], model.dtype)
+    tensors = {name: tensor.to(model.dtype) for name, tensor in sent(worth, model.device).items()}
+    return replace(batch, reference=compared, metrics=metrics | more, **tensors)
 
 
 def items_of(
@@ -290,15 +289,13 @@ def items_of(
 ) -> RankBatch:
     """The decisions of a trajectory (`trained` ones count), as items of a single rank."""
     speaks, lengths = model.policy.speaks, trajectory.lengths
+    mask, current = host(trajectory.mask) & trained[:, None], (trajectory.versions == version) & trained
+    taken = {"actions": trajectory.actions, "logprobs": trajectory.logprobs, "mask": mask, "current": current}
     batch = RankBatch(
         obs=map_obs(copied, trajectory.obs),
-        actions=copied(trajectory.actions).to(model.device),
-        logprobs=copied(trajectory.logprobs).to(model.device),
-        mask=copied(host(trajectory.mask) & trained[:, None]).to(model.device),
-        current=copied((trajectory.versions == version) & trained).to(model.device),
         replay={name: copied(array) for name, array in trajectory.replay.items() if name != REFERENCE},
-        of=copied(episodes_within(trajectory)).to(model.device),
         numbers=np.arange(len(lengths) if speaks else len(trained)),
+        **sent(taken | {"of": episodes_within(trajectory)}, model.device),
     )
     if not speaks:
         return batch
@@ -437,10 +434,10 @@ def compared_in_groups(
     return {"advantages": normalize(returns, all_ranks.moments(returns, lengths, trained))}, metrics
 
 
-def explained_variance(batch: RankBatch) -> float:
+def explained_variance(returns: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> float:
     """The share of the returns' variance that the value function predicted at act time (this rank's items)."""
-    numbers = (batch.returns, batch.returns - batch.values)
-    variance, error = torch.stack([each.var(unbiased=False) for each in numbers]).tolist()
+    exact, predicted = (copied(each).to(dtype) for each in (returns, values))
+    variance, error = (float(each.var(unbiased=False)) for each in (exact, exact - predicted))
     return 1.0 - error / variance if variance > 0 else 0.0
 
 

@@ -17,6 +17,7 @@ from embodied.core.errors import ConfigError, Diverged
 from embodied.core.types import ActionSpec, BatchEnd, EnvSpec, env_blocks
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Model, PolicyOptimizer
+from embodied.learners.rollout_buffer import sent
 from embodied.learners.update import update_policy, why_not_graphs
 from embodied.policies import make_policy
 from embodied.policies.config import CNNConfig, MLPConfig
@@ -201,19 +202,38 @@ class CountedWaits(Card):
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_an_update_waits_as_often_for_its_device_however_many_steps_it_takes(monkeypatch):
+def test_a_batch_and_an_update_wait_as_often_for_their_device_however_many_steps_there_are(monkeypatch):
+    """A batch of which a simulator on the GPU made the larger part: rewards and values are read together, and what the
+    host adds goes there in two copies."""
     monkeypatch.setattr("embodied.learners.model.adam", lambda *_, **__: None)  # torch's has no kernel for `meta`
     monkeypatch.setattr(FakeTensor, "tolist", lambda tensor: fetched(tensor.cpu()).tolist())  # one copy, as on a GPU
     config = MLPConfig(hidden=(8,), chunk=toy.C, normalize_observations=True)
-    data, waits = toy.rollout(toy.make(), 0), []
+    data, built, waits = toy.rollout(toy.make(), 0), [], []
+    made = "actions logprobs rewards values next_values".split()
     for epochs, size in ((1, 24), (4, 4)):
         card = CountedWaits()
         policy = card.take(make_policy(config, toy.ENV, 0))
         with card:
-            seen = {"state": torch.as_tensor(data.obs["state"]).to(WHERE)}
+            there = {name: torch.as_tensor(getattr(data, name)).to(WHERE) for name in made}
+            there["obs"] = {"state": torch.as_tensor(data.obs["state"]).to(WHERE)}
             model, algo = Model(policy, LearnerConfig()), PPOConfig(**PPO | {"epochs": epochs, "minibatch_size": size})
-            share = toy.batch_of(replace(data, obs=seen), algo, model)
+            card.waits = 0
+            share = toy.batch_of(replace(data, **there), algo, model)
+            built.append(card.waits)
             card.waits = 0
             update_policy(model, PolicyOptimizer(policy, algo, Alone()), algo, share, 0, BatchEnd(0, 2))
         waits.append(card.waits)
-    assert waits == [1, 1]
+    assert built == [3, 3] and waits == [1, 1]
+
+
+def test_arrays_that_go_to_a_device_in_one_copy_keep_their_numbers_and_dtypes():
+    arrays = {
+        "of": np.array([0, 2**53, 7]),
+        "mask": np.array([[True], [False]]),
+        "advantages": np.array([0.1, -1e-300]),
+        "logprobs": np.array([[1.1]], np.float32),
+        "none": np.zeros((0, 2)),
+    }
+    found = sent(arrays, "cpu:0")  # any device but the learner's "cpu"
+    for name, array in arrays.items():
+        assert torch.equal(found[name], torch.from_numpy(array)) and found[name].dtype == torch.from_numpy(array).dtype
