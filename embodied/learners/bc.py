@@ -67,6 +67,7 @@ class ImitationLearner(LearnerWorker):
 
     def imitate(self, iteration: int, total: int) -> dict[str, float]:
         """A pass over all demonstrations, or an iteration's part of one."""
+        self._restore_gpus()
         demos, config, rows = self.demos, self.algo, []
         epoch, taken = config.minibatches(demos.total, iteration)
         parts = rng.minibatches(rng.permutation(self.seed, epoch, 0, demos.total), config.minibatch_size)

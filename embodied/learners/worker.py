@@ -13,7 +13,6 @@ from collections.abc import Iterable, Set
 from dataclasses import astuple, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,9 +96,9 @@ class LearnerWorker(Worker):
             form_shards(self.rendezvous, self.rank, self.world_size, self.model.device)
             for model in filter(None, (self.model, self.reference)):
                 shard(model.policy)
-        gpus = connect_gpus(self.rendezvous, self, self.model.device, self.config.shard)
-        groups = self._groups(gpus)
-        self.collective = join(self.rendezvous, self, gpus)
+        self.gpus = connect_gpus(self.rendezvous, self, self.model.device, self.config.shard)
+        groups = self._groups()
+        self.collective = join(self.rendezvous, self, self.gpus)
         for model in filter(None, (self.model, self.reference)):
             model.collective = self.collective
             if groups:
@@ -115,12 +114,12 @@ class LearnerWorker(Worker):
         gpu = gpu_id() if live is not None and self.rank == 0 else ""
         self.store = WeightStore(specs, snapshot, live, store, changing, gpu)
 
-    def _groups(self, gpus: Any) -> dict[int, RankGroup]:
+    def _groups(self) -> dict[int, RankGroup]:
         """This rank's groups of ranks that run passes together, by their number of ranks."""
         if self.config.sequence_degree == 1 or self.world_size == 1:
             return {}
         degrees = self.config.degrees(self.world_size, self.policy.attention_heads(self.policy_config))
-        return form_groups(self.rendezvous, self, [d for d in degrees if d > 1], gpus)
+        return form_groups(self.rendezvous, self, [d for d in degrees if d > 1], self.gpus)
 
     def _copied_policy(self) -> Model:
         """A copy of the initial policy. It shares untrained weights with the policy, unless they are sharded."""
@@ -147,6 +146,7 @@ class LearnerWorker(Worker):
         """Take this rank's units of a batch as they come, then do one update with all ranks, which starts from this
         version of the weights. `rows` are its env rows, if these are units: frozen parts encode their observations as
         they come. With `one_by_one`, gradients of units are added up as they come, and there is one step."""
+        self._restore_gpus()
         self.model.first_backward, started = None, perf_counter()
         horizon = 0 if rows is None else self.algo.rollout_decisions
         buffer = RolloutBuffer(min(self.config.micro_batch_size or ENCODED, ENCODED), horizon)
@@ -177,6 +177,11 @@ class LearnerWorker(Worker):
         self.timers.mark("first backward", self.model.first_backward)
         waited_s = started + buffer.end.seconds
         return numbers | {"time/first_backward_s": self.model.first_backward - waited_s}
+
+    def _restore_gpus(self) -> None:
+        """Replace NCCL communicators that a rank has freed. All ranks take part."""
+        if self.gpus is not None:
+            self.gpus.restore(self.collective)
 
     def _look(self, buffer: RolloutBuffer, rows: np.ndarray | None) -> None:
         """Encode the received data of these env rows."""
@@ -238,11 +243,12 @@ class LearnerWorker(Worker):
     # Memory
 
     def needs(self, shared: bool = False) -> Needs:
-        """Bytes of weights, gradients, the optimizer's two averages, the reference, and other memory of updates;
-        weights shared with policy workers are not offloaded."""
+        """Bytes of weights, gradients, the optimizer's two averages, the reference, communicators, and other memory
+        of updates; weights shared with policy workers are not offloaded."""
         self.shares = shared
         weights, trained = num_bytes(self._weights()), num_bytes(self.optimizer.masters)
         aside = num_bytes(self.optimizer.masters_aside()) + num_bytes(self._reference())
+        aside += self.gpus.memory.num_bytes if self.gpus else 0
         return Needs(weights + 3 * trained + aside + self.computing.num_bytes, weights if shared else 0)
 
     def onload(self) -> None:
@@ -257,6 +263,8 @@ class LearnerWorker(Worker):
             weights = {} if self.shares else {"weights": self._weights()}
             more = {"reference": self._reference(), "optimizer": self.optimizer.tensors()}
             self.belongings.offload(weights | more)
+            if self.gpus is not None:
+                self.gpus.free()
             give_back_unused()
 
     def _weights(self) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from embodied.core.errors import DeadlineExceeded
+from embodied.runtime.device_memory import AllocatedMemory
 from embodied.runtime.rendezvous import (
     InProcessRendezvous,
     Rendezvous,
@@ -69,7 +70,7 @@ class Gloo:
     listens on a port; anybody who reaches the port can hold connections open."""
 
     def __init__(
-        self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, gpus: Any = None
+        self, rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, gpus: GpuRanks | None = None
     ) -> None:
         import torch.distributed as dist
 
@@ -79,7 +80,7 @@ class Gloo:
         self.group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=rendezvous.timeout_s))
 
     def sum(self, values: Tensor) -> Tensor:
-        (self.gpus if values.is_cuda else self.group).allreduce([values]).wait()
+        (self.gpus.group if values.is_cuda else self.group).allreduce([values]).wait()
         return values
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -207,24 +208,77 @@ class Measured:
 Collective = Alone | Threads | Gloo | SharedMemory | Measured
 
 
-def connect_gpus(rendezvous: Rendezvous | None, worker: Worker, device: str, sharded: bool) -> Any:
-    """Waits for the other ranks and returns this process's NCCL communicators, which sums, groups of ranks and shards
-    use. None if gradients are not on GPUs, and for ranks in one process."""
-    import torch.distributed as dist
+class GpuRanks:
+    """The only NCCL communicators of this process, which sums, groups of ranks and shards use.
 
+    A rank frees its communicators alone, when another process needs the GPU memory. All ranks make new ones together:
+
+        ranks.free()                   when the worker is offloaded
+        ranks.restore(collective)      on every rank, before the next update
+    """
+
+    def __init__(self, rendezvous: RendezvousFile | RendezvousAddress, worker: Worker, sharded: bool) -> None:
+        """Waits for the other ranks."""
+        self.rendezvous, self.worker, self.sharded = rendezvous, worker, sharded
+        self.gpu = torch.device("cuda", torch.cuda.current_device())
+        self.connections = 0
+        self.memory = AllocatedMemory()
+        self.divided: list[Any] = []  # groups of some of the ranks (`rank_groups.RankGroup`)
+        self.group: Any = None
+        if sharded:  # torch owns this group, so it is never freed
+            import torch.distributed as dist
+
+            self.group = dist.group.WORLD._get_backend(self.gpu)
+        else:
+            self._connect()
+
+    def free(self) -> None:
+        """Free the communicators of this rank, without the other ranks."""
+        if self.group is not None and not self.sharded:
+            for group in {each.group for each in self.divided} | {self.group}:
+                group.abort()
+            self.group = None
+
+    def restore(self, collective: Collective) -> None:
+        """Make new communicators if any rank has freed its communicators. All ranks take part."""
+        if self.sharded or not np.any(collective.gather(np.array([float(self.group is None)]))):
+            return
+        self.free()
+        self._connect()
+        collective.gather(np.zeros(1))  # all ranks have met
+        if self.worker.rank == 0:
+            self.rendezvous.remove()
+
+    def divide(self, size: int) -> Any:
+        """The communicator of this rank's group of `size` neighbouring ranks, split from that of all ranks."""
+        return self.group if size == self.worker.world_size else self._communicator(size)
+
+    def _connect(self) -> None:
+        self.memory, self.connections = AllocatedMemory(), self.connections + 1
+        with self.memory.measured():
+            self.rendezvous.use_interface()
+            self.group = self._communicator(self.worker.world_size)
+            for each in self.divided:
+                each.group = self.divide(each.size)
+
+    def _communicator(self, size: int) -> Any:
+        import torch.distributed as dist
+
+        place, first = self.worker.rank % size, self.worker.rank - self.worker.rank % size
+        store = self.rendezvous.store(f"nccl-{self.connections}-{size}-{first}", size)
+        group = dist.ProcessGroupNCCL(store, place, size, nccl_options(self.rendezvous, self.group, color=first))
+        group.eager_connect_single_device(self.gpu)
+        return group
+
+
+def connect_gpus(rendezvous: Rendezvous | None, worker: Worker, device: str, sharded: bool) -> GpuRanks | None:
+    """None where gradients are not on GPUs, and for ranks in one process."""
     if device != "cuda" or rendezvous is None or isinstance(rendezvous, InProcessRendezvous):
         return None
-    gpu = torch.device("cuda", torch.cuda.current_device())
-    if sharded:
-        return dist.group.WORLD._get_backend(gpu)
-    rendezvous.use_interface()
-    store = rendezvous.store("nccl", worker.world_size)
-    group = dist.ProcessGroupNCCL(store, worker.rank, worker.world_size, nccl_options(rendezvous))
-    group.eager_connect_single_device(gpu)
-    return group
+    return GpuRanks(rendezvous, worker, sharded)
 
 
-def join(rendezvous: Rendezvous | None, worker: Worker, gpus: Any = None) -> Collective:
+def join(rendezvous: Rendezvous | None, worker: Worker, gpus: GpuRanks | None = None) -> Collective:
     """Waits for the other ranks and returns their collective; `gpus` sums gradients on GPUs."""
     rank, world_size = worker.rank, worker.world_size
     if world_size == 1:

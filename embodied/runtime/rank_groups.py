@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile, nccl_options
+from embodied.runtime.collective import GpuRanks
+from embodied.runtime.rendezvous import RendezvousAddress, RendezvousFile
 from embodied.runtime.worker import Worker
 
 
@@ -78,7 +79,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def form_groups(
-    rendezvous: RendezvousFile | RendezvousAddress, worker: Worker, degrees: Sequence[int], gpus: Any = None
+    rendezvous: RendezvousFile | RendezvousAddress, worker: Worker, degrees: Sequence[int], gpus: GpuRanks | None = None
 ) -> dict[int, RankGroup]:
     """Returns this rank's group of every degree above 1. All ranks must call it; on GPUs their NCCL communicator is
     split."""
@@ -88,14 +89,13 @@ def form_groups(
     timeout, groups = timedelta(seconds=rendezvous.timeout_s), {}
     for degree in degrees:
         place, first = worker.rank % degree, worker.rank - worker.rank % degree
-        store = rendezvous.store(f"sequences-{degree}-{first}", degree)
         if gpus is None:
+            store = rendezvous.store(f"sequences-{degree}-{first}", degree)
             group = dist.ProcessGroupGloo(store, place, degree, timeout)
-        elif degree == worker.world_size:
-            group = gpus
         else:
-            group = dist.ProcessGroupNCCL(store, place, degree, nccl_options(rendezvous, gpus, color=first))
-            group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+            group = gpus.divide(degree)
         groups[degree] = RankGroup(group, range(first, first + degree), place, worker)
+        if gpus is not None:
+            gpus.divided.append(groups[degree])
         groups[degree].gather(torch.zeros(1, device="cpu" if gpus is None else "cuda"))
     return groups

@@ -43,10 +43,10 @@ import os, sys, torch, torch.distributed as dist
 from contextlib import nullcontext
 from types import SimpleNamespace
 from embodied.runtime import Timers
-from embodied.runtime.collective import connect_gpus
+from embodied.runtime.collective import connect_gpus, join
 from embodied.runtime.rank_groups import form_groups
 from embodied.runtime.rendezvous import RendezvousFile
-made = []
+made, freed = [], []
 class StandIn(dist.ProcessGroupGloo):
     Options = type("Options", (), {"split_from": None, "split_color": 0})
     def __init__(self, store, rank, size, options):
@@ -54,16 +54,29 @@ class StandIn(dist.ProcessGroupGloo):
         made.append([size, options.split_from, options.split_color, options._timeout.total_seconds()])
     def eager_connect_single_device(self, device):
         made[-1].append(str(device))
+    def abort(self):
+        freed.append(self)
 zeros, dist.ProcessGroupNCCL, torch.cuda.current_device = torch.zeros, StandIn, lambda: 0
-torch.zeros = lambda *size, device: zeros(*size)
+torch.zeros = lambda *size, device="cpu", **more: zeros(*size, **more)
 where, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 worker = SimpleNamespace(rank=rank, world_size=size, timers=Timers(), waiting=nullcontext)
 meet = RendezvousFile(where, 60.0)
 gpus = connect_gpus(meet, worker, "cuda", sharded=False)
 groups = form_groups(meet, worker, [2, 4], gpus)
 first = rank - rank % 2
-assert made == [[4, None, 0, 60.0, "cuda:0"], [2, gpus, first, 60.0, "cuda:0"]] and groups[4].group is gpus, made
+whole, half = [4, None, 0, 60.0, "cuda:0"], [2, gpus.group, first, 60.0, "cuda:0"]
+assert made == [whole, half] and groups[4].group is gpus.group, made
 assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+assert [int(part) for part in groups[2].gather(torch.tensor([rank]))] == [first, first + 1]
+ranks, before = join(meet, worker, gpus), {gpus.group, groups[2].group}
+gpus.restore(ranks)
+assert len(made) == 2 and not freed  # nobody has freed anything
+if rank == 1:
+    gpus.free()
+    assert {*freed} == before and len(freed) == 2  # by itself
+gpus.restore(ranks)
+assert made[2:] == [whole, [2, gpus.group, first, 60.0, "cuda:0"]] and {*freed} == before, (made, freed)
+assert groups[4].group is gpus.group and before.isdisjoint({gpus.group, groups[2].group})
 assert [int(part) for part in groups[2].gather(torch.tensor([rank]))] == [first, first + 1]
 print("agreed", rank, sep=",", flush=True)
 os._exit(0)
@@ -99,5 +112,6 @@ def test_ranks_on_several_machines_agree_through_the_first(agree):
     del server
 
 
-def test_learners_on_gpus_share_one_set_of_communicators_with_our_deadline_and_network(agree, tmp_path):
+def test_learners_on_gpus_share_one_set_of_communicators_which_a_rank_may_free_between_updates(agree, tmp_path):
     agree(str(tmp_path / "meet"), 4, ON_GPUS)
+    assert not [*tmp_path.glob("meet-nccl*")]
