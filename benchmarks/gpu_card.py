@@ -327,7 +327,7 @@ def bandwidth(device: str, asked: argparse.Namespace) -> float:
 
 
 def lora(asked: argparse.Namespace) -> Figures:
-    """One LoRA step of it: memory, and MFU, the share of what the GPU can compute."""
+    """One LoRA step of it: memory beside the plan's, and MFU, the share of what the GPU can compute."""
     import numpy as np
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -336,6 +336,7 @@ def lora(asked: argparse.Namespace) -> Figures:
     from embodied.core.arrays import text_arrays
     from embodied.core.types import BatchEnd, Trajectory, Unit
     from embodied.learners.config import LearnerConfig
+    from embodied.learners.memory_estimate import count, made_up
     from embodied.learners.model import Model, PolicyOptimizer
     from embodied.learners.throughput import peak_rate
     from embodied.learners.train_batch import build_batch
@@ -359,14 +360,16 @@ def lora(asked: argparse.Namespace) -> Figures:
         share = build_batch(played, Unit((), played.ids), 0, algo, Alone(), model)
         update_policy(model, optimizer, algo, share, 0, BatchEnd(0, 10))
 
-    with FlopCounterMode(display=False) as counter:
+    policy.cache.layers.clear()  # of acting
+    with FlopCounterMode(display=False) as counter:  # under which no activation is freed before its pass ends
         step()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = best_seconds(step, device, tries=2)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
-    return {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9}
+    plan = count(policy, model.config, made_up(policy, min(rows, 4)))
+    return {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9, "plan_GB": plan.total / 1e9}
 
 
 def pi0(asked: argparse.Namespace) -> Figures:

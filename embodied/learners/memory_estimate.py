@@ -132,27 +132,43 @@ def training_bytes(p: Tensor) -> int:
 
 def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> int:
     """The bytes that the forward pass keeps for the backward pass, in the policy's own precision; weights are not
-    counted again. "places" of the inputs are places of pictures, which also pass through the vision tower."""
+    counted again. If activations are recomputed, the backward pass holds those of one block at a time. "places" of the
+    inputs are places of pictures, which also pass through the vision tower."""
     policy, inputs = policy.to("meta"), {**inputs}
     places = inputs.pop("places", 0)
+    kept, largest_block = kept_by_pass(policy, inputs, places)
     if config.checkpoint_activations:
         recompute(policy)
+        kept = kept_by_pass(policy, inputs, places)[0] + largest_block
+    return kept
+
+
+def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[int, int]:
+    """The bytes that a forward pass keeps, and those that the largest of its blocks keeps."""
     weights = {p.untyped_storage()._cdata for p in policy.parameters()}
     seen: dict[int, Tensor] = {}
+    totals: list[int] = []  # where blocks begin and end
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata not in weights:
             seen[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
+    def total() -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+
+    def note(*_: Any) -> None:
+        totals.append(total())
+
+    hooks = [add(note) for b in policy.blocks() for add in (b.register_forward_pre_hook, b.register_forward_hook)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy(inputs)
         loss = scores.logprobs.sum() + scores.values.sum()
         if places:
             loss = loss + policy.counted_features(places).sum()
-    total = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
-    del loss
-    return total
+    for hook in hooks:
+        hook.remove()
+    return total(), max((end - begin for begin, end in zip(totals[::2], totals[1::2], strict=True)), default=0)
 
 
 def longest_conversation(policy: Policy, config: LearnerConfig) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from embodied.algorithms.config import PPOConfig
 from embodied.config.recipe import load
@@ -69,6 +70,19 @@ def test_checkpointing_keeps_less_and_adapters_train_less():
         for p in (build(OpenVLAConfig, name="openvla"),)
     )
     assert again.activations < 0.5 * plain.activations and again.training == plain.training
+
+
+def test_activations_that_are_computed_again_are_counted_block_by_block():
+    """As torch's allocator sees them, with the gradients that appear meanwhile."""
+    policy, config = build(OpenVLAConfig, name="openvla", lora_rank=4), LearnerConfig(checkpoint_activations=True)
+    model, inputs = Model(policy, config), made_up(policy, 8)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        scores = model.score(inputs)
+        (scores.logprobs.sum() + scores.values.sum()).backward()
+    moves = [each for each in watched.profiler.kineto_results.events() if each.name() == "[memory]"]
+    held = np.cumsum([each.nbytes() for each in sorted(moves, key=lambda each: each.start_ns())])
+    counted = count(build(OpenVLAConfig, name="openvla", lora_rank=4), config, made_up(policy, 8))
+    assert 0.9 * held.max() <= counted.activations + 4 * counted.num_trained <= 1.25 * held.max()
 
 
 def test_a_reference_is_counted_as_a_copy_of_what_is_trained():
