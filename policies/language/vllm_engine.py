@@ -228,7 +228,7 @@ class VLLMEngine(Engine):
 def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
     """Returns vLLM's engine for a model of this shape, still without weights, and a function that requests an
     answer."""
-    bytes_ = cache_bytes(config, policy.model, policy.max_length)
+    bytes_, on_card = cache_bytes(config, policy.model, policy.max_length), policy.device.type == "cuda"
     os.environ.update(SETTINGS)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, math.ceil(bytes_ / 2**30)))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -247,13 +247,12 @@ def start(config: LanguageConfig, policy: LanguagePolicy) -> tuple[Any, Any]:
             load_format="dummy",  # `load` brings the weights
             skip_tokenizer_init=True,
             generation_config="vllm",  # not the folder's own sampling settings
-            enforce_eager=True,
             max_model_len=policy.max_length,
             max_num_seqs=config.max_running,
             distributed_executor_backend="uni",
             logprobs_mode="raw_logprobs",
             **({"skip_mm_profiling": True, "mm_processor_cache_gb": 0} if policy.sight else {}),
-            **(on_gpu(bytes_, num_bytes(policy.model.parameters())) if policy.device.type == "cuda" else {}),
+            **(on_gpu(bytes_, num_bytes(policy.model.parameters())) if on_card else {"enforce_eager": True}),
         )
     delta = RequestOutputKind.DELTA
     return llm.llm_engine, partial(
@@ -290,8 +289,9 @@ def take_processed_pictures(architecture: str, most: int) -> None:
 
 
 def on_gpu(cache: int, weights: int) -> dict[str, Any]:
-    """Options that give vLLM this much GPU memory for its cache, and let it sleep. vLLM starts only if its share of the
-    GPU (92% by default) is free, but a learner may already use some."""
+    """Options that give vLLM this much GPU memory for its cache, and let it sleep. By default vLLM also records CUDA
+    graphs (not measured). vLLM starts only if its share of the GPU (92% by default) is free, but a learner may already
+    use some."""
     whole = torch.cuda.get_device_properties().total_memory
     share = min(1.0, (cache + weights) / whole)
     return {"kv_cache_memory_bytes": cache, "enable_sleep_mode": True, "gpu_memory_utilization": share}
