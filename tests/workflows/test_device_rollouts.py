@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from counted_transfers import Transfers
+from counted_transfers import READS, Transfers
 
 from embodied.config.recipe import load
 from embodied.envs.sim_worker import SimWorker
@@ -85,3 +85,20 @@ def test_where_success_ends_episodes_a_step_reads_their_flags_in_one_copy(tmp_pa
     (moved, _), *_ = trained(tmp_path, "pointmass_ppo", [*POINTS, *CNN, "algo.minibatch_size=80"])
     reads = [count for line, count in moved.items() if line.startswith("cpu") and "vector_env.py" in line]
     assert max(reads) == 20, moved
+
+
+def test_staggered_rows_learn_on_the_device_what_they_learn_on_the_host_and_a_step_reads_its_results_at_most(
+    tmp_path, noise_of_tensors
+):
+    """Episodes end in different steps, so the next ones begin on some of the rows."""
+    points = "env={name: 'watched_env:%s', num_envs: 4, max_episode_steps: 7, on_success: continue}"
+    options = [*CNN, POINTS[1], "algo.minibatch_size=80", "env.kwargs={stagger: true}"]
+    _, *on_host = trained(tmp_path / "host", "pointmass_ppo", [points % "ImageEnv", *options])
+    (moved, _), *on_device = trained(tmp_path / "device", "pointmass_ppo", [points % "TensorEnv", *options])
+    reads = {line: count for line, count in moved.items() if line.partition(" ")[0] in READS}
+    assert 8 <= sum(reads.values()) <= 20 + 3, reads  # of 20 decisions, in most of which an episode ends
+    assert on_device[1] == on_host[1]
+    for result, other in zip(on_device[2], on_host[2], strict=True):
+        assert replace(result, task="ImageEnv") == other
+    for name, array in on_host[0].items():
+        np.testing.assert_array_equal(on_device[0][name], array)
