@@ -43,7 +43,7 @@ from embodied.reporting.share_record import PREDICTED, record_of
 from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
-from embodied.run.run_group import OVER
+from embodied.run.run_group import OVER, held
 from embodied.run.share_plan import describe_prediction, predict
 from embodied.run.shared_runs import (
     SharedProcesses,
@@ -54,6 +54,7 @@ from embodied.run.shared_runs import (
     prepare,
     read_shared_runs,
 )
+from embodied.runtime.run_turns import RECORD
 
 USAGE = __doc__ or ""
 OWN = ("weights", "devices", "rule", "folder", "resume", "join")
@@ -203,7 +204,7 @@ def write_prediction(shared: SharedRuns) -> None:
 
 def run_all(shared: SharedRuns) -> int:
     """Start all unfinished runs, serve them until they end, and say how each ended."""
-    with Interruption() as interruption:
+    with held(shared.folder, RECORD), Interruption() as interruption:
         processes = SharedProcesses(shared)
         try:
             for run in [run for run in shared.runs if run.ended not in OVER]:

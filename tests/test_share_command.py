@@ -7,7 +7,9 @@ from embodied.config.recipe import load_recipe
 from embodied.core.errors import ConfigError
 from embodied.placement import Topology, make_plan
 from embodied.placement.topology import Node
-from embodied.run.shared_runs import MemorySum, SharedRuns, check_memory, own_devices, read_shared_runs
+from embodied.run.run_group import held
+from embodied.run.shared_runs import MemorySum, SharedRun, SharedRuns, check_memory, own_devices, read_shared_runs
+from embodied.runtime.run_turns import RECORD
 from embodied.share import read_order
 
 
@@ -77,4 +79,13 @@ def test_of_a_gpu_one_run_has_all_it_needs_and_the_others_what_they_keep_asleep(
 def test_the_folder_reads_back_as_it_was_written(tmp_path):
     shared = SharedRuns(tmp_path, ("cpu:0",), "lend")
     shared.write()
+    assert read_shared_runs(tmp_path) == shared
+
+
+def test_two_commands_do_not_go_on_with_the_same_runs(tmp_path, capsys):
+    shared = SharedRuns(tmp_path, ("cpu:0",), "lend", [SharedRun("a", ("recipe=pointmass_ppo",), ("cpu:0",))], "s")
+    shared.write()
+    with held(tmp_path, RECORD):
+        assert share.main([f"resume={tmp_path}"]) == 1
+    assert "another process continues these runs; stop it first" in capsys.readouterr().err
     assert read_shared_runs(tmp_path) == shared

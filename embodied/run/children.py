@@ -30,7 +30,7 @@ from embodied.run.checkpoints import read_json
 from embodied.run.ending import Interruption
 from embodied.run.lease_server import SharedPlaces
 from embodied.run.run_folder import DRIVER
-from embodied.run.run_group import ENDED, FINISHED, MISSING, OVER, Member, RunGroup, state_of
+from embodied.run.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Member, RunGroup, state_of
 
 LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2
@@ -204,7 +204,7 @@ class Children:
             self.sharing.leases.table.say(text)
         else:
             launch.say(f"\r\033[K{text}" if self.live else text)
-        with (self.group.folder / "logs" / "group.log").open("ab") as file:
+        with (self.group.folder / LOG).open("ab") as file:
             file.write(encode(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n"))
 
     def signal(self, sign: int) -> None:

@@ -110,7 +110,7 @@ class RunFolder:
 
     def _hold(self) -> None:
         """Lock this run while it is in progress. The kernel unlocks it when this process ends."""
-        lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         if taken(lock) is False:
             os.close(lock)
             raise CheckpointError(f"{self.path}: this run is going on in another process; stop that one first")

@@ -22,7 +22,7 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.files import read_object, reading, replace_text
 from embodied.run.run_folder import is_held, lost, provenance, taken
 
-GROUP = "group.json"
+GROUP, LOG = "group.json", "logs/group.log"
 FORMAT = "embodied-group/1"
 FINISHED, ENDED, GOING_ON, UNFINISHED, MISSING = "finished", "ended early", "going on", "unfinished", "not begun"
 OVER = (FINISHED, ENDED)
@@ -166,14 +166,13 @@ def joined(found: RunGroup, wanted: RunGroup) -> RunGroup:
 
 
 @contextmanager
-def held(group: RunGroup) -> Iterator[None]:
-    """Keeps other commands from going on with the same group meanwhile."""
-    logs = group.folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    lock = os.open(logs / "group.log", os.O_RDWR | os.O_CREAT)
+def held(folder: Path, file: str = LOG) -> Iterator[None]:
+    """Keeps other commands from going on with the runs that this folder names; `file` in it is locked meanwhile."""
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if taken(lock) is False:
-            raise EmbodiedError(f"{group.folder}: another process continues these runs; stop it first")
+            raise EmbodiedError(f"{folder}: another process continues these runs; stop it first")
         yield
     finally:
         os.close(lock)

@@ -334,7 +334,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
         print(f"\nthe first of them:\n{launch.describe(config, plan)}")
         return 0, None
     group.folder.mkdir(parents=True, exist_ok=True)
-    with held(group), Interruption() as interruption:
+    with held(group.folder), Interruption() as interruption:
         group.write()
         places = [([], "")] * at_once if sharing else shares(machines(first.config), at_once)
         children = Children(group, order.words, first.config.run.dir, places)

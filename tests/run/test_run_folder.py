@@ -24,6 +24,11 @@ def test_two_runs_of_one_second_get_folders_of_their_own(tmp_path):
     assert first.path != second.path
 
 
+def test_no_file_of_a_run_is_a_program(tmp_path):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    assert not [path for path in folder.path.rglob("*") if path.is_file() and path.stat().st_mode & 0o111]
+
+
 def test_a_resumed_run_makes_the_metrics_after_its_checkpoint_again(tmp_path):
     folder = RunFolder.create(tmp_path, "toy", "")
     for iteration in (1, 2, 3):

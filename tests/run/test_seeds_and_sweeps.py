@@ -219,7 +219,7 @@ def test_a_recipe_that_has_changed_is_not_mixed_with_what_it_was(tmp_path):
 
 def test_two_commands_do_not_go_on_with_one_group(tmp_path):
     found = replace(wanted("seeds=0"), folder=tmp_path)
-    with held(found), pytest.raises(EmbodiedError, match="another process continues"), held(found):
+    with held(found.folder), pytest.raises(EmbodiedError, match="another process continues"), held(found.folder):
         pass
 
 
