@@ -250,19 +250,24 @@ def copy_seconds(tensor: Any) -> float:
 # Large policies, with random weights of their shapes
 
 
-def large(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
-    """A policy of full size on the GPU, or a tiny one."""
-    import torch
-
+def empty(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
+    """A policy of full size without weights, or a tiny one."""
     from embodied.core.types import ActionSpec, EnvSpec
     from embodied.policies import policy_class
     from embodied.policies.config import OpenVLAConfig, Pi0Config
 
-    preset, device, side = ("tiny", "cpu", 32) if asked.tiny else ("full", "cuda", 224)
+    preset, side = ("tiny", 32) if asked.tiny else ("full", 224)
     config = {"openvla": OpenVLAConfig, "pi0": Pi0Config}[kind]
     spec = EnvSpec(ActionSpec(7), state_dim=8, images={"camera": (side, side, 3)}, instruction=True)
     half = {} if asked.tiny else {"dtype": "bfloat16"}
-    policy = policy_class(kind).for_memory_estimate(config(name=kind, preset=preset, **half, **options), spec)
+    return policy_class(kind).for_memory_estimate(config(name=kind, preset=preset, **half, **options), spec)
+
+
+def large(kind: str, asked: argparse.Namespace, **options: Any) -> Any:
+    """The same on the GPU, with random weights."""
+    import torch
+
+    policy, device = empty(kind, asked, **options), "cpu" if asked.tiny else "cuda"
     for tensor in policy.buffers():
         tensor.zero_()
     for parameter in policy.parameters():
@@ -343,7 +348,8 @@ def lora(asked: argparse.Namespace) -> Figures:
     from embodied.learners.update import update_policy
     from embodied.runtime.collective import Alone
 
-    policy, rows = large("openvla", asked, lora_rank=2 if asked.tiny else 32), 2 if asked.tiny else 16
+    rank, rows = (2, 2) if asked.tiny else (32, 16)
+    policy = large("openvla", asked, lora_rank=rank)
     obs, device = seen(policy, rows), policy.device.type
     acted = policy.act(obs, np.random.default_rng(1).random((rows, policy.noise_spec().width)))
     chunk, ones = np.zeros((rows, 1), bool), np.ones(rows, np.int64)
@@ -368,7 +374,7 @@ def lora(asked: argparse.Namespace) -> Figures:
     seconds = best_seconds(step, device, tries=2)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     mfu = counter.get_total_flops() / seconds / peak_rate(device, policy.dtype)
-    plan = count(policy, model.config, made_up(policy, min(rows, 4)))
+    plan = count(empty("openvla", asked, lora_rank=rank), model.config, made_up(policy, min(rows, 4)))
     return {"items_per_s": rows / seconds, "mfu": mfu, "memory_GB": peak / 1e9, "plan_GB": plan.total / 1e9}
 
 
