@@ -48,7 +48,7 @@ def start(argv: list[str]) -> None:
         return
     if issubclass(env_class(loaded.config.env), TextEnv):
         raise ConfigError(
-            f"env.name={loaded.config.env.name} asks in words, and demonstrations are robots' only so far; "
+            f"env.name={loaded.config.env.name} is a text env, and only robots have demonstrations so far; "
             "embodied.sft imitates the env's own solutions, or sft.data=FILE.jsonl with lines of prompt and answer"
         )
     collect(loaded, place_of(loaded), one_of(loaded))
@@ -154,7 +154,7 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
 def place_of(loaded: Loaded) -> Path:
     asked = loaded.own.get("out", ())
     if len(asked) != 1:
-        raise ConfigError("where to? out=demos/NAME, a folder that is not there yet")
+        raise ConfigError("no folder is given: set out=demos/NAME, a new folder")
     out = as_path(asked[0])
     if out.exists():
         raise ConfigError(f"out={out} exists already; name another folder")

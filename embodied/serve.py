@@ -108,7 +108,7 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
         return load_published(here, protocol)
     source = find(config.checkpoint, trusted=class_named(protocol))
     if protocol and protocol != [f"policy.name={source.config.name}"]:
-        raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} says itself how it acts; leave it out")
+        raise ConfigError(f"{protocol[0]} has no effect: {config.checkpoint} has its own setting; leave it out")
     if source.folder is None:
         raise ConfigError(f"checkpoint={config.checkpoint} has no weights to serve; name a run or a policy folder")
     return load_policy(source.folder, source.config.name)
@@ -125,7 +125,7 @@ async def serve_language(config: ServeConfig, source: PolicySource, words: list[
     from embodied.serving.language_server import LanguageServer, Origin
 
     if given := [key for key in config.of_robots if key in config.model_fields_set]:
-        raise ConfigError(f"{given[0]} has no effect on a language model: every request says how; leave it out")
+        raise ConfigError(f"{given[0]} has no effect on a language model: every request sets it; leave it out")
     options = with_options(source.config, words)
     policy = load_language(options, source)
     version = source.weights.version if source.weights else 0

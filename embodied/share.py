@@ -231,7 +231,7 @@ def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:
     report_or_say_why(shared.folder)
     launch.say(f"  report      {shared.folder / REPORT}")
     if left:
-        launch.say(f"  go on       python -m embodied.share {quote(f'resume={shared.folder}')}")
+        launch.say(f"  continue    python -m embodied.share {quote(f'resume={shared.folder}')}")
     return interruption.exit_code if interruption.requested else int(bool(left))
 
 

@@ -87,7 +87,7 @@ def check_trains(loaded: Loaded, program: type[Workflow]) -> Loaded:
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
         raise ConfigError(
             f"recipe={loaded.recipe} imitates demonstrations: python -m embodied.sft recipe={loaded.recipe}; to train "
-            "by RL in its env, say where it begins: run.start_from=RUN, or null for a new policy"
+            "by RL in its env, set its start: run.start_from=RUN, or null for a new policy"
         )
     if loaded.recipe and (others := recipes_to_train(loaded.recipe)):
         evaluate = f"python -m embodied.evaluate checkpoint=FOLDER recipe={loaded.recipe}"

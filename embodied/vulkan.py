@@ -56,7 +56,7 @@ def install() -> str:
         return f"Vulkan driver: {icd}"
     if not shutil.which("apt-get"):
         raise EmbodiedError(
-            "no usable Vulkan driver, and this is no Debian or Ubuntu, where one could be fetched. Install your "
+            "no usable Vulkan driver, and it can be fetched only on Debian and Ubuntu. Install your "
             "distribution's Mesa Vulkan drivers (lavapipe, version 24 or later), or set VK_ICD_FILENAMES."
         )
     if codename() == "bookworm":
@@ -170,7 +170,7 @@ def apt_install(packages: list[str], what: str) -> None:
     """Install system packages as root; for other users raise an error with the command that installs them."""
     command = ["apt-get", "install", "-y", "--no-install-recommends", *packages]
     if os.geteuid() != 0:
-        raise EmbodiedError(f"missing: {what}. Run this once, or ask somebody who may:\n  sudo {' '.join(command)}")
+        raise EmbodiedError(f"missing: {what}. Run this once, or ask an administrator:\n  sudo {' '.join(command)}")
     run(["apt-get", "-qq", "update"])
     run([*command[:1], "-qq", *command[1:]], env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"})
 

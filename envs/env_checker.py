@@ -122,7 +122,7 @@ class Checker:
         self.reset(self.others)
         last = np.array([self.num - 1])
         alone, _ = self.reset([self.first[0]] * self.num, last)
-        elsewhere = "an EpisodeSpec starts elsewhere in other company"
+        elsewhere = "an EpisodeSpec starts differently beside other rows"
         self.same(rule, rows_of(start, zeros[:1]), rows_of(alone, last), elsewhere)
 
     def an_episode_goes_the_same_anywhere(self) -> None:

@@ -113,8 +113,8 @@ def load_policy(folder: Path | str, name: str | None = None) -> Policy:
     config, spec = read_description(folder)
     if ":" in config.name and config.name != name and config.name.partition(":")[0] not in sys.modules:
         raise ConfigError(
-            f"{folder} names a class of {config.name.partition(':')[0]}, and data alone never runs code; if it is "
-            f"yours, say so: load_policy(folder, {config.name!r})"
+            f"{folder} names a class of {config.name.partition(':')[0]}, and a folder never "
+            f"decides alone which code runs; if it is yours, add its name: load_policy(folder, {config.name!r})"
         )
     policy = make_policy(config, spec)
     policy.load_weights(read_weights(folder))

@@ -67,7 +67,7 @@ def read_description(folder: Path) -> tuple[Any, EnvSpec]:
             raise CheckpointError(f"{path} is not a policy of ours: it has no {' and no '.join(missing)}")
         spec = dict(content["env_spec"])
         if unknown := spec.keys() - {field.name for field in fields(EnvSpec)}:
-            raise ValueError(f"env_spec has {', '.join(sorted(unknown))}, which nobody here knows")
+            raise ValueError(f"env_spec has {', '.join(sorted(unknown))}, which are unknown")
         policy = dict(content["policy"])
         if policy.get("pretrained") == ".":  # the policy was built from this folder
             policy["pretrained"] = str(folder)

@@ -60,7 +60,7 @@ def test_an_experts_successes_become_demonstrations(demos):
 
 def test_conversations_are_refused(tmp_path, capsys):
     assert collect(["recipe=sums_grpo", f"out={tmp_path}/out"]) == 2
-    assert "env.name=sums asks in words, and demonstrations are robots' only so far" in capsys.readouterr().err
+    assert "env.name=sums is a text env, and only robots have demonstrations so far" in capsys.readouterr().err
 
 
 def test_however_long_an_expert_plays_no_policy_waits_for_it(tmp_path, monkeypatch):

@@ -109,10 +109,10 @@ def test_a_policy_folder_runs_no_code_that_only_it_names(monkeypatch, capsys):
         forget()
         run(evaluate, f"checkpoint={checkpoint}", *few, code=2)
         run(serve, f"checkpoint={checkpoint}", code=2)
-        with pytest.raises(ConfigError, match="say so: load_policy"):
+        with pytest.raises(ConfigError, match="add its name: load_policy"):
             load_policy(bare)
         out, err = capsys.readouterr()
-        assert "the stranger runs" not in out and err.count(f"say so: {named}") == 2
+        assert "the stranger runs" not in out and err.count(f"add {named}") == 2
         run(evaluate, f"checkpoint={checkpoint}", named, *few)
         assert "the stranger runs" in capsys.readouterr().out
     forget()

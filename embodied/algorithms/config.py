@@ -141,7 +141,7 @@ class PolicyGradientConfig(Strict):
     section = "algo."
     rules = (
         never_with("target_kl", {"epochs": 1}, "it skips the epochs after the first; try algo.target_kl=null"),
-        never_with("pools", {"prompts": "epochs"}, "it asks some prompts again; leave one of them out"),
+        never_with("pools", {"prompts": "epochs"}, "it repeats some prompts; leave one of them out"),
         only_with("ratio_cap", {"clip": ("aipo", "tis")}),
         only_with(
             "clip_low clip_high dual_clip", {"clip": "two_sided"}, "algo.ratio_cap is the only bound; leave it out"
@@ -349,7 +349,7 @@ class GRPOConfig(PolicyGradientConfig):
         never_with(
             {"group_size": 1},
             {"baseline": ("group", "leave_one_out")},
-            "nobody is left to compare with; try algo.group_size=8, or algo.baseline=batch",
+            "there is no other episode to compare with; try algo.group_size=8, or algo.baseline=batch",
         ),
         never_with({"group_size": 1}, {"scale": "group"}, "one return has no deviation; try algo.group_size=8"),
         never_with(

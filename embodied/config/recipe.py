@@ -201,7 +201,7 @@ TRAINING = (
     never_with(
         "pipeline.stages pipeline.merge_rows",
         LANGUAGE,
-        "each conversation goes on once it is answered, and policy.max_running says how many do; leave it out",
+        "each conversation continues when it is answered, and policy.max_running limits their number; leave it out",
     ),
     never_with(
         {"algo.whole_episodes": False},

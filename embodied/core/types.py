@@ -105,7 +105,7 @@ class ActionSpec:
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, int) and self.dim < 1:
-            raise ValueError(f"an action of {self.dim} numbers is none")
+            raise ValueError(f"an action of {self.dim} numbers is invalid")
 
     @property
     def discrete(self) -> bool:

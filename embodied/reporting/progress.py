@@ -119,7 +119,7 @@ class Console:
             self.warned = True
             self.say(
                 f"warning: the policy's act and forward differ by {numbers['train/logprob_gap']:.3g} nats in the "
-                "log-prob of the same action with the same weights; what is learned from that is wrong"
+                "log-prob of the same action with the same weights, so learning is wrong"
             )
         self.now(text)
         return row

@@ -94,7 +94,7 @@ class WandbLogger:
                 settings=settings,
             )
         except wandb.errors.Error as err:
-            raise EmbodiedError(f"run.log: W&B does not start: {err}; WANDB_MODE=offline asks nobody") from err
+            raise EmbodiedError(f"run.log: W&B does not start: {err}; WANDB_MODE=offline needs no account") from err
         self.folder = Path(self._run.settings.sync_dir)
         self._run.define_metric("env_steps")
         self._run.define_metric("*", step_metric="env_steps")

@@ -255,7 +255,7 @@ class Children:
             launch.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={one}')}")
             launch.say(f"  resume      python -m embodied.train {quote(f'resume={one}')}")
         if left:
-            launch.say(f"  go on       python -m {join(self.group.command)}")
+            launch.say(f"  continue    python -m {join(self.group.command)}")
         return interruption.exit_code if interruption.requested else int(bool(left))
 
 
@@ -287,7 +287,7 @@ def last_words(one: ActiveRun) -> str:
         return f"it was ended by {signal.Signals(-code).name}"
     lines = one.log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or [line for line in lines if line.strip()] or ["it said nothing"])[-1].removeprefix("error: ")
+    return (errors or [line for line in lines if line.strip()] or ["it printed nothing"])[-1].removeprefix("error: ")
 
 
 def slug(text: str) -> str:

@@ -36,7 +36,7 @@ def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     except ModuleNotFoundError:
         raise CheckpointError(
-            f"{key}={repository}: there is no such folder, and to fetch it as a Hugging Face hub id takes "
+            f"{key}={repository}: there is no such folder, and fetching it as a Hugging Face hub id needs "
             "pip install huggingface_hub"
         ) from None
     try:
@@ -45,7 +45,7 @@ def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES
         cause = str(err).strip().splitlines()[0]
         raise CheckpointError(
             f"{key}={repository}: there is no such folder, and the Hugging Face hub did not give it ({cause}). "
-            f"Where it can be reached: {by_hand}"
+            f"If it can be reached: {by_hand}"
         ) from None
 
 

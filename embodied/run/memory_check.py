@@ -290,7 +290,7 @@ def check_memory(
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
         works = next(alternatives(config, machines, fits), f"a smaller policy or fewer {fewer}")
         lines = [f"memory: {line}" for line in describe_memory(over)]
-        raise ConfigError("\n".join([*lines, f"that is more than there is; try {works}"]))
+        raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
     return found
 
 
@@ -303,7 +303,7 @@ def alternatives(config: RunConfig, machines: Topology, fits: Callable[[RunConfi
         for changed in variants(config):
             if fits(changed, read_topology(cluster)):
                 more = " ".join(differences(config, changed))
-                yield f"other machines: it can be held by {cluster}{f' with {more}' if more else ''}"
+                yield f"other machines: it fits on {cluster}{f' with {more}' if more else ''}"
 
 
 def variants(config: RunConfig) -> Iterator[RunConfig]:

@@ -134,8 +134,8 @@ def check_named(checkpoint: str, name: str, named: list[str | None]) -> None:
     """Refuse a policy folder whose config.json alone names the class, and so the module, that would be imported."""
     if name not in named:
         raise ConfigError(
-            f"checkpoint={checkpoint}: its config.json names {name}, and data alone never runs code; if this class is "
-            f"yours, say so: policy.name={name}"
+            f"checkpoint={checkpoint}: its config.json names {name}, and a folder never decides alone which "
+            f"code runs; if this class is yours, add policy.name={name}"
         )
 
 
@@ -204,8 +204,8 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
             odd.append(f"{section}.{key}={write_yaml(before)} there, {write_yaml(here)} here")
     if odd:
         raise ConfigError(
-            f"{run} cannot go on as another run: {'; '.join(odd)}; leave these keys out, or begin a new run with "
-            f"run.start_from={run} where the policy is the same"
+            f"{run} cannot continue with other settings: {'; '.join(odd)}; leave these keys out, or begin a new "
+            f"run with run.start_from={run} if the policy is the same"
         )
 
 

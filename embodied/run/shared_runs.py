@@ -193,7 +193,9 @@ def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: To
     fit = next((some for some in islice(fewer, MOST_SETS) if all(each.fits(some) for each in sums)), ())
     short = [each.text(fit) for each in sums if fit and not each.fits(names)]
     advice = f"these fit: {', '.join(fit)} ({'; '.join(short)})" if fit else "a smaller policy, or fewer env.num_envs"
-    raise ConfigError("\n".join([*(f"memory: {line}" for line in problems), f"that is more than there is; {advice}"]))
+    raise ConfigError(
+        "\n".join([*(f"memory: {line}" for line in problems), f"that is more than the machines have; {advice}"])
+    )
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ def check_pictures(config: RunConfig, kind: Any) -> None:
         keys = [key for key in ("pretrained", "preset", "name") if getattr(policy, key, None)]
         model = f"policy.{keys[0]}={getattr(policy, keys[0])}"
         raise ConfigError(
-            f"{given}, and {model} reads text alone; take a model that sees (policy.preset=tiny_vl, or a folder of "
-            "Qwen2.5-VL, Idefics3 or SmolVLM)"
+            f"{given}, and {model} reads only text; take a model that reads pictures (policy.preset=tiny_vl, or a "
+            "folder of Qwen2.5-VL, Idefics3 or SmolVLM)"
         )
     refuse(f"{given}: {problem}" for problem in broken_rules(PICTURES, config))
 

@@ -197,4 +197,4 @@ class InlineBackend:
 
     @staticmethod
     def _no_other_host(*message: Any) -> None:
-        raise AssertionError(f"inline has one host, nobody to send {message} to")
+        raise AssertionError(f"the inline backend has one host, so there is no host to send {message} to")

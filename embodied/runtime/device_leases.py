@@ -91,8 +91,8 @@ class Coordinator:
                     parts = [f"{worker} {num / GB:.3g} GB" for worker, num in {**mine, **others}.items() if num]
                     raise LeaseError(
                         f"{name} does not fit on {device}: {' + '.join(parts)} are more than its {limit / GB:.3g} GB, "
-                        "even when all others have given back what they can; use more devices or smaller batches, "
-                        "or raise cluster.memory_gb where that is the limit"
+                        "even when all other workers are offloaded; use more devices or smaller batches, "
+                        "or raise cluster.memory_gb if that is the limit"
                     )
 
     # Acquire and release

@@ -224,7 +224,7 @@ class SharedLeases:
         if not (locked := self._locks.lock(devices)) and time.monotonic() > self._until:
             raise EmbodiedError(
                 f"the command that started this run is gone, and {ORPHANED_S:g} s later another run still has "
-                f"{', '.join(sorted(devices))}; end that one, then go on with resume="
+                f"{', '.join(sorted(devices))}; end that run, then continue with resume="
             )
         return locked
 

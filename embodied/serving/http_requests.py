@@ -99,7 +99,7 @@ async def body_of(request: web.Request, most: int | None = None) -> Any:
     except (ValueError, RecursionError):
         raise BadRequest("the request is no JSON") from None
     except (web.RequestPayloadError, BadHttpMessage):
-        raise BadRequest("the request's body is not what its headers (Content-Encoding) say") from None
+        raise BadRequest("the request's body does not have the encoding of its headers (Content-Encoding)") from None
     if SURROGATE.search(text):
         try:
             json.dumps(body, ensure_ascii=False).encode()

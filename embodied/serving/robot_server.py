@@ -254,7 +254,7 @@ class PolicyServer:
         number, client = max(self.clients.items(), key=lambda item: item[1].silent_s)
         if client.silent_s < self.config.idle_s:
             return False
-        self.notify(f"client {number} has asked nothing for {client.silent_s:.0f} s and makes room for another")
+        self.notify(f"client {number} has sent no request for {client.silent_s:.0f} s and makes room for another")
         del self.clients[number]
         client.farewell = asyncio.create_task(client.connection.close(AWAY, f"silent for {self.config.idle_s:g} s"))
         return True

@@ -235,7 +235,7 @@ class OfRole:
         return torch.as_tensor(self.worker.all_reduce(values.cpu().numpy()), device=values.device)
 
     def gather(self, rows: np.ndarray) -> list[np.ndarray]:
-        raise NotImplementedError("whole networks exchange sums alone")
+        raise NotImplementedError("unsharded networks only exchange sums")
 
 
 def scores_of_episodes(played: Trajectory, algo: PPOConfig, max_tokens: int) -> np.ndarray:

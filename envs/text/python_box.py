@@ -76,7 +76,7 @@ def check_box() -> None:
     """Raise ConfigError if the kernel cannot confine a program."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise ConfigError(
-            f"Python that a policy writes runs on Linux and x86-64 alone, where the kernel keeps it in, not on "
+            f"Python that a policy writes runs only on Linux and x86-64, where the kernel confines it, not on "
             f"{sys.platform} {platform.machine()}; leave the tool out"
         )
 

@@ -98,7 +98,7 @@ class ReasoningGym(TextEnv):
         for index in [spec.question, *tries] if spec.question >= 0 else tries:  # held-out questions are drawn again
             if (entry := entry_of(task, of, index))["question"] not in self.shared.questions:
                 return of, index, entry
-        raise ConfigError(f"env.name={self.config.name}: it has hardly more questions than the held-out ones")
+        raise ConfigError(f"env.name={self.config.name}: it has too few questions besides the held-out ones")
 
     def step(self, answer: str) -> Turn:
         facts, found = {"expected": self.entry["answer"]}, ANSWER.findall(answer)

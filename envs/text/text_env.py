@@ -195,8 +195,8 @@ class TextEnv(EnvCapabilities):
         known = [count for task in tasks if (count := cls.num_questions(config, task)) is not None]
         if len(known) < len(tasks):
             raise ConfigError(
-                f"algo.prompts=epochs asks every question once before any again, and env.name={config.name} makes them "
-                f"without end; leave it out, or give {cls.__name__} a method num_questions"
+                f"algo.prompts=epochs asks every question once before any again, and env.name={config.name} has an "
+                f"unlimited number; leave it out, or give {cls.__name__} a method num_questions"
             )
         if empty := [task for task, count in zip(tasks, known, strict=True) if count < 1]:
             raise ConfigError(
@@ -254,7 +254,7 @@ def checked_said(said: Said, kind: type[TextEnv], may_show: bool = False) -> Sai
     if pictures_in(said) and not may_show:
         raise EmbodiedError(
             f"{kind.__name__} shows a picture ({pictures_in(said)[0]:.60}); its shows_pictures must return True, "
-            "so that only policies that see are asked"
+            "so that only policies that read pictures play it"
         )
     text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str, skipkeys=True)
     if half := HALF_CHARACTER.search(text):

@@ -92,7 +92,7 @@ class TextEnvChecker:
             if said != self.begin(spec) or question != self.question(spec):
                 fail("reset", f"{spec} asked twice: {said!r:.100}, then {self.begin(spec)!r:.100}")
             if said != self.checked(self.kind(self.config, self.shared).reset(spec), "reset"):
-                fail("reset", f"another {self.kind.__name__} asks something else for {spec}")
+                fail("reset", f"another {self.kind.__name__} returns another prompt for {spec}")
         prompts = [self.question(held_out_spec(task, at)) for at in range(count)]
         if self.question(EpisodeSpec(task, count - 1, SEED + 1, 1)) != prompts[-1]:
             fail("held-out", "a held-out prompt follows from its number alone, and another seed changes it")

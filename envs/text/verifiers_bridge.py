@@ -221,7 +221,7 @@ class Example:
             self._begin()
             said = self._next()
         if isinstance(said, dict):
-            raise Lost("it ended before it asked anything")
+            raise Lost("it ended before its first request")
         return said
 
     def answer(self, text: str) -> Said | dict[str, Any]:
@@ -313,7 +313,7 @@ class Example:
                 break
             said = self._answer(answer)
         if isinstance(said, dict) or self.known != before:
-            raise Lost("the environment's process was replaced, and the new one asks something else")
+            raise Lost("the environment's process was replaced, and the new one sends other requests")
 
 
 def plain(message: dict[str, Any], example: Example) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class DatasetEnvironment:
         every = (self.env, *getattr(self.env, "envs", ()))
         if any(getattr(one, "requires_group_rollouts", False) for one in every):
             raise Problem(
-                f"{type(self.env).__name__}: its rubric scores several answers together, and each is scored alone here"
+                f"{type(self.env).__name__}: its rubric scores several answers together, but each is scored alone here"
             )
         self.train, self.held_out = splits(*([*(built(self.env, name) or ())] for name in ("dataset", "eval_dataset")))
         self.kind, self.turns = type(self.env).__name__, turns_of(self.env)

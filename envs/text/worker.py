@@ -130,7 +130,9 @@ class TextWorker(PlayerWorker):
     ) -> list[EpisodeResult]:
         """Play these conversations to their ends and write them to disk. `notes` gets every beginning and end."""
         if expert:
-            raise ConfigError(f"there is no expert for env.name={self.config.name}; imitation asks the env itself")
+            raise ConfigError(
+                f"there is no expert for env.name={self.config.name}; imitation uses the env's own solutions"
+            )
         source, results = route[0].source, []
 
         def begun(specs: list[EpisodeSpec]) -> None:

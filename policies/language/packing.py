@@ -58,7 +58,7 @@ def lay_out(
     ends = np.cumsum(lengths)
     starts = ends - lengths
     if mask[starts].any():
-        raise ValueError("a conversation begins with a token that was sampled: nothing says how likely that was")
+        raise ValueError("a conversation begins with a sampled token, whose probability is unknown")
     if token_positions is None:
         token_positions = np.arange(len(tokens)) - np.repeat(starts, lengths)
     whole = blocks_of(tokens, mask, lengths, groups)

@@ -94,7 +94,7 @@ class LanguagePolicy(PublishedPolicy):
         kind = SIGHTS.get(shape.model_type)
         if kind is None or self.tokenizer is None:
             if self.spec.pictures and kind is None:
-                raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads text alone; {READERS}")
+                raise ConfigError(f"the env shows pictures, and a {shape.model_type} reads only text; {READERS}")
             return None
         self.tokenizer.sight = kind(shape, self.tokenizer.own, self.origin, **({} if self.origin else PROCESSED))
         return self.tokenizer.sight

@@ -50,8 +50,8 @@ class ConversationTokenizer:
         pictures = pictures_in(said)
         if pictures and self.sight is None:
             raise ConfigError(
-                "this model reads text alone, and the conversation shows a picture; take a model that sees, such as "
-                "Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
+                "this model reads only text, but the conversation shows a picture; take a model that reads pictures, "
+                "such as Qwen2.5-VL or SmolVLM (policy.preset=tiny_vl is a small one)"
             )
         if isinstance(said, str) or not self.chat:
             place = self.sight.opening() if self.sight else ""

@@ -69,7 +69,7 @@ def read_published(path: Path | str) -> PublishedOpenVLA:
     if not stats:
         raise CheckpointError(
             f"{path} has no action statistics, without which its actions have no units: norm_stats in {CONFIG}, "
-            f"or {STATISTICS}, is missing; copy the latter from where the model was trained"
+            f"or {STATISTICS}, is missing; copy the latter from the training run"
         )
     numbers = read_json(path / PREPROCESSOR) if (path / PREPROCESSOR).is_file() else {}
     return PublishedOpenVLA(path, settings, stats, numbers, find_components(path), config.get(OFT, {}))

@@ -41,7 +41,7 @@ PPO algo.episode_mask=mean algo.episode_mask_low=1 -> less than 1
 PPO algo.episode_mask=mean algo.episode_mask_high=1 -> greater than 1
 PPO algo.clip=aipo algo.ratio_cap=1 -> greater than 1
 GRPO algo.gamma=0.9 -> algo.gamma is a key of algo.name=ppo, but algo.name is grpo
-GRPO algo.group_size=1 algo.filter=none algo.scale=none -> with algo.baseline=group: nobody is left to compare with
+GRPO algo.group_size=1 algo.filter=none algo.scale=none -> with algo.baseline=group: there is no other episode
 GRPO algo.group_size=1 algo.filter=none algo.baseline=batch -> with algo.scale=group: one return has no deviation
 GRPO algo.group_size=1 algo.baseline=batch algo.scale=batch -> try algo.filter=none
 GRPO algo.deviation=sample algo.scale=none -> algo.deviation=sample has no effect with algo.scale=none
@@ -81,12 +81,12 @@ PPO algo.logprob_level=episode -> only a language model gives answers
 GRPO algo.truncated=mask -> only a language model gives answers
 GRPO algo.overlong=4 algo.prompts=epochs -> algo.overlong=4 and algo.prompts=epochs has no effect with policy.name=mlp
 GRPO algo.weighting=constant -> only a language model gives answers
-SUMS algo.pools=[1,1,1] algo.prompts=epochs -> it asks some prompts again; leave one of them out
+SUMS algo.pools=[1,1,1] algo.prompts=epochs -> it repeats some prompts; leave one of them out
 SUMS algo.pools=[0.1,0.9] -> takes three weights, for prompts that were solved rarely, at times and often
 SUMS algo.minibatch_size=36 -> would tear groups of algo.group_size=8; try algo.minibatch_size=32
 SUMS algo.overlong=6 -> more than policy.max_tokens=5, so every answer would pay; try algo.overlong=1
 SUMS learner.micro_batch_size=4 -> it counts decisions, not conversations; set learner.pack_tokens
-SUMS pipeline.stages=2 -> pipeline.stages=2 does not go with policy.name=language: each conversation goes on once
+SUMS pipeline.stages=2 -> pipeline.stages=2 does not go with policy.name=language: each conversation continues when
 CRITIC algo.rollout_decisions=3 -> a decision is a token, and algo.groups counts conversations; leave it out
 CRITIC algo.groups=null -> try algo.groups=64 prompts an iteration, or algo.name=grpo
 CRITIC policy.value_head=true -> does not go with roles.critic=true: the critic predicts values; leave it out
@@ -146,7 +146,7 @@ PPO eval.top_k=5 -> eval.top_k=5 has no effect with policy.name=mlp: actions are
 PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: every episode begins in a state of its own
 PPO env.name=uneven_env:Uneven env.side_by_side=4 -> env.side_by_side=4: only text envs hold conversations
 PPO env.name=sums -> answers with actions; try policy.name=language
-PICTURES policy.preset=tiny -> policy.preset=tiny reads text alone
+PICTURES policy.preset=tiny -> policy.preset=tiny reads only text
 PICTURES SERVER policy.weights=. -> policy.engine=http: it passes no pictures on
 SUMS policy.lora_rank=2 policy.lora_config.use_dorra=1 -> unknown key, did you mean 'use_dora'? known: use_dora, use_r
 PPO learner.shard=true placement={"sim,policy":"cpu:0","learner":"cpu:1"} -> try learner.shard=false, or placement=

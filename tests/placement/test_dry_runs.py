@@ -72,7 +72,7 @@ def test_seven_billion_weights_learn_in_shards_on_eight_gpus_and_are_refused_whe
     assert places(plan) == {"sim": ({"cpu"}, 64, 4), "policy": ({"gpu"}, 32, 4), "learner": ({"gpu"}, 32, 4)}
     for cluster, memory in {"1xGPU": "gpu:0: .* of 80 GB", "2xCPU": ""}.items():
         with pytest.raises(
-            ConfigError, match=f"{memory}.*\nthat is more than there is; try .*8xGPU with learner.shard=true"
+            ConfigError, match=f"{memory}.*\nthat is more than the machines have; try .*8xGPU with learner.shard=true"
         ) as caught:
             planned("libero_grpo_openvla_oft", cluster, "learner.shard=false", "cluster.devices=[]")
         assert "learner" in str(caught.value)
@@ -99,7 +99,9 @@ def test_a_published_model_of_full_size_is_refused_where_it_cannot_act():
     assert "policy 16.4" in acting("1xGPU").memory[0]
     assert "policy 15.3" in acting("8xGPU").memory[0]  # a row each
     assert "of 24 GB" in acting("1xL4").memory[0]
-    with pytest.raises(ConfigError, match=r"2 x simulators 4\.7 \+ 2 x policy .* of 32 GB\nthat is more than there is"):
+    with pytest.raises(
+        ConfigError, match=r"2 x simulators 4\.7 \+ 2 x policy .* of 32 GB\nthat is more than the machines have"
+    ):
         acting("4xCPU")
 
 
@@ -112,13 +114,13 @@ def counted_as(monkeypatch):
 def test_what_does_not_fit_is_refused_with_a_recipe_that_does(counted_as):
     counted_as(weights=30e9, training=60e9, activations=20e9)
     oft, whole = "libero_grpo_openvla_oft", "learner.shard=false"
-    with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than there is; try learner\.shard=true$"):
+    with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than the machines have; try learner\.shard=true$"):
         planned(oft, "8xGPU", whole)
     assert planned(oft, "8xGPU", "learner.shard=true")[1].count("learner") == 8
     assert planned(oft, "8xGPU", "learner.shard=true", "algo.kl_coef=0.1")[1].count("learner") == 8
-    with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than there is; try a smaller policy"):
+    with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than the machines have; try a smaller policy"):
         planned("libero_ppo_pi0", "8xGPU")  # no shards of norms in float32
-    with pytest.raises(ConfigError, match=r"gpu:0: .* of 80 GB\n.*held by 8xGPU with learner\.shard=true"):
+    with pytest.raises(ConfigError, match=r"gpu:0: .* of 80 GB\n.*fits on 8xGPU with learner\.shard=true"):
         planned("libero_grpo_openvla_oft", "1xGPU")  # in shards, of which there would be one
     counted_as(weights=10e9, training=20e9, activations=20e9)
     _, plan = planned("libero_grpo_openvla_oft", "8xGPU")

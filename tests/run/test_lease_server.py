@@ -170,7 +170,7 @@ def test_runs_whose_parent_is_gone_stop_and_have_no_device_both(parent, stopped,
     lender.acquire("update")
     assert one.leaving() == {"borrower"} and not lender.granted("update")
     monkeypatch.setattr(lender, "_until", 0.0)
-    with pytest.raises(EmbodiedError, match="another run still has fake:1; end that one, then go on with resume="):
+    with pytest.raises(EmbodiedError, match="another run still has fake:1; end that run, then continue with resume="):
         lender.granted("update")
     one.release("borrower")
     one.acquire("borrower")

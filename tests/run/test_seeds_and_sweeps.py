@@ -252,7 +252,7 @@ def test_a_failed_seed_does_not_end_the_others_and_is_named(children, capsys):
     assert [found.state(member) for member in found.members] == ["finished", "unfinished", "not begun", "finished"]
     assert [member.problem for member in found.members] == ["", "WorkerFailed: sim-0: gone", "the second one", ""]
     told = capsys.readouterr().out
-    assert "2 of 4 runs finished" in told and "go on       python -m embodied.train x" in told
+    assert "2 of 4 runs finished" in told and "continue    python -m embodied.train x" in told
     assert "seed 1: unfinished, WorkerFailed: sim-0: gone" in told and "seed 2: not begun, the second one" in told
 
 
@@ -292,7 +292,7 @@ def test_runs_are_stopped_with_the_command_and_the_rest_does_not_begin(children,
     crew.run(crew.group.members, interruption)
     assert crew.end(crew.group.members, interruption) == 128 + signal.SIGTERM
     told = capsys.readouterr().out
-    assert "seed 3 stopped" in told and "seed 4: not begun" in told and "go on " in told
+    assert "seed 3 stopped" in told and "seed 4: not begun" in told and "continue " in told
     assert not crew.going
 
 

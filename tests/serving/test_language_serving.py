@@ -144,7 +144,7 @@ def test_a_picture_in_the_request_is_answered_to_and_others_are_refused(open_ser
             assert status == 400 and "picture" in found["error"]["message"]
     shown["image_url"]["url"] = url
     status, found = ask(open_server, "/v1/chat/completions", body)
-    assert status == 400 and "reads text alone" in found["error"]["message"]
+    assert status == 400 and "reads only text" in found["error"]["message"]
 
 
 def test_an_answer_ends_before_a_text_to_stop_at_and_its_row_is_free(open_server):

@@ -83,7 +83,7 @@ def test_an_env_with_epochs_keeps_the_contract():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["env.name=sort", "algo.prompts=epochs"], "env.name=sort makes them without end.*num_questions"),
+        (["env.name=sort", "algo.prompts=epochs"], "env.name=sort has an unlimited number.*num_questions"),
         (["env.name=talking_env:NothingToAsk", "algo.prompts=epochs"], "num_questions says that no questions"),
         (["algo.prompts=epochs", "algo.pools=[1,1,1]"], "leave one of them out"),
     ],

@@ -96,7 +96,7 @@ def test_conversations_of_which_nothing_was_sampled_can_stand_in_for_others():
 
 
 def test_a_conversation_that_begins_with_a_sampled_token_is_refused():
-    with pytest.raises(ValueError, match="begins with a token that was sampled"):
+    with pytest.raises(ValueError, match="begins with a sampled token"):
         build()(inputs_of((0, [(True, [5, 6])])))
 
 

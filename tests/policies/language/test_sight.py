@@ -161,8 +161,8 @@ def test_a_written_placeholder_token_shows_nothing(fresh):
 
 
 REFUSED = {
-    "text": (lambda p, t: build(SEES, preset="tiny"), "reads text alone"),
-    "message": (lambda p, t: build().tokenizer.encode(said(ONE), first=True), "reads text alone"),
+    "text": (lambda p, t: build(SEES, preset="tiny"), "reads only text"),
+    "message": (lambda p, t: build().tokenizer.encode(said(ONE), first=True), "reads only text"),
     "placeholder": (lambda p, t: p.tokenizer.encode(said(ONE, text=p.sight.placeholder), first=True), "1 pictures"),
     "gone": (lambda p, t: p.tokenizer.encode(said("nowhere.png"), first=True), "no picture nowhere.png"),
     "damaged": (lambda p, t: p.sight.read("data:image/png;base64,aGFsbG8="), "cannot be read"),
