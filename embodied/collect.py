@@ -213,7 +213,7 @@ def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeRes
     everything = config.collect.keep == "all" or not spec.has_success
     kept = [episode for episode in episodes if not episode.error and (everything or episode.success_once)]
     if not kept:
-        raise EmbodiedError(f"none of {len(episodes)} episodes was a success; collect.keep=all keeps them all the same")
+        raise EmbodiedError(f"none of {len(episodes)} episodes was a success; collect.keep=all keeps failures, too")
     with DatasetWriter(out, fps_of(spec), features_of(spec)) as writer:
         for episode in kept:
             writer.add_buffer(buffers / buffer_name(episode.index))

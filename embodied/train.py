@@ -214,7 +214,7 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
         try:
             loaded = demonstrated(loaded)
         except ConfigError as err:
-            raise ConfigError(f"{err}; or run.start_from=null: the policy then begins with nothing") from None
+            raise ConfigError(f"{err}; or run.start_from=null: the policy then begins with random weights") from None
         program = imitation_of(loaded.config)
     code = follow(loaded, program, opened=folders.append, before=(*before, first.recipe))
     if loaded.dry_run:

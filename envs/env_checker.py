@@ -207,7 +207,7 @@ class Checker:
             return
         ended = played.truncated[row] if policy == "truncate" else played.terminated[row]
         if success[:last].any() or (success[last] and not ended[last]):
-            fail("success", f"row {row} succeeds, but on_success={policy} does not end its episode so")
+            fail("success", f"row {row} succeeds, but on_success={policy} does not end its episode as it should")
 
     def a_chunk_is_its_steps(self, played: Played) -> None:
         """The same episodes in chunks whose borders do not fall on the step limit of the rows ahead."""
@@ -226,7 +226,7 @@ class Checker:
         for row in range(self.num):
             mask = result.mask[row]
             if (mask[1:] & ~mask[:-1]).any():
-                fail("mask", f"row {row} comes back to life inside a chunk: mask {mask.tolist()}")
+                fail("mask", f"row {row} becomes active again inside a chunk: mask {mask.tolist()}")
             if result.rewards[row, ~mask].any() or (result.terminated | result.truncated)[row, ~mask].any():
                 fail("mask", f"row {row} has rewards or ends where its mask is False")
         for name in ("rewards", "terminated", "truncated", "success"):

@@ -31,7 +31,9 @@ class TextImitationLearner(ImitationLearner):
     def open_data(self) -> int:
         """Write down this rank's conversations as tokens; -> how many conversations there are, over all ranks."""
         if not hasattr(self.policy, "tokenizer"):
-            raise ConfigError(f"policy.name={self.policy_config.name} does not speak; try policy.name=language")
+            raise ConfigError(
+                f"policy.name={self.policy_config.name} is not a language model; try policy.name=language"
+            )
         config = self.algo
         given = read_examples(config.data, config.episodes) if config.data else None
         total = config.episodes if given is None else len(given)

@@ -289,7 +289,7 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
     backend = choose_backend(config.cluster.backend, config.cluster.joined, several)
     if several and backend != "ray":
         raise ConfigError(
-            f"cluster.backend={backend} keeps to one machine, and here are several; try cluster.backend=auto"
+            f"cluster.backend={backend} uses one machine, but there are several; try cluster.backend=auto"
         )
     return config.with_values("cluster", backend=backend)
 

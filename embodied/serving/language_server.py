@@ -39,7 +39,7 @@ from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Serv
 
 CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
 REQUESTS = 1024  # at a time, unless max_clients says otherwise
-SPARE = 64  # connections beyond these, for health checks and for requests that are told to come again
+SPARE = 64  # connections beyond these, for health checks and for requests that are told to try again
 IDLE_S = 75.0  # that a connection is kept after an answer
 HEAD_BYTES = 16 << 20  # of a bucket: names, shapes and places of tensors
 OTHERS = 1_000_000  # bytes of a request, beside the tokens of its prompt
@@ -402,7 +402,7 @@ class LanguageServer:
             head, bucket, specs = read_bucket(await long_body_of(request, BUCKET_BYTES + HEAD_BYTES))
             if bucket.number == 0:
                 if self.arriving is not None and self.arriving.is_in_the_way(head["sender"]):
-                    raise BadRequest("another program is sending weights; come again", status=503)
+                    raise BadRequest("another program is sending weights; try again later", status=503)
                 self.arriving = ArrivingWeights(head["sender"], bucket.version, specs, self.size_bytes)
             if self.arriving is None or not self.arriving.add(head["sender"], bucket):
                 raise BadRequest("this is not the next bucket of the weights that are coming; begin again", status=503)

@@ -154,7 +154,7 @@ def read_completion(body: Any) -> Ask:
     prompts = prompts_of(fields["prompt"])
     wanted = whole(fields, "logprobs", None, 0, MOST_LIKELY)
     if fields.get("tools") or fields.get("top_logprobs") is not None:
-        raise BadRequest("tools and top_logprobs are options of /v1/chat/completions; logprobs=5 tells five tokens")
+        raise BadRequest("tools and top_logprobs are options of /v1/chat/completions; logprobs=5 returns five tokens")
     return asked(fields, prompts, chat=False, logprobs=wanted is not None, likeliest=wanted or 0)
 
 

@@ -171,7 +171,7 @@ def solver(task: str) -> Callable[..., Any]:
             return getattr(importlib.import_module(SOLUTIONS), SOLVERS[task])
     except ImportError as err:
         raise ConfigError(
-            f"ManiSkill's motion planner cannot be loaded here: {err}. It needs mplib, which there is for Linux only: "
+            f"ManiSkill's motion planner cannot be loaded here: {err}. It needs mplib, which exists only for Linux: "
             "python -m pip install mplib==0.1.1; or leave out collect.expert=planner"
         ) from None
 
