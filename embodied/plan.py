@@ -161,7 +161,7 @@ def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
     """The recipe, as it was when measured; None where a profile alone is planned."""
     if not any(arg.startswith("recipe=") for arg in rest):
         if named is None or not all(arg.startswith(FOLDER) for arg in rest):
-            raise ConfigError("nothing to plan: name a recipe (recipe=maniskill_ppo) or a profile; see --help")
+            raise ConfigError("nothing to plan: name a recipe (recipe=maniskill_ppo), or a profile; see --help")
         return None
     config = load(rest).config
     kind = env_class(config.env)
