@@ -332,7 +332,7 @@ def test_a_second_ctrl_c_stops_all_runs_at_once_and_they_can_be_resumed(alone, t
     assert share.process.wait(WAIT_S) == 130 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert [run.ended for run in read_shared_runs(tmp_path / "s").runs] == ["stopped"] * 2
     said = (tmp_path / "said.txt").read_text()
-    assert "go on       python -m embodied.share resume=s" in said
+    assert "continue    python -m embodied.share resume=s" in said
     assert "Traceback" not in said and "stopped: ;" not in said
     for hold in holds:
         hold.unlink()

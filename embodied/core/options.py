@@ -5,7 +5,7 @@ Rules between options stand as data beside the options that they refuse, and one
 
     rules = (
         only_with("ratio_cap", {"clip": ("aipo", "tis")}),
-        never_with("pools", {"prompts": "epochs"}, "it asks some prompts again; leave one of them out"),
+        never_with("pools", {"prompts": "epochs"}, "it repeats some prompts; leave one of them out"),
     )
 
 A rule names options: "lr epochs" means both, refused where they differ from their defaults; {"epochs": 1} means this
