@@ -208,10 +208,11 @@ class ServerPool:
             self.done.get_nowait()
 
     async def close(self) -> None:
+        calls = {call for server in self.servers for call in server.calls.values()}
         self.forget()
         for keeper in self.keepers:
             keeper.cancel()
-        await asyncio.gather(*self.keepers, return_exceptions=True)
+        await asyncio.gather(*self.keepers, *calls, return_exceptions=True)
         await asyncio.gather(*(server.remote.close() for server in self.servers))
 
     # A server joins and leaves
