@@ -11,6 +11,8 @@ from pages import Page, apart, runner
 from tiny_language import publish
 from verifiers_stand_in import stand_in
 
+from embodied.reporting.timeline import read_trace
+
 ONE_HOST = """placement='{"sim,policy": "cpu:0", learner: "cpu:0"}'"""
 INLINE = f"cluster.backend=inline {ONE_HOST}"
 SHORT = {  # what makes a command short, unless its step says otherwise
@@ -41,6 +43,9 @@ SEEDS = "seeds=0-1 run.iterations=2 eval.episodes=4 env.num_envs=4 algo.minibatc
 WORDS = f"{GROUPS} eval.episodes=4"
 IMITATE = "sft.episodes=64 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
 STATES = "env.max_episode_steps=20 algo.rollout_decisions=2 algo.minibatch_size=16"
+OFT = re.search(
+    r"`libero_grpo_openvla_oft` \| (.*) on cores \| (.*) GPUs \| (.*) \| (.*) \|", Page("placement_reference.md").text
+)
 PAGES = {
     "README.md": [
         Step("train recipe=pointmass_ppo$", ("finished after", "processes local"), "cluster.backend=local"),
@@ -136,10 +141,24 @@ PAGES = {
             slow=True,
             swap=('"rounds=7"', f'"rounds=1", *{FEW.split()}'),
         ),
-        Step("train .*cluster.memory_gb", re.compile("offload|in turns"), "cluster.backend=local", slow=True),
+        Step(
+            "train .*cluster.memory_gb",
+            "finished after",
+            "placement='{sim: cpu:0, policy: cpu:1, learner: cpu:1}' run.iterations=2 cluster.backend=local",
+            slow=True,
+        ),
     ],
     "placement_reference.md": [
-        Step("train recipe=libero_grpo_openvla_oft", "8 x policy + learner on gpu:0-7", slow=True),
+        Step(
+            "train recipe=libero_grpo_openvla_oft",
+            (
+                f"{OFT[1]} x sim on cores",
+                f"{OFT[2]} x policy + learner on gpu:0-7",
+                *OFT[3].split(", "),
+                f"= {OFT[4]} of",
+            ),
+            slow=True,
+        ),
     ],
     "text_envs.md": [
         Step("check env.name=my_envs", ("contract kept", "held out 200 prompts")),
@@ -278,6 +297,14 @@ def test_a_page_is_followed(name, all_steps, begun, tmp_path_factory, monkeypatc
             for command in commands:
                 follow(step, command, folder, here)
             done.append(step)
+    if name == "placement.md" and all_steps:
+        swapped = [
+            {(span.worker, span.name) for span in read_trace(path)}
+            for path in folder.glob("runs/pointmass_ppo-2*/trace.json")
+        ]
+        assert any(
+            {("learner-0", "offload"), ("learner-0", "onload"), ("driver", "switch")} <= spans for spans in swapped
+        )
     if name == "reasoning.md" and not all_steps:
         table = re.search(r"^\| look at \|.*?\n\n", page.text, re.M | re.S)[0]
         kinds = ("faults/", "engine/", "groups/", "reward/", "critic/", "train/", "return", "success_once")
