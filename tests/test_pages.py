@@ -188,7 +188,7 @@ PAGES = {
             (
                 "32 x sim on cores",
                 "8 x policy + learner on gpu:0-7",
-                "in turns (rollout: vLLM 51.1; update: learner 32",
+                "in turns (rollout: vLLM 51.1; update: learner 33",
             ),
         ),
         Step("train recipe=smol_grpo", "tokens an answer", f"{WORDS} policy.train_layers=1 algo.filter=none"),

@@ -131,6 +131,7 @@ class ServerPool:
         self.wanted = ""  # name of the current weights
         self.named, self.joined = asyncio.Event(), asyncio.Event()
         self.keepers: list[asyncio.Task] = []
+        self.asking: set[asyncio.Task] = set()  # calls that have not ended, also those whose answers nobody wants
         self.totals = dict.fromkeys(COUNTED, 0)
 
     @property
@@ -208,11 +209,11 @@ class ServerPool:
             self.done.get_nowait()
 
     async def close(self) -> None:
-        calls = {call for server in self.servers for call in server.calls.values()}
         self.forget()
-        for keeper in self.keepers:
-            keeper.cancel()
-        await asyncio.gather(*self.keepers, *calls, return_exceptions=True)
+        tasks = [*self.keepers, *self.asking]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(server.remote.close() for server in self.servers))
 
     # A server joins and leaves
@@ -385,7 +386,9 @@ class ServerPool:
             server, size = by_name[name], MOST_TOGETHER if by_name[name].remote.ours else 1
             for first in range(0, len(requests), size):
                 some = {int(one.key): one.request for one in requests[first : first + size]}  # type: ignore[call-overload]
-                server.calls |= dict.fromkeys(some, asyncio.create_task(self.ask(server, some)))
+                self.asking.add(call := asyncio.create_task(self.ask(server, some)))
+                call.add_done_callback(self.asking.discard)
+                server.calls |= dict.fromkeys(some, call)
 
     async def ask(self, server: PooledServer, requests: dict[int, PooledRequest]) -> None:
         """Have a server answer these, by one call."""

@@ -220,7 +220,7 @@ DAMAGES = {
     "a length of 0": (line(EPISODES, 1, length=0), "has 0 frames from 0 to 0"),
     "another length": (
         lambda path: [line(EPISODES, 0, length=7)(path), info(total_frames=23)(path)],
-        "rows 0 to 7 are not",
+        "rows 0 to 7 do not match",
     ),
     "tasks gone": (gone(TASKS), "tasks.jsonl cannot be read: No such file"),
     "a task twice": (line(TASKS, 1, task_index=0), "tasks.jsonl: line 2 gives no text"),

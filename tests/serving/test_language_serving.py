@@ -208,7 +208,7 @@ def test_a_stream_is_the_answer_in_parts(open_server):
         ({"prompt": "a", "top_k": 2.5}, 400, "top_k should be a whole number"),
         ({"prompt": "a", "min_p": 0.9}, 400, "min_p=0.9 is not supported"),
         ({"prompt": "a", "logprobs": 21}, 400, "logprobs should be a whole number from 0 to 20"),
-        ({"prompt": "a", "top_logprobs": 2}, 400, "options of /v1/chat/completions; logprobs=5 tells five"),
+        ({"prompt": "a", "top_logprobs": 2}, 400, "options of /v1/chat/completions; logprobs=5 returns five"),
         ({"prompt": "a", "stream": True, "echo": True}, 400, "come with a whole answer; leave out stream"),
         ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "drawn from all tokens, so that their log"),
         ({"prompt": "a", "tool_choice": "required"}, 400, "so no call can be forced"),

@@ -1,5 +1,6 @@
 """A server as the engine: its tokens are those of our own engine, and what fails on the way is asked again or said."""
 
+import asyncio
 import contextlib
 import json
 import time
@@ -338,6 +339,24 @@ def test_of_many_requests_in_one_call_what_failed_is_asked_again_alone(policy):
         assert sorted(found) == [10, 11, 12, 13] and counts_of(engine) == (2, 0)
         assert asked[0] == [[10], [11], [12], [13]]
         assert sorted(prompt for call in asked[1:] for prompt in call) == [[11], [13]]
+
+
+def test_an_engine_closes_while_a_server_leaves_its_response_open(policy):
+    async def lines(body):
+        for number, one in enumerate(body["requests"]):
+            yield json.dumps({"number": number, "status": 200, "body": answer_of(one)}).encode() + b"\n"
+        await asyncio.Event().wait()
+
+    def reply(request, body):
+        if request.path == "/v1/models":
+            return {"data": [{"id": "m", "owned_by": "embodied"}]}
+        return {"weight_version": engine.name} if request.path == "/weight_info" else web.Response(body=lines(body))
+
+    with scripted(reply) as url:
+        with engine_at(url, policy, None, gap_limit=None) as engine:
+            engine.load(policy.state_dict(), 1)
+            assert len(answers(engine, [Request(n, [n], 3, n) for n in range(10, 14)])) == 4
+        assert not asyncio.all_tasks(engine.loop)
 
 
 @pytest.mark.parametrize(
