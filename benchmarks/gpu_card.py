@@ -332,7 +332,7 @@ def bandwidth(device: str, asked: argparse.Namespace) -> float:
 
 
 def lora(asked: argparse.Namespace) -> Figures:
-    """One LoRA step of it: memory beside the plan's, and MFU, the share of what the GPU can compute."""
+    """One LoRA step of the model: its memory beside the planned memory, and MFU, the used share of the GPU's speed."""
     import numpy as np
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -43,7 +43,7 @@ from embodied.reporting.share_record import PREDICTED, record_of
 from embodied.run import launch
 from embodied.run.devices import machines
 from embodied.run.ending import Interruption
-from embodied.run.run_group import OVER, held
+from embodied.run.run_group import OVER, lock_runs
 from embodied.run.share_plan import describe_prediction, predict
 from embodied.run.shared_runs import (
     SharedProcesses,
@@ -204,7 +204,7 @@ def write_prediction(shared: SharedRuns) -> None:
 
 def run_all(shared: SharedRuns) -> int:
     """Start all unfinished runs, serve them until they end, and say how each ended."""
-    with held(shared.folder, RECORD), Interruption() as interruption:
+    with lock_runs(shared.folder, RECORD), Interruption() as interruption:
         processes = SharedProcesses(shared)
         try:
             for run in [run for run in shared.runs if run.ended not in OVER]:

@@ -190,13 +190,13 @@ class Share:
         if not name:
             return self.process.pid
 
-        def found():
+        def find_pid():
             info = read_json(folder_of(self.folder, f"s-{name}") / "run.json")
             assert info["state"] != "finished", (self.folder / "said.txt").read_text()
             pid = info["processes"].get(worker)  # that of a killed driver stays until the run goes on
             return pid if Path(f"/proc/{pid}").exists() else None
 
-        return self.until(found)
+        return self.until(find_pid)
 
     def lend(self, owner, hold, least=0.02):
         """Keep the owner in its next update until one of its devices is lent; then it wants that one back."""

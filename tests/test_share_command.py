@@ -7,7 +7,7 @@ from embodied.config.recipe import load_recipe
 from embodied.core.errors import ConfigError
 from embodied.placement import Topology, make_plan
 from embodied.placement.topology import Node
-from embodied.run.run_group import held
+from embodied.run.run_group import lock_runs
 from embodied.run.shared_runs import MemorySum, SharedRun, SharedRuns, check_memory, own_devices, read_shared_runs
 from embodied.runtime.run_turns import RECORD
 from embodied.share import read_order
@@ -85,7 +85,7 @@ def test_the_folder_reads_back_as_it_was_written(tmp_path):
 def test_two_commands_do_not_go_on_with_the_same_runs(tmp_path, capsys):
     shared = SharedRuns(tmp_path, ("cpu:0",), "lend", [SharedRun("a", ("recipe=pointmass_ppo",), ("cpu:0",))], "s")
     shared.write()
-    with held(tmp_path, RECORD):
+    with lock_runs(tmp_path, RECORD):
         assert share.main([f"resume={tmp_path}"]) == 1
     assert "another process continues these runs; stop it first" in capsys.readouterr().err
     assert read_shared_runs(tmp_path) == shared

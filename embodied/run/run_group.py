@@ -166,7 +166,7 @@ def joined(found: RunGroup, wanted: RunGroup) -> RunGroup:
 
 
 @contextmanager
-def held(folder: Path, file: str = LOG) -> Iterator[None]:
+def lock_runs(folder: Path, file: str = LOG) -> Iterator[None]:
     """Keeps other commands from going on with the runs that this folder names; `file` in it is locked meanwhile."""
     (folder / file).parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)

@@ -30,7 +30,16 @@ from embodied.run.first_run import first_run
 from embodied.run.launch import program_of
 from embodied.run.lease_server import RecordedLeases, SharedPlaces
 from embodied.run.memory_check import PROCESS_BYTES, needs
-from embodied.run.run_group import GOING_ON, OVER, Member, RunGroup, describe_setting, find_group, held, recipe_mark
+from embodied.run.run_group import (
+    GOING_ON,
+    OVER,
+    Member,
+    RunGroup,
+    describe_setting,
+    find_group,
+    lock_runs,
+    recipe_mark,
+)
 from embodied.run.shared_runs import devices_of, own_devices, placement_for, reserve
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
@@ -334,7 +343,7 @@ def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | N
         print(f"\nthe first of them:\n{launch.describe(config, plan)}")
         return 0, None
     group.folder.mkdir(parents=True, exist_ok=True)
-    with held(group.folder), Interruption() as interruption:
+    with lock_runs(group.folder), Interruption() as interruption:
         group.write()
         places = [([], "")] * at_once if sharing else shares(machines(first.config), at_once)
         children = Children(group, order.words, first.config.run.dir, places)

@@ -18,7 +18,7 @@ from embodied.placement.topology import Gpu, Node
 from embodied.run import run_group
 from embodied.run.children import BEGIN, Children, slug
 from embodied.run.ending import Interruption
-from embodied.run.run_group import Member, RunGroup, find_group, held, read_group
+from embodied.run.run_group import Member, RunGroup, find_group, lock_runs, read_group
 from embodied.run.seeds_and_sweeps import load_all, members_of, parts_of, read_order, read_seeds, runs_at_once, shares
 
 # A run without training: seed 1 fails, seed 2 fails before it has a folder, seed 3 waits until it is told to stop.
@@ -219,8 +219,8 @@ def test_a_recipe_that_has_changed_is_not_mixed_with_what_it_was(tmp_path):
 
 def test_two_commands_do_not_go_on_with_one_group(tmp_path):
     found = replace(wanted("seeds=0"), folder=tmp_path)
-    with held(found.folder), pytest.raises(EmbodiedError, match="another process continues"), held(found.folder):
-        pass
+    with lock_runs(found.folder), pytest.raises(EmbodiedError, match="another process continues"):
+        lock_runs(found.folder).__enter__()
 
 
 def test_a_run_that_had_nothing_to_learn_is_over_and_one_that_was_stopped_is_not(tmp_path):
