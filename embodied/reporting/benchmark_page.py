@@ -56,7 +56,7 @@ def row_of(result: Any, mode: str) -> dict[str, float | None]:
 
 
 def unit(result: Any) -> tuple[str, int]:
-    """The kind of device that throughput is divided by and their number: GPUs if they were used, else cores."""
+    """The kind and number of devices by which throughput is divided: GPUs if any were used, else cores."""
     gpus = sum(count for kind, count in result.devices.items() if kind.startswith("gpu"))
     return ("GPU", gpus) if gpus else ("core", result.devices["cpu"])
 
@@ -91,7 +91,7 @@ def describe(result: Any) -> list[str]:
 
 
 def layout_of(result: Any, mode: str) -> str:
-    """What runs where, and the share of the time in which the workers of each role did not wait."""
+    """The roles on each device, and the share of time in which each role's workers were busy."""
     rounds = result.rounds[mode]
     shares = {role: median(r.busy[role] for r in rounds) for role in rounds[0].busy}
     busy = ", ".join(f"{role} {share:.0%}" for role, share in shares.items())
@@ -117,8 +117,8 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: Any) -> list[str]:
-    """Says which modes are predicted equal, whether the order of the others is the predicted one, what placement=auto
-    would take, against the fastest measured, and what other schedules gain over it."""
+    """Says which modes are predicted equal, whether the measured order is the predicted one, which mode placement=auto
+    takes and how it compares with the fastest, and what other schedules gain."""
     measured = list(rows_of(result))
     expected = [mode for mode in result.expected if mode in result.rounds]
     others = [mode for mode in expected if result.expected[mode].get("schedule", "sync") != "sync"]
@@ -150,13 +150,13 @@ def in_predicted_order(measured: Sequence[str], seconds: dict[str, float]) -> bo
 
 
 def standing(result: Any, one: str, fastest_other: str) -> str:
-    """Compares this mode with the fastest other one; without a winner where the intervals overlap."""
+    """Compares this mode with the fastest other mode; no winner is named if the intervals overlap."""
     low, _, high = paired_ratio(result.rounds[one], result.rounds[fastest_other])
     return ", the fastest here" if low > 1 else ", not the fastest here" if high < 1 else ", not apart from the fastest"
 
 
 def against(result: Any, one: str, other: str) -> str:
-    """Says how many times as fast one is as another, with the interval."""
+    """The speed-up of one mode over another, with its interval, in words."""
     low, middle, high = paired_ratio(result.rounds[one], result.rounds[other])
     known = f"95% interval {low:.2f} to {high:.2f}, {num_rounds(result)} paired rounds"
     several = num_rounds(result) > 1
@@ -164,8 +164,8 @@ def against(result: Any, one: str, other: str) -> str:
 
 
 def paired_ratio(ours: Sequence[Any], others: Sequence[Any]) -> tuple[float, float, float]:
-    """Throughput of one mode over another's, as the table has them: the ratio of the medians, within its 95% bootstrap
-    interval over paired rounds; of one round it has no bounds."""
+    """The ratio of two modes' median throughputs, as in the table, with its 95% bootstrap interval over paired rounds.
+    A single round has no interval."""
     mine, theirs = (np.array([r.env_steps / r.seconds for r in rounds]) for rounds in (ours, others))
     middle = float(np.median(mine) / np.median(theirs))
     if len(mine) == 1:
@@ -258,7 +258,7 @@ def warnings(results: Sequence[Any], about: dict[str, Any]) -> list[str]:
 
 
 def timeline(mode: str, path: Path) -> list[Block]:
-    """One iteration of a mode, piece by piece, and what left a device or came back in it."""
+    """The timeline of one iteration of a mode, and its memory moves."""
     spans, note = pieces_of(path)
     if not spans:
         return note

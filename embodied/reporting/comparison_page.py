@@ -1,5 +1,5 @@
-"""comparison.html of several runs, or of settings with several seeds each: figures side by side, curves over each
-other, differences on the same episodes (of single runs), what differs in their recipes, and where they come from."""
+"""comparison.html of several runs, or of settings with several seeds each: figures, learning curves, paired differences
+on the same episodes (of single runs), differences between recipes, and provenance."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from embodied.reporting.transcripts import transcript_lines
 from embodied.reporting.transcripts_page import Conversations, can_be_shown, conversations
 from embodied.run.run_group import RunGroup
 
-MOST_PROMPTS = 20  # whose answers are shown side by side
+MOST_PROMPTS = 20  # prompts whose answers are compared
 
-# Keys of a protocol that decide how an episode is played
+# Keys of a protocol that decide an episode's conditions
 SAME = ("env", "eval", "name", "backend", "max_episode_steps")
 IRRELEVANT = {"env.num_envs", "eval.num_envs", "eval.videos"}  # keys that change no episode
 
 
 def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | None = None) -> Block:
-    """The page; links are relative to the folder `beside`. `group`: what all of these are."""
+    """The page; links are relative to the folder `beside`. `group`: the group of all these runs, if they are one."""
     sets = with_names(found)
     colors = {one.label: place for place, one in enumerate(sets)}
     runs = [run for one in sets for run in one.runs]
@@ -78,7 +78,7 @@ def comparison(found: Sequence[Run | SeedSet], beside: Path, group: RunGroup | N
 
 
 def with_names(found: Sequence[Run | SeedSet]) -> list[SeedSet]:
-    """All as sets of seeds, with labels that tell them apart."""
+    """All entries as sets of seeds, with distinct labels."""
     names = iter(labels([one for one in found if isinstance(one, Run)]))
     sets = [alone(one, next(names)) if isinstance(one, Run) else one for one in found]
     same = {one.label for one in sets if [other.label for other in sets].count(one.label) > 1}
@@ -86,7 +86,7 @@ def with_names(found: Sequence[Run | SeedSet]) -> list[SeedSet]:
 
 
 def same_episodes(entries: list[ComparedRun], beside: Path) -> list[Block | None]:
-    """The parts of a page that compare single runs episode by episode."""
+    """The sections that compare single runs episode by episode."""
     note = DIFFERENCES_NOTE + PROMPTS_NOTE * any(entry.run.last and entry.run.last.of_text for entry in entries)
     return [
         section("On the same episodes", *differences(entries), note=note),
@@ -164,13 +164,13 @@ def difference_cells(paired: dict[str, Any]) -> dict[str, object]:
 
 
 def other_prompts(first: Evaluation, second: Evaluation) -> set[Prompt]:
-    """The prompts of the same number that do not read alike, as the transcripts of both have them."""
+    """The numbers of prompts whose texts differ between both transcripts."""
     ours, theirs = (prompts_read(one) for one in (first, second))
     return {prompt for prompt in ours.keys() & theirs.keys() if ours[prompt] != theirs[prompt]}
 
 
 def prompts_read(evaluation: Evaluation) -> dict[Prompt, str]:
-    """The text of each prompt, where there are transcripts."""
+    """The text of each prompt, from the transcripts."""
     prompts = {episode.index: prompt_of(episode) for episode in evaluation.episodes} if evaluation.of_text else {}
     written = ((index, json.loads(line)) for index, line in transcript_lines(evaluation.folder, prompts))
     return {prompts[index]: json.dumps(one["turns"][0]["said"]) for index, one in written if can_be_shown(one)}
@@ -217,7 +217,7 @@ def percentage_points(value: float) -> str:
 
 
 def other_conditions(first: Run, second: Run) -> list[str]:
-    """The keys in which the protocols of two runs differ, except those that change no episode."""
+    """The keys that differ between two runs' protocols and affect episodes."""
     protocols = [run.last.results.get("protocol", {}) for run in (first, second)]
     ours, theirs = (flat_dict({key: protocol[key] for key in SAME if key in protocol}) for protocol in protocols)
     return sorted(key for key in {*ours, *theirs} - IRRELEVANT if ours.get(key) != theirs.get(key))
@@ -244,7 +244,8 @@ def videos_of_same_episodes(entries: list[ComparedRun], beside: Path) -> list[Bl
 
 
 def what_differs(sets: list[SeedSet]) -> Block:
-    """A table of the recipe's keys and the facts of provenance in which the runs differ; of seeds all values."""
+    """A table of the recipe's keys and the facts of provenance that differ between runs, with all values of a set of
+    seeds."""
     facts = [settings_of(one) for one in sets]
     own = {"seed", "run.name"} if any(len(one.runs) > 1 for one in sets) else set()
     rows = [

@@ -1,4 +1,4 @@
-"""One evaluation: its table by task, how its episodes differ, and videos or transcripts of some of them."""
+"""One evaluation: rates by task, histograms of its episodes, and videos or transcripts of some episodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcome(episode: EpisodeResult) -> str:
 
 
 def per_task_table(evaluation: Evaluation) -> Block:
-    """A row per task, one per suite, and one for all where there are several."""
+    """A row per task, per suite, and for all tasks if there are several."""
     rows = evaluation.results["per_task"] | evaluation.results.get("per_suite", {})
     if len(rows) > 1:
         rows["all"] = evaluation.results["overall"]
@@ -40,7 +40,7 @@ def per_task_table(evaluation: Evaluation) -> Block:
 
 
 def evaluations_table(run: Run) -> Block:
-    """A row per evaluation of a run, after one of the policy that it started from."""
+    """A row per evaluation of a run. The first row is the policy that the run started from."""
     rows = [(each.name, evaluation_cells(run, each)) for each in run.evaluations]
     if start := start_of(run):
         cells = {**evaluation_cells(run, start), "env steps": "-"}
@@ -50,7 +50,7 @@ def evaluations_table(run: Run) -> Block:
 
 
 def evaluation_cells(run: Run, evaluation: Evaluation) -> dict[str, object]:
-    """A table's cells by column: the policy that was evaluated, how its answers were sampled, and its figures."""
+    """A table's cells by column: the evaluated policy, the sampling of its answers, and its figures."""
     steps = run.env_steps(evaluation.version)
     of_text = {"version": evaluation.version, "sampling": sampling(evaluation.results) or "-"}
     cells = (of_text if evaluation.of_text else {}) | ({"env steps": f"{steps:,}"} if steps is not None else {})
@@ -58,7 +58,7 @@ def evaluation_cells(run: Run, evaluation: Evaluation) -> dict[str, object]:
 
 
 def figure_cells(figures: dict[str, Any]) -> dict[str, object]:
-    """A table's cells by column: the figures that an evaluation has, of a language policy also rates over prompts."""
+    """A table's cells by column: an evaluation's figures; a language policy also has rates over prompts."""
     answers = figures.get("text")
     if not answers:
         show = {**dict.fromkeys(MEASURES, rate_cell), "return": short, "length": short}
@@ -79,7 +79,7 @@ def rate_cell(rate: dict[str, Any]) -> Block:
 
 
 def describe_rate(rate: dict[str, Any]) -> list[str]:
-    """["88.5%", "[83.3%, 92.2%]", "177/200"]; of a mean over prompts, which counts nothing, the first two."""
+    """["88.5%", "[83.3%, 92.2%]", "177/200"]; a mean over prompts has no count."""
     low, high = map(percent, rate["interval"])
     counts = [f"{rate['count']}/{rate['of']}"] if "count" in rate else []
     return [percent(rate["rate"]), f"[{low}, {high}]", *counts]
@@ -98,7 +98,7 @@ def histograms(evaluation: Evaluation) -> list[Block | None]:
 
 
 def conversation_blocks(evaluation: Evaluation, beside: Path) -> list[Block]:
-    """The first conversations of each outcome, failures first; as many as eval.videos says are unfolded."""
+    """The first conversations of each outcome, failures first; eval.videos of them are unfolded."""
     groups = gather((outcome(episode), episode) for episode in evaluation.episodes)
     chosen = [episode for kind in OUTCOMES for episode in groups.get(kind, [])[:MOST_CONVERSATIONS]]
     written = transcripts_of(evaluation, [episode.index for episode in chosen])
@@ -118,7 +118,7 @@ def conversation_blocks(evaluation: Evaluation, beside: Path) -> list[Block]:
 
 
 def transcripts_of(evaluation: Evaluation, wanted: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """The transcripts of these episodes that can be shown."""
+    """These episodes' transcripts, except damaged ones."""
     found = read_transcripts(evaluation.folder, set(wanted))
     return {index: written for index, written in found.items() if can_be_shown(written)}
 

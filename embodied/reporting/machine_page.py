@@ -1,4 +1,4 @@
-"""Where a run's time went, what ran on which devices, and the provenance of the result."""
+"""The use of a run's time, the processes on each device, and the provenance of the result."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def time_spent(run: Run) -> list[Block | None]:
 
 
 def timeline_charts(run: Run) -> list[Block | None]:
-    """Every worker's activities, from trace.json: shares of the time, and piece by piece the last iterations in it.
-    Adds to the run's problems if that cannot be read."""
+    """Every worker's activities, from trace.json: shares of the time, and a timeline of its last iterations. An
+    unreadable trace is added to the run's problems."""
     path = run.folder / TRACE
     spans: list[TimedSpan] = []
     note: list[Block] = []
@@ -62,7 +62,7 @@ def timeline_charts(run: Run) -> list[Block | None]:
 
 
 def pieces_of(path: Path, problems: list[str] | None = None) -> tuple[list[TimedSpan], list[Block]]:
-    """Every moment of a trace once, or a note instead where it is too large."""
+    """A trace's innermost spans; for a too large trace a note instead."""
     if path.stat().st_size > MOST_TRACE_BYTES:
         return [], [text(f"{path.name} is too large to be drawn here; open it in a trace viewer.")]
     return innermost(read_trace(path, problems)), []
@@ -84,7 +84,7 @@ def time_shares(spans: list[TimedSpan]) -> Block:
 
 
 def worker_rows(spans: list[TimedSpan], title: str) -> Block:
-    """A row per worker: what it did when."""
+    """A row per worker: its activities over time."""
     high = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     rows = [Row(worker, pieces, host) for worker, host, pieces in worker_pieces(spans)]
     return rows_chart(title, [Rows("", rows, high)], "seconds")
@@ -104,7 +104,7 @@ def worker_pieces(spans: list[TimedSpan]) -> list[tuple[str, str, dict[str, list
 
 
 def is_move(name: str) -> bool:
-    """True if a span is memory that leaves a device or comes back."""
+    """True if a span is an offload or onload of memory."""
     return name.startswith(("offload ", "onload "))
 
 

@@ -1,4 +1,4 @@
-"""Report pages: what a page shows as plain JSON, and the HTML file in which a browser draws it.
+"""Report pages: their contents as plain JSON, and the HTML file in which a browser draws them.
 
 Python gathers tables, series and words. `assets/report.js` draws them, so that axes, colours and legends have one home.
 A page has sections, and a section has blocks. The "kind" of a block names the function of the script that draws it.
@@ -33,11 +33,11 @@ from embodied import assets
 from embodied.core.files import replace_text
 
 ASSETS = Path(assets.__file__).resolve().parent
-DATA = ".data.json"  # of the file beside the page, after its name
+DATA = ".data.json"  # suffix of the file beside the page
 COLORS = 8  # distinct line colours; further lines repeat them, dashed
-MOST_POINTS = 240  # of a line; neighbours beyond that become their mean, with a band from lowest to highest
+MOST_POINTS = 240  # of a line; of more points, neighbours are averaged, with a band from lowest to highest
 MOST_PIECES, BINS = 200, 1000  # pieces of one name in a row; beyond that the axis is divided into bins
-RATE = {"unit": "share", "limits": (0.0, 1.0)}  # of a chart of rates: percent, the whole axis
+RATE = {"unit": "share", "limits": (0.0, 1.0)}  # options of a chart of rates: percent from 0 to 100
 
 Block = dict[str, Any]
 
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows on an axis from 0 to `high`, with a line across them at `end`; `columns` name the units of the axis."""
+    """Rows on an axis from 0 to `high`, with a vertical line at `end`; `columns` name the units of the axis."""
 
     title: str
     rows: Sequence[Row]
@@ -110,7 +110,7 @@ def cell(words: object, more: str = "", **how: object) -> Block:
 
 
 def named_table(head: str, rows: Sequence[tuple[object, Mapping[str, object]]], numeric: bool = True) -> Block:
-    """A table of rows that need not have the same columns."""
+    """A table of rows that may have different columns."""
     names = list(dict.fromkeys(name for _, row in rows for name in row))
     return table([head, *names], [[key, *[row.get(name, "-") for name in names]] for key, row in rows], numeric)
 
@@ -193,8 +193,8 @@ def thinned(curve: Series) -> Series:
 
 
 def merge_pieces(bars: Mapping[str, Sequence[tuple[float, float]]], high: float) -> dict[str, Sequence]:
-    """A row's bars with few pieces each: each bin of the axis shows the activity that filled most of it, or none.
-    Activities of few pieces stay whole and come last, on top."""
+    """A row's pieces, reduced: each bin of the axis shows the activity that fills most of it, or none. Activities of
+    few pieces stay as they are and are drawn last, on top."""
     many = [name for name, pieces in bars.items() if len(pieces) > MOST_PIECES]
     few = {name: pieces for name, pieces in bars.items() if name not in many}
     edges = np.linspace(0.0, high, BINS + 1)
@@ -208,7 +208,7 @@ def merge_pieces(bars: Mapping[str, Sequence[tuple[float, float]]], high: float)
 
 
 def busy_time(pieces: Sequence[tuple[float, float]], edges: np.ndarray) -> np.ndarray:
-    """How long the pieces last within each bin."""
+    """The seconds of the pieces within each bin."""
     spans = np.array(sorted(pieces))
     lengths = spans[:, 1] - spans[:, 0]
     after = np.cumsum(lengths)
@@ -243,7 +243,7 @@ def relative(path: Path, beside: Path) -> str:
 
 
 def write_page(out: Path, shown: Block, live_s: float = 0) -> None:
-    """Write the page, and its data beside it. A browser reloads a page with `live_s` that often."""
+    """Write the page, and its data beside it. A browser reloads the page every `live_s` seconds."""
     encoded = json.dumps(shown, default=str)  # browsers read no NaN, and drawings need no more than seven digits
     shown = json.loads(encoded, parse_constant=lambda _: None, parse_float=lambda number: float(f"{float(number):.7g}"))
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """An interrupted evaluation on disk, so that continuing it plays only the missing episodes.
 
-Its folder holds `partial.json` (what was asked for, how many episodes are over) and the finished episodes in
-`episodes.csv`, both rewritten as it goes on, buffers from which a dataset can be written, and no `results.json`. A part
-of the list gets no rates: episodes that succeed end early, so there are too many of them among the finished ones.
+Its folder holds `partial.json` (the evaluation's options and its number of finished episodes), the finished episodes in
+`episodes.csv`, buffers for a dataset, and no `results.json`. Both files are rewritten as episodes end. A partial
+evaluation gets no rates: successful episodes end early, so they are over-represented among the finished ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from embodied.run.run_folder import provenance
 PARTIAL = "partial.json"
 BUFFERS = "episode_buffers"  # the folder of the dataset's episodes
 TELL_EVERY_S = 15.0
-EVERY_S = 1.0  # at least, between two writes while episodes end
-SHARE = 1 / 50  # of the time, at most, that writing takes
+EVERY_S = 1.0  # minimum time between two writes
+SHARE = 1 / 50  # largest share of the time spent on writing
 
 
 class PartialEvaluation:
@@ -42,8 +42,8 @@ class PartialEvaluation:
         clock: Callable[[], float] = time.monotonic,
         notify: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """`asked` is everything that decides the outcome of an episode: earlier sessions with the same `asked` count.
-        `policy` is the entry in results.json. `notify` gets lines on its progress."""
+        """`asked`: everything that decides an episode's outcome. Episodes of earlier sessions with the same `asked` are
+        kept. `policy` is the entry in results.json. `notify` gets lines on its progress."""
         self.folder, self.asked, self.policy, self.clock = folder, asked, policy, clock
         self.num_episodes = asked["eval"]["episodes"]
         self.finished: dict[int, EpisodeResult] = {}
@@ -56,10 +56,10 @@ class PartialEvaluation:
             remove_transcripts(folder)
         self.session = provenance()
         self.notify, self.began = notify, len(self.finished)
-        self.began_s = self.ended_s = clock()  # `ended_s`: when an episode ended last
+        self.began_s = self.ended_s = clock()  # `ended_s`: the time of the last end of an episode
         self.told, self.told_s = self.began, self.began_s  # episodes that were over at the last line, and when it came
-        self.wait_s = TELL_EVERY_S  # until the next line, if no episode ends
-        for rest in folder.glob("videos/.recording-*"):  # by workers that were killed
+        self.wait_s = TELL_EVERY_S  # seconds until the next line, if no episode ends
+        for rest in folder.glob("videos/.recording-*"):  # drafts of killed workers
             rest.unlink()
         (folder / RESULTS).unlink(missing_ok=True)  # of the same version, evaluated before the run was resumed
         self.write()
@@ -68,7 +68,7 @@ class PartialEvaluation:
         return f"{len(self.finished)} of {self.num_episodes} episodes"
 
     def add(self, episodes: Iterable[EpisodeResult]) -> None:
-        """Add finished episodes; they are written when it is time to."""
+        """Add finished episodes; they are written if the last write is long enough ago."""
         before = len(self.finished)
         self.finished |= {one.index: one for one in episodes}
         if len(self.finished) > before:
@@ -78,13 +78,13 @@ class PartialEvaluation:
         new = len(self.finished) > self.told
         quiet_s = self.clock() - self.told_s
         if quiet_s >= (TELL_EVERY_S if new else self.wait_s) and len(self.finished) < self.num_episodes:
-            # A line that says nothing new comes half as often each time.
+            # Without news the time between two lines doubles.
             self.wait_s = TELL_EVERY_S if new else 2 * self.wait_s
             self.told, self.told_s = len(self.finished), self.clock()
             self.notify(self.progress())
 
     def progress(self) -> str:
-        """Episodes that are over, their outcomes, the speed, and how long the rest takes at it."""
+        """The number of finished episodes, their outcomes, the speed, and the remaining time at this speed."""
         over, found = len(self.finished), figures(list(self.finished.values()))
         parts = [f"{over:,} of {self.num_episodes:,} episodes are over"]
         if found["success_once"]:
@@ -129,13 +129,13 @@ def unmark(folder: Path) -> None:
 
 
 def is_part_of(folder: Path, asked: dict[str, Any]) -> dict[str, Any] | None:
-    """The content of partial.json, if the folder holds a part of the evaluation `asked`."""
+    """The content of partial.json, if it belongs to the evaluation `asked`."""
     partial = partial_in(folder)
     return partial if partial and partial.get("asked") == json.loads(json.dumps(asked)) else None
 
 
 def partial_in(folder: Path) -> dict[str, Any] | None:
-    """The content of an interrupted evaluation's partial.json; None where there is none."""
+    """The content of an interrupted evaluation's partial.json; None without one."""
     with suppress(CheckpointError):
         if not (folder / RESULTS).is_file():
             return read_json(folder / PARTIAL)

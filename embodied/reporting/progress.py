@@ -1,8 +1,8 @@
 """A run's progress, on the console and in its folder.
 
 `Console` shows the plan first, then one live line (off a terminal a plain line per iteration), then the results. It
-keeps the running means that both the line and metrics.jsonl show. `RunLog` writes metrics.jsonl, logs/driver.log, and
-the curves of `run.log`: TensorBoard's files, W&B or trackio (`wandb_logger.py`).
+computes the running means in the line and in metrics.jsonl. `RunLog` writes metrics.jsonl, logs/driver.log, and the
+curves of `run.log`: TensorBoard's files, W&B or trackio (`wandb_logger.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from embodied.reporting.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_lin
 from embodied.reporting.wandb_logger import TrackioLogger, WandbLogger
 
 RECENT_EPISODES = "recent_episodes"  # in the state of a checkpoint
-RECENT = 100  # episodes over which the success rate and return of training are taken
+RECENT = 100  # window of the success rate and return of training, in episodes
 MEANS = {
     "success_once": "success_once",
     "success_at_end": "success_at_end",
@@ -51,20 +51,22 @@ class Console:
         command: str = "train",
         advice: str = "",
     ) -> None:
-        """`note` also gets every line, for a log. `command` resumes the run. `advice` is printed after a third of the
-        run, and as many episodes as the success rate averages over, without a success."""
+        """`note` also gets every line, for a log. `command` resumes the run. `advice` is printed if a third of the run,
+        and at least RECENT episodes, had no success."""
         self.folder = folder
         self.command = command
         self.note = note or (lambda _: None)
         self.stream = stream or sys.stdout or StringIO()  # stdout may be closed from the start
         self.live = self.stream.isatty()
-        self.recent: deque[dict[str, float | None]] = deque(maxlen=RECENT)  # of each episode what `MEANS` names
+        self.recent: deque[dict[str, float | None]] = deque(
+            maxlen=RECENT
+        )  # values of the last episodes, by the names in `MEANS`
         self.last_checkpoint: Path | None = None
         self.warned = False
         self.advice = advice
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         text = printable(text)
         self._show(f"\r\033[K{text}\n" if self.live else f"{text}\n")
         self.note(text)
@@ -75,7 +77,7 @@ class Console:
             self.stream.flush()
         except UnicodeEncodeError:  # a terminal of another encoding
             self._show(text.encode("ascii", "backslashreplace").decode())
-        except OSError:  # the terminal or pipe is closed; the log has everything, and the run continues
+        except OSError:  # the terminal or pipe is closed; the run continues, and the log has all lines
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def iteration(
@@ -183,8 +185,8 @@ class Console:
         return f"python -m embodied.evaluate {quote(f'checkpoint={self.folder}')}"
 
     def end(self, state: dict, stopped: bool, spent: str, most: int | None = None) -> None:
-        """Print where the time went, where everything is, and what to type next. `most`: as many episodes can be
-        evaluated, where there is an end to them."""
+        """Print the use of the time, the result files and the next commands. `most`: the largest number of different
+        evaluation episodes, if it is limited."""
         verb = "stopped" if stopped else "finished"
         self.say(f"{verb} after {state['env_steps']:,} env steps in {state['train_s']:.1f} s of training")
         self.say(f"  time        {spent}")
@@ -218,7 +220,7 @@ def text_parts(row: dict) -> list[str]:
 
 
 def signal_parts(numbers: dict[str, float]) -> list[str]:
-    """The part of an iteration's line that says why no group was left to learn from."""
+    """The part of an iteration's line about skipped groups."""
     if numbers.get("groups/used", 1):
         return []
     kinds = {"equal": "of equal returns", "out_of_bounds": "out of bounds", "incomplete": "incomplete"}
@@ -227,14 +229,14 @@ def signal_parts(numbers: dict[str, float]) -> list[str]:
 
 
 def text_numbers(finished: list[EpisodeResult], elapsed_s: float) -> dict[str, float]:
-    """Training metrics of the conversations that ended in an iteration; none where no language policy played."""
+    """Training metrics of the conversations of an iteration; empty for robot policies."""
     played = [episode for episode in finished if episode.truncated is not None]
     turns, tokens = (sum(getattr(episode, name) for episode in played) for name in ("length", "tokens"))
     if not turns:
         return {}
     found = {
         "text/truncated": sum(bool(episode.truncated) for episode in played) / len(played),
-        "text/tokens": tokens / turns,  # an answer, on average
+        "text/tokens": tokens / turns,  # per answer, on average
         "text/tokens_per_s": tokens / elapsed_s,
     }
     by_task: dict[str, list[EpisodeResult]] = {}
@@ -263,8 +265,7 @@ class RunLog:
         self._tensorboard = True  # to be opened with the first row
 
     def begin(self, names: Sequence[str], on_ray: bool = False) -> list[str]:
-        """Write the curves of `run.log`, on a Ray cluster also as its metrics; returns lines that name where curves
-        go."""
+        """Open the loggers of `run.log`, and on a Ray cluster its metrics. Returns a line for each logger."""
         self._tensorboard = "tensorboard" in names
         if on_ray:
             self._loggers.append(RayGauges(self.path.name))
@@ -304,7 +305,7 @@ class RunLog:
         """Add an evaluation's figures to the row of the iteration that made this version, and to the curves."""
         rows = self._rows()
         row = next((row for row in reversed(rows) if row["policy_version"] == version), None)
-        if row is None:  # of the policy that training began with
+        if row is None:  # the evaluation of the initial policy
             return
         figures = evaluation_numbers(results)
         row.update(figures)
@@ -316,8 +317,8 @@ class RunLog:
         return max((row["iteration"] for row in self._rows()), default=0)
 
     def keep_rows(self, iteration: int) -> str:
-        """Drop the rows and samples of iterations after `iteration`: a resumed run makes them again. Returns which
-        rows up to there are missing, like `3 to 39`, or nothing."""
+        """Drop the rows and samples of iterations after `iteration`, which a resumed run repeats. Returns the missing
+        earlier rows, like `3 to 39`, or ""."""
         rows = [row for row in self._rows() if row["iteration"] <= iteration]
         if self.metrics.is_file():
             self._rewrite(rows)
@@ -356,8 +357,8 @@ class RunLog:
 
 
 class RayGauges:
-    """The newest numbers as metrics of the Ray cluster, embodied_train_loss for train/loss, by run: for its dashboard
-    and whatever reads Prometheus' format."""
+    """The newest numbers as metrics of the Ray cluster (embodied_train_loss for train/loss), labelled by run, for its
+    dashboard and for Prometheus."""
 
     def __init__(self, run: str) -> None:
         self.run = run
@@ -408,7 +409,7 @@ class TensorBoardLogger:
 
 
 def in_folders(numbers: dict) -> dict[str, float]:
-    """The numbers by the curves' names: those without a folder get `run/`."""
+    """The numbers by the curves' names; names without a folder get `run/`."""
     return {
         name if "/" in name else f"run/{name}": float(number)
         for name, number in numbers.items()
@@ -417,7 +418,7 @@ def in_folders(numbers: dict) -> dict[str, float]:
 
 
 def missing_rows(there: Sequence[int]) -> str:
-    """The numbers between these, in words: `3 to 39, 41` of 2, 40 and 42."""
+    """The missing numbers between these, in words: `3 to 39, 41` for 2, 40 and 42."""
     gaps = [(before + 1, after - 1) for before, after in pairwise(there) if after - before > 1]
     return ", ".join(f"{first} to {last}" if last > first else f"{first}" for first, last in gaps)
 

@@ -1,6 +1,7 @@
-"""results.json and episodes.csv of an evaluation, comparison.json of several, and the keys that a report expects.
+"""results.json and episodes.csv of an evaluation, comparison.json of several evaluations, and the keys that reports
+read.
 
-The same episodes give the same bytes, in whatever order they ended.
+The same episodes give the same bytes, independent of the order in which they ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
-from typing_extensions import TypedDict  # pydantic asks for this one below Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this version below Python 3.12
 
 from embodied.core.files import read_object, reading, replace_text
 from embodied.core.types import EpisodeResult
@@ -26,7 +27,7 @@ from embodied.reporting.success_stats import compare, of_text
 
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
-UNWRITTEN = ("prompt_tokens", "all_tokens", "places")  # used to deal episodes to learners
+UNWRITTEN = ("prompt_tokens", "all_tokens", "places")  # used to distribute episodes over learners
 FIELDS = {field.name: field for field in dataclasses.fields(EpisodeResult) if field.name not in UNWRITTEN}
 TEXT_COLUMNS = ("truncated", "tokens")  # of language policies alone
 COLUMNS = tuple(name for name in FIELDS if name not in TEXT_COLUMNS)
@@ -70,7 +71,7 @@ def read_episodes(folder: Path) -> list[EpisodeResult]:
     with open(folder / EPISODES, encoding="utf-8", newline="") as file:
         try:
             return [episode(row) for row in csv.DictReader(file)]
-        except csv.Error as err:  # a field of megabytes, for one
+        except csv.Error as err:  # for example a field of megabytes
             raise ValueError(str(err)) from None
 
 
@@ -98,7 +99,7 @@ def episode(row: dict[str, str]) -> EpisodeResult:
 
 
 def evaluation_numbers(results: dict[str, Any]) -> dict[str, float]:
-    """The figures of an evaluation by the names of curves: eval/success_once and so on, where the env has them."""
+    """The figures of an evaluation by the names of curves: eval/success_once and so on, if the env reports them."""
     overall = results["overall"]
     text = overall.get("text", {})
     rates = {"success_once": overall["success_once"], "success_at_end": overall["success_at_end"]}
@@ -117,7 +118,7 @@ def write_comparison(folder: Path, played: dict[str, list[EpisodeResult]]) -> di
     return comparison
 
 
-# The kinds of the keys that a report reads. Other keys may hold anything.
+# The types of the keys that reports read. Other keys may hold anything.
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 LARGEST = 1e100
@@ -230,7 +231,7 @@ _reader = cache(TypeAdapter)  # making one takes longer than reading a row of me
 
 
 def check(content: Any, shape: Any) -> None:
-    """Raise ValueError with the first part of `content` that does not have this shape."""
+    """Raise ValueError for the first part of `content` that does not have this type."""
     try:
         _reader(shape).validate_python(content, strict=True)
     except ValidationError as err:
@@ -239,7 +240,7 @@ def check(content: Any, shape: Any) -> None:
 
 
 def check_info(info: dict[str, Any]) -> None:
-    """Raise ValueError where a run.json cannot be shown."""
+    """Raise ValueError if a report cannot show this run.json."""
     check(info, RunInfo)
     for key in ("started", "ended"):
         if key in info:
@@ -247,7 +248,7 @@ def check_info(info: dict[str, Any]) -> None:
 
 
 def check_row(row: Any) -> None:
-    """Raise ValueError where a line of metrics.jsonl cannot be shown."""
+    """Raise ValueError if a report cannot show this line of metrics.jsonl."""
     check(row, MetricsRow)
     if odd := [key for key, value in row.items() if type(value) not in (int, float, type(None))]:
         raise ValueError(f"{odd[0]} is not a number")
@@ -259,7 +260,7 @@ def check_row(row: Any) -> None:
 
 
 def describe_results(results: dict) -> str:
-    """Both success measures with their intervals, or the return where an env has no success."""
+    """Both success measures with their intervals, or the return for an env without success."""
     overall = results["overall"]
     if "text" in overall:
         return describe_answers(results)
@@ -269,7 +270,7 @@ def describe_results(results: dict) -> str:
 
 
 def errors_and_return(overall: dict[str, Any]) -> list[str]:
-    """The figures that any env has, where there is anything to say of them."""
+    """Errors and return, if there are any."""
     errors = [f"{overall['errors']} error episodes"] if overall["errors"] else []
     return errors + ([f"return {overall['return']:.2f}"] if overall["return"] is not None else [])
 
@@ -296,8 +297,7 @@ def rate_in_words(name: str, rate: dict[str, Any]) -> str:
 
 
 def sampling(results: dict) -> str:
-    """`T=1`, `T=0.6, top_p 0.9, top_k 20` or `greedy`: how the answers of an evaluation were drawn; empty where its
-    results do not say it."""
+    """The sampling of an evaluation's answers: `T=1`, `T=0.6, top_p 0.9, top_k 20` or `greedy`; empty if unknown."""
     how = results.get("protocol", {}).get("eval", {})
     if how.get("temperature") is None:
         return ""
@@ -307,7 +307,7 @@ def sampling(results: dict) -> str:
 
 
 def warn_of_errors(results: dict) -> str:
-    """A warning on a line of its own, where some episodes ended in an error; else empty."""
+    """A line with a warning if some episodes ended in an error; else empty."""
     errors, played = results["overall"]["errors"], results["overall"]["episodes"]
     if not errors:
         return ""
@@ -322,7 +322,7 @@ def describe_causes(causes: dict[str, int]) -> str:
 
 
 def describe_tasks(results: dict) -> str:
-    """A line per task where there are several, then one per suite; else empty."""
+    """If there are several tasks, a line per task and then a line per suite; else empty."""
     tasks = results["per_task"] | results.get("per_suite", {})
     if len(tasks) < 2:
         return ""
@@ -331,7 +331,7 @@ def describe_tasks(results: dict) -> str:
 
 
 def reference_lines(found: dict[str, Any]) -> list[str]:
-    """Our rate beside the published one: whose number it is, the difference with its interval, what differs."""
+    """The published rate with its source, our rate minus it with an interval, and the settings that differ."""
     published = found["published"]
     lines = [
         f"published {found['name']} on {found['task']}, {found['hub']}: "

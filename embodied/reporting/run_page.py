@@ -1,7 +1,7 @@
 """report.html: one file on a run and its results, readable from disk by any browser.
 
 Training writes it after every evaluation and at the end, an evaluation into its own folder, and `python -m
-embodied.report` makes it again from what is on disk. Each part of the page is one function of the files it shows.
+embodied.report` makes it again from the files on disk. Each section of the page is one function of its files.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def write_report(folder: Path) -> Path:
 
 
 def page_of(folder: Path, beside: Path) -> tuple[Block, int]:
-    """The page of a run, an evaluation, a group of runs or runs that share devices, and how many files could not be
-    read."""
+    """The page of a run, an evaluation, a group of runs or runs that share devices; and the number of unreadable
+    files."""
     if (folder / RECORD).is_file():
         return share_page(folder), 0
     if not is_group(folder):
@@ -82,7 +82,7 @@ def report_or_say_why(folder: Path) -> None:
 
 def report(run: Run, beside: Path) -> Block:
     """The page of a run; links to its videos are relative to the folder `beside`."""
-    timeline = timeline_charts(run)  # before the problems, which tell of an unreadable trace
+    timeline = timeline_charts(run)  # before the problems, to which an unreadable trace is added
     sections = [section("", figures(run))]
     if run.metrics:
         sections.append(section("Results", *result_charts(run), note=RESULTS_NOTE))
@@ -187,8 +187,8 @@ def figures(run: Run) -> Block | None:
 
 
 def start_tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The success of the policy that the run started from: on the same episodes if it was evaluated on them, else
-    of a language policy in the first iteration, before any update."""
+    """The success of the policy that the run started from, if it was evaluated on the same episodes; else a language
+    policy's success in the first iteration, before any update."""
     if start := start_of(run):
         figures = start.results["overall"]
         measured = figures["text"]["avg"] if "text" in figures else figures["success_once"]
@@ -241,7 +241,7 @@ def evaluation_sections(run: Run, shown: Evaluation, beside: Path) -> list[Block
 
 
 def protocol_words(results: dict[str, Any]) -> str:
-    """Describes how the episodes of an evaluation were played."""
+    """The conditions of an evaluation's episodes, in words."""
     protocol = results.get("protocol", {})
     how = protocol.get("eval", {})
     overall, limited = results["overall"], protocol.get("max_episode_steps")

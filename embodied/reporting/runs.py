@@ -1,4 +1,4 @@
-"""Reads the files of a run or of one evaluation for a report. What cannot be read goes into `problems`."""
+"""Reads the files of a run or of one evaluation for a report. Unreadable files are reported in `problems`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from embodied.reporting.partial_evaluation import PARTIAL, partial_in
 from embodied.reporting.results import RESULTS, check_info, check_row, read_results
 from embodied.run.run_folder import lost
 
-IN_TRAINING = re.compile(r"v\d{6,}")  # folders of evaluations during training; others were started by hand
+IN_TRAINING = re.compile(
+    r"v\d{6,}"
+)  # folders of evaluations during training; evaluations started by hand have other names
 CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")
 LOST = (
     "It ended before it could say why: it was killed, or its machine went down. "
@@ -46,7 +48,7 @@ class Evaluation:
 
     @property
     def success_once(self) -> float | None:
-        """The rate of episodes that succeeded; None where the env does not say."""
+        """The rate of successful episodes; None if the env does not report success."""
         return (self.results["overall"].get("success_once") or {}).get("rate")
 
     @property
@@ -69,7 +71,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)  # by version; those started by hand come last
     problems: list[str] = field(default_factory=list)
-    partial: dict[str, str] = field(default_factory=dict)  # interrupted evaluations: how many episodes are over
+    partial: dict[str, str] = field(default_factory=dict)  # interrupted evaluations: progress by name
 
     def __repr__(self) -> str:
         state = self.info.get("state", "evaluation")
@@ -95,7 +97,7 @@ class Run:
         return self.info.get("provenance") or (self.last.results.get("provenance", {}) if self.last else {})
 
     def env_steps(self, version: int) -> int | None:
-        """The env steps trained on when this version was published; None where metrics.jsonl does not know it."""
+        """The env steps of training up to this version; None if metrics.jsonl lacks it."""
         if version == 0:
             return 0
         return next((row["env_steps"] for row in self.metrics if row["policy_version"] == version), None)
@@ -152,13 +154,13 @@ def start_of(run: Run) -> Evaluation | None:
     evaluation = checkpoint.parent.parent / "eval" / checkpoint.name
     try:
         start = Evaluation(evaluation, *read_results(evaluation))
-    except EmbodiedError:  # it was not evaluated, or is gone
+    except EmbodiedError:  # it was not evaluated, or was deleted
         return None
     return start if episodes_of(start) == episodes_of(run.last) else None
 
 
 def episodes_of(one: Evaluation) -> dict[str, Any]:
-    """What says which episodes an evaluation played, and how answers were sampled."""
+    """The part of the results that identifies an evaluation's episodes and the sampling of its answers."""
     protocol = one.results.get("protocol", {})
     env = {key: value for key, value in (protocol.get("env") or {}).items() if key != "num_envs"}
     how = protocol.get("eval") or {}
@@ -166,7 +168,7 @@ def episodes_of(one: Evaluation) -> dict[str, Any]:
 
 
 def read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, up to a damaged one and without the line a killed run was writing."""
+    """The rows of metrics.jsonl up to the first damaged one, without the unfinished last line of a killed run."""
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []

@@ -1,5 +1,5 @@
-"""Runs that differ in their seed, read as sets, and their parts of comparison.html: averages with intervals, settings
-that differ, and learning curves."""
+"""Sets of runs that differ only in their seed, and their sections of comparison.html: averages with intervals, the
+ranking of settings, and learning curves."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from embodied.reporting.success_stats import mean_with_interval, over_seeds, sta
 from embodied.reporting.training_page import FEWEST, curve, in_evaluations, success_in_training
 from embodied.run.run_group import MISSING, OVER, RunGroup
 
-MOST_LINES = 12  # curves of single runs on a chart that shows several settings
-MOST_BANDS = 4  # settings whose intervals are drawn
+MOST_LINES = 12  # curves of single runs on a chart with several settings
+MOST_BANDS = 4  # settings with drawn intervals
 MOST_POINTS = 160  # of a mean curve
-FEW = 5  # seeds; of fewer a bootstrap's interval is little more than their range
+FEW = 5  # seeds; with fewer seeds a bootstrap interval is little more than their range
 SCORES = (*MEASURES, "return")
 AXES = {"env_steps": "env steps", "train_s": "seconds"}
 SPEEDS = {
@@ -61,32 +61,32 @@ ALONE_NOTE = "One run each: the intervals are over its episodes, and another see
 
 @dataclass(frozen=True)
 class SeedSet:
-    """Runs that are alike but for their seed."""
+    """Runs that differ only in their seed."""
 
     label: str
     runs: list[Run]
-    seeds: list[int | None]  # one for each run; None where the run does not say
-    over: list[bool]  # whether each has come to its end
-    missing: list[str] = field(default_factory=list)  # runs that have no folder, and why
+    seeds: list[int | None]  # one for each run; None: unknown
+    over: list[bool]  # whether each run is finished
+    missing: list[str] = field(default_factory=list)  # runs without a folder, with the reason
 
     @property
     def done(self) -> list[Run]:
-        """The runs that came to their end and were evaluated."""
+        """The finished and evaluated runs."""
         return [run for run, over in zip(self.runs, self.over) if over and run.last]
 
     def name(self, place: int) -> str:
-        """The label of the run at this place."""
+        """The label of a run of the set."""
         seed = self.seeds[place]
         return self.runs[place].name if seed is None else f"seed {seed}"
 
 
 def alone(run: Run, label: str) -> SeedSet:
-    """A run that is compared by itself."""
+    """A set of a single run."""
     return SeedSet(label, [run], [None], [True])
 
 
 def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
-    """A set for each setting of a group, in the order in which they were asked for; `beside_others`: named with the
+    """A set for each setting of a group, in the order of the command line; `beside_others`: labels also name the
     group."""
     found = []
     for setting in dict.fromkeys(member.setting for member in group.members):
@@ -110,14 +110,14 @@ def sets_of(group: RunGroup, beside_others: bool = False) -> list[SeedSet]:
 
 
 def scores_of(one: SeedSet, name: str) -> list[list[float]] | None:
-    """The final figure of every run of a set that came to its end, by task; None where it is not known."""
+    """The final figure of every finished run of a set, by task; None if unknown."""
     found = [task_scores(run.last, name) for run in one.done if run.last]
     same = found and all(row and row.keys() == found[0].keys() for row in found)
     return [list(row.values()) for row in found] if same else None
 
 
 def task_scores(evaluation: Evaluation, name: str) -> dict[str, float]:
-    """A figure by task; empty where one has none."""
+    """A figure by task; empty if a task lacks it."""
     figures = {task: one[name] for task, one in evaluation.results["per_task"].items()}
     if any(figure is None for figure in figures.values()):
         return {}
@@ -125,7 +125,7 @@ def task_scores(evaluation: Evaluation, name: str) -> dict[str, float]:
 
 
 def summary(one: SeedSet, name: str) -> dict[str, Any] | None:
-    """IQM, interval and number of seeds; of one run the interval over its episodes."""
+    """IQM, interval and number of seeds; for one run the interval is over its episodes."""
     scores = scores_of(one, name)
     if not scores:
         return None
@@ -135,20 +135,21 @@ def summary(one: SeedSet, name: str) -> dict[str, Any] | None:
 
 
 def ranked_by(sets: Sequence[SeedSet]) -> str | None:
-    """The figure that says which set is best: success, or the return of an env without; None where nothing is over."""
+    """The figure by which sets are ranked: success, or the return if the env has no success; None if no run is
+    finished."""
     there = [one for one in sets if one.done]
     return next((name for name in ("success_once", "return") if there and all(scores_of(o, name) for o in there)), None)
 
 
 def in_order(sets: Sequence[SeedSet]) -> list[SeedSet]:
-    """The best first; sets without results come last."""
+    """Sets from best to worst; sets without results come last."""
     name = ranked_by(sets)
     found = {one.label: summary(one, name) if name else None for one in sets}
     return sorted(sets, key=lambda one: -found[one.label]["iqm"] if found[one.label] else np.inf)
 
 
 def places_of(sets: Sequence[SeedSet]) -> dict[str, str]:
-    """The standing of each set, by its label: best, not apart from the best, or behind."""
+    """The standing of each set, by its label: best, not distinguishable from the best, or behind."""
     name = ranked_by(sets)
     found = {one.label: summary(one, name) for one in sets} if name else {}
     return standings({label: (one["iqm"], one["interval"]) for label, one in found.items() if one})
@@ -179,13 +180,13 @@ def verdict(sets: Sequence[SeedSet]) -> str:
 
 
 def tasks_differ(sets: Sequence[SeedSet]) -> bool:
-    """True if they were evaluated on other tasks, so that their figures cannot be ordered."""
+    """True if sets were evaluated on different tasks, so that their figures cannot be ranked."""
     played = {tuple(sorted(run.last.results["per_task"])) for one in sets for run in one.done if run.last}
     return len(played) > 1
 
 
 def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Block:
-    """A row per setting, the best first, and where it stands."""
+    """A row per setting, from best to worst, with its standing."""
     places = {} if tasks_differ(sets) else places_of(sets)
     rows = []
     for one in sets if tasks_differ(sets) else in_order(sets):
@@ -204,7 +205,7 @@ def iqm_cell(found: dict[str, Any] | None, name: str) -> object:
 
 
 def spelt(found: dict[str, Any], name: str) -> tuple[str, str]:
-    """("96.7%", "[95.0%, 98.0%]"); the interval is empty where there is none."""
+    """("96.7%", "[95.0%, 98.0%]"); the interval may be empty."""
     show = short if name == "return" else percent
     bounds = map(show, found["interval"] or ())
     return show(found["iqm"]), f"[{', '.join(bounds)}]" if found["interval"] else ""
@@ -237,7 +238,7 @@ def figures(one: SeedSet) -> Block | None:
 
 
 def curve_charts(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Block | None]:
-    """Success, return, speed, answers and losses: every run, and the mean of each set of several."""
+    """Charts of success, return, speed, answers and losses: every run, and the mean of each set with several runs."""
 
     def chart(key: str, title: str, x: str = "env_steps", **how: Any) -> Block | None:
         series = [each for one in sets for each in set_curves(one, sets, key, x, colors)]
@@ -278,8 +279,8 @@ def set_curves(one: SeedSet, sets: Sequence[SeedSet], name: str, x: str, colors:
 
 
 def mean_curve(one: SeedSet, name: str, x: str, color: int, band: bool, label: str = "") -> list[Series]:
-    """The mean over the runs that have come to their end, or over all while fewer than two have, where all have
-    numbers."""
+    """The mean over the finished runs (over all runs if fewer than two are finished), at the points that all of them
+    have."""
     done = one.done if len(one.done) > 1 else one.runs
     found = [curve(run, name, "", x=x) for run in done]
     found = [each for each in found if len(each.x) > 1]
@@ -308,7 +309,7 @@ class ComparedRun:
     color: int
 
     def linked(self, beside: Path) -> Block:
-        """Its colour and its name, which leads to its report."""
+        """A cell with the run's colour and name, linked to its report."""
         report = self.run.folder / "report.html"
         return cell(self.label, color=self.color, href=relative(report, beside) if report.is_file() else None)
 
@@ -323,7 +324,7 @@ def entries_of(sets: Sequence[SeedSet], colors: dict[str, int]) -> list[Compared
 
 
 def runs_table(entries: Sequence[ComparedRun], beside: Path) -> Block:
-    """A row per run: its newest evaluation, how long it trained, how fast, and how it ended."""
+    """A row per run: its newest evaluation, training time, speed, and end."""
     rows = []
     for entry in entries:
         run = entry.run
@@ -353,7 +354,7 @@ def made_table(sets: Sequence[SeedSet]) -> Block:
 
 
 def in_words(sets: Sequence[SeedSet]) -> list[str]:
-    """A line per setting for the console, the best first: its success, or the return of an env without."""
+    """A line per setting for the console, from best to worst: its success, or the return if the env has no success."""
     name, lines = ranked_by(sets), []
     for one in in_order(sets) if name else ():
         if found := summary(one, name):
@@ -375,7 +376,7 @@ def unread_files(found: Sequence[Run | SeedSet]) -> int:
 
 
 def problems(sets: Sequence[SeedSet]) -> list[str]:
-    """The runs that did not end well, by name."""
+    """A line for each failed or stopped run, unreadable file and missing run."""
     found = []
     for one in sets:
         prefix = f"{one.label}, " if len(sets) > 1 else ""
@@ -389,7 +390,7 @@ def problems(sets: Sequence[SeedSet]) -> list[str]:
 
 
 def commits(runs: Sequence[Run]) -> list[str]:
-    """The commits of the code, each once, including those that resumed a run."""
+    """The distinct commits of the code that started or resumed the runs."""
     found: list[str] = []
     for run in runs:
         made = [run.provenance, *(one.get("provenance", {}) for one in run.info.get("resumed", []))]

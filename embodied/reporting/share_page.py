@@ -1,4 +1,4 @@
-"""What people see of runs that share devices: a table in the terminal, and report.html when all have ended."""
+"""The pages of runs that share devices: a table in the terminal, and report.html when all runs have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from embodied.reporting.share_record import PREDICTED, UPDATE, ShareRecord, Shar
 
 WHEN = "%Y-%m-%d %H:%M UTC"
 HEAD = ("run", "holds", "share", "target", "waits", "batch", "iteration", "steps/s")
-SHOW_S, REPORT_S = 1.0, 60.0  # between two tables: on a terminal, off it
+SHOW_S, REPORT_S = 1.0, 60.0  # between two tables: on a terminal, in a log
 GANTT_NOTE = (
     "A row is a device, a colour a run. The rows below show when a run asked for devices and had none. "
     "Predictions are of iterations: they begin when a run has built its workers, and end before its last evaluation."
@@ -31,7 +31,7 @@ GANTT_NOTE = (
 
 
 class LiveTable:
-    """Shows the table again and again; on a terminal in the same place."""
+    """Prints the table repeatedly; on a terminal in the same place."""
 
     def __init__(self, record: ShareRecord, stream: Any = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.record, self.stream, self.clock = record, stream or sys.stdout, clock
@@ -47,12 +47,12 @@ class LiveTable:
         self.lines = len(lines)
 
     def say(self, text: str) -> None:
-        """Print a line that stays, above the table."""
+        """Print a permanent line above the table."""
         self._write([text])
         self.lines, self.shown_at = 0, self.clock() - SHOW_S if self.live else self.shown_at
 
     def _write(self, lines: Sequence[str]) -> None:
-        """Print lines in the place of the table."""
+        """Print lines over the previous table."""
         up = f"\033[{self.lines}A\033[J" if self.live and self.lines else ""
         with suppress(OSError):
             self.stream.write(up + "".join(f"{printable(line)}\n" for line in lines))
@@ -60,8 +60,8 @@ class LiveTable:
 
 
 def table_lines(record: ShareRecord, now_s: float, folders: Mapping[str, Path]) -> list[str]:
-    """Who has what now: the share of all devices' time so far beside the target, how long a run has waited in all, how
-    far its batch is."""
+    """A line per run: its current devices, its share of all devices' time and the target, its total waiting time, and
+    the progress of its batch."""
     used, targets = record.device_seconds(), record.targets()
     whole = len(record.devices) * now_s or 1.0
     rows = [HEAD]
@@ -82,7 +82,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def holds_of(record: ShareRecord, run: SharingRun) -> str:
-    """cpu:0 cpu:1 update; or how it ended."""
+    """`cpu:0 cpu:1 update`; or the run's end."""
     if run.how:
         return run.how
     held: dict[str, list[str]] = defaultdict(list)
@@ -93,7 +93,7 @@ def holds_of(record: ShareRecord, run: SharingRun) -> str:
 
 
 def last_iteration(folder: Path | None) -> tuple[str, str]:
-    """Its number and env steps per second, as the folder of a run says."""
+    """Number and env steps per second of a run's last iteration, from its folder."""
     row: dict[str, Any] = {}
     with suppress(OSError, ValueError, IndexError):
         with ((folder or Path("no folder yet")) / "metrics.jsonl").open("rb") as file:
@@ -106,7 +106,7 @@ def last_iteration(folder: Path | None) -> tuple[str, str]:
 
 
 def share_page(folder: Path) -> Block:
-    """The page of the runs in this folder, with their prediction, if there is one."""
+    """The page of the runs in this folder, with their prediction if it exists."""
     record = read_share(folder)
     predicted = read_share(folder / PREDICTED) if (folder / PREDICTED).is_file() else None
     names = ", ".join(record.runs)
@@ -149,7 +149,7 @@ def figures(record: ShareRecord, predicted: ShareRecord | None) -> Block | None:
 
 
 def changes(record: ShareRecord) -> list[tuple]:
-    """Each hold with the one before it on the same device."""
+    """Each hold with the previous hold of the same device."""
     by_device: dict[str, list] = defaultdict(list)
     for hold in sorted(record.holds, key=lambda hold: hold.start_s):
         by_device[hold.device].append(hold)
@@ -179,8 +179,7 @@ def runs_table(record: ShareRecord, predicted: ShareRecord | None) -> Block:
 
 
 def gantt(records: Mapping[str, tuple[ShareRecord, float]]) -> Block:
-    """A chart for each record, on one time axis where it begins then: a row per device, and one per run for when it
-    waited."""
+    """A chart for each record on a common time axis: a row per device, and a row per run with its waits."""
     longest = max(begins + record.makespan_s() for record, begins in records.values()) or 1.0
     runs = [*dict.fromkeys(name for record, _ in records.values() for name in record.runs)]
     charts = []

@@ -1,4 +1,4 @@
-"""Reads share.jsonl: which run had which device when, and how long runs waited (`runtime/run_turns.py` writes it).
+"""Reads share.jsonl (written by `runtime/run_turns.py`): the holds of every device, and the waits of every run.
 
 record = ShareRecord()
 record.add({"format": "embodied-share/1", "rule": "lend", "devices": ["cpu:0"], "started": "..."})
@@ -20,12 +20,12 @@ from embodied.runtime.run_turns import FORMAT, RECORD
 
 UPDATE, BUILDING = "update", "initialise"  # phases of every run
 SHARE = "share.json"  # the runs of a share, beside the record
-PREDICTED = "predicted.jsonl"  # beside the record: the same, as predicted before anything began
+PREDICTED = "predicted.jsonl"  # beside the record: the prediction, in the same format
 
 
 @dataclass(frozen=True)
 class Hold:
-    """A device in the hands of a run."""
+    """A time in which a run has a device."""
 
     device: str
     run: str
@@ -47,23 +47,23 @@ class SharingRun:
     own: tuple[str, ...]
     joined_s: float
     ended_s: float | None = None
-    trained_s: float | None = None  # its last iteration ended
-    how: str = ""  # it ended
+    trained_s: float | None = None  # end of its last iteration
+    how: str = ""  # how it ended
     progress: float | None = None  # of its batch
     asks: set[str] = field(default_factory=set)  # phases that wait for devices
-    waits: list[tuple[float, float]] = field(default_factory=list)  # begins and ends of waits without any device
+    waits: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each wait without any device
     waits_since: float | None = None
 
 
 class ShareRecord:
-    """It is read line by line, so the same code shows a current share and an ended one."""
+    """The record of a share. It is read line by line, so the same code shows current and ended shares."""
 
     def __init__(self) -> None:
         self.rule, self.started, self.now_s, self.resumed_s = "", "", 0.0, 0.0
         self.devices: list[str] = []
         self.runs: dict[str, SharingRun] = {}
-        self.holds: list[Hold] = []  # that are over
-        self.held: dict[str, Hold] = {}  # by device, since when
+        self.holds: list[Hold] = []  # ended holds
+        self.held: dict[str, Hold] = {}  # current holds, by device
 
     def add(self, line: Mapping[str, Any]) -> None:
         if "format" in line:
@@ -93,7 +93,7 @@ class ShareRecord:
         self._note_waiting(run, now)
 
     def _begin(self, line: Mapping[str, Any]) -> None:
-        """The first line of a share. Where a share is resumed, its times follow the earlier times."""
+        """Read the first line of a share. The times of a resumed share follow the earlier times."""
         self.holds, self.held, self.resumed_s = self.holds_until(self.now_s), {}, self.now_s
         self.rule, self.devices, self.started = line["rule"], [*line["devices"]], self.started or line["started"]
 
@@ -108,7 +108,7 @@ class ShareRecord:
             self._note_waiting(self.runs[name], now)
 
     def _note_waiting(self, run: SharingRun, now: float) -> None:
-        """It waits while it asks for devices and has none."""
+        """Record a wait: the run asks for devices and has none."""
         waits = bool(run.asks) and not any(hold.run == run.name for hold in self.held.values())
         if waits and run.waits_since is None:
             run.waits_since = now
@@ -129,11 +129,11 @@ class ShareRecord:
         return sum(end - start for start, end in one.waits) + since
 
     def makespan_s(self) -> float:
-        """Until the last run ended, or now."""
+        """Seconds until the last run ended, or until now."""
         return max((run.ended_s if run.ended_s is not None else self.now_s for run in self.runs.values()), default=0.0)
 
     def begun_s(self, run: str | None = None) -> float:
-        """When a run, or the first of all, had built its workers."""
+        """The time when a run (or the first of all) had built its workers."""
         holds = [hold for hold in self.holds_until(self.now_s) if run in (None, hold.run)]
         built = {hold.run: hold.end_s for hold in sorted(holds, key=lambda h: h.end_s) if hold.phase == BUILDING}
         return min(built.values(), default=min((hold.start_s for hold in holds), default=0.0))
@@ -145,19 +145,19 @@ class ShareRecord:
         return max(0.0, max(ends, default=0.0) - self.begun_s(run))
 
     def device_seconds(self) -> dict[str, float]:
-        """By run."""
+        """Seconds of held devices, by run."""
         found = dict.fromkeys(self.runs, 0.0)
         for hold in self.holds_until(self.now_s):
             found[hold.run] += hold.seconds
         return found
 
     def utilisation(self) -> float:
-        """The share of all devices' time in which some run had them."""
+        """The share of all devices' time in which a run had them."""
         whole = len(self.devices) * self.makespan_s()
         return sum(self.device_seconds().values()) / whole if whole else 0.0
 
     def targets(self) -> dict[str, float]:
-        """The share of the devices that belongs to each run, a device of several by their weights."""
+        """The share of the devices that each run owns. A device of several runs is divided by their weights."""
         found = dict.fromkeys(self.runs, 0.0)
         for device in self.devices:
             owners = [run for run in self.runs.values() if device in run.own]
@@ -167,8 +167,7 @@ class ShareRecord:
 
 
 def read_share(path: Path) -> ShareRecord:
-    """The record in a file, or share.jsonl of a folder. A line that was being written when the parent was killed is
-    left out."""
+    """The record in a file, or share.jsonl of a folder. The unfinished last line of a killed parent is left out."""
     path = path / RECORD if path.is_dir() else path
     with reading(path):
         *whole, _ = path.read_text().split("\n")

@@ -1,7 +1,7 @@
 """Success rates with their intervals, and paired comparisons of two policies.
 
-An episode that ended in an error is neither a success nor a failure. A language policy may give several answers to a
-prompt, which are alike: its intervals are over prompts. Seeds are summarised by the interquartile mean, with intervals
+An episode that ended in an error is neither a success nor a failure. Several answers of a language policy to the same
+prompt are correlated, so its intervals are over prompts. Seeds are summarised by the interquartile mean, with intervals
 over seeds.
 """
 
@@ -36,7 +36,8 @@ def wilson(count: float, total: float) -> tuple[float, float]:
 
 
 def summarize(episodes: Iterable[EpisodeResult]) -> dict[str, Any]:
-    """The figures of a list of episodes, `overall`, `per_task`, and of several suites `per_suite`, for results.json."""
+    """The figures of a list of episodes for results.json: `overall`, `per_task`, and `per_suite` if there are several
+    suites."""
     episodes = list(episodes)
     by_task = gather((episode.task, episode) for episode in episodes)
     by_suite = gather((suite, episode) for episode in episodes if (suite := suite_of(episode.task)))
@@ -48,7 +49,7 @@ def summarize(episodes: Iterable[EpisodeResult]) -> dict[str, Any]:
 
 
 def suite_of(task: str) -> str:
-    """libero_goal of libero_goal/3; empty for a task that has no number in a suite."""
+    """`libero_goal` for libero_goal/3; empty for a task without a number."""
     suite, _, number = task.rpartition("/")
     return suite if number.isdecimal() else ""
 
@@ -70,7 +71,7 @@ def figures(episodes: list[EpisodeResult]) -> dict[str, Any]:
 
 
 def causes(episodes: Iterable[EpisodeResult]) -> dict[str, int]:
-    """The number of episodes that each error ended, the most frequent first."""
+    """The number of episodes by error, the most frequent error first."""
     return dict(Counter(episode.error for episode in episodes if episode.error).most_common())
 
 
@@ -91,17 +92,17 @@ def measure(outcomes: list[bool | None], prompts: Sequence[Prompt] = ()) -> dict
 
 
 def of_text(episodes: Iterable[EpisodeResult]) -> bool:
-    """True if a language policy played them."""
+    """True for episodes of a language policy."""
     return any(episode.truncated is not None for episode in episodes)
 
 
 def prompt_of(episode: EpisodeResult) -> Prompt:
-    """Identifies the prompt of an episode: its number among the held-out ones, or its seed."""
+    """Identifies the prompt of an episode: its number in the held-out list, or its seed."""
     return episode.task, episode.init_state_id, episode.seed if episode.init_state_id < 0 else 0
 
 
 def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
-    """avg@k and pass@k of so many answers to each prompt, how many were cut off, and how long they are."""
+    """avg@k and pass@k for k answers to each prompt, the share of truncated answers, and their length."""
     prompts = [prompt_of(episode) for episode in played]
     found = gather((prompt_of(one), bool(one.success_once)) for one in played if one.success_once is not None)
     most = max(map(len, found.values()), default=0)
@@ -120,18 +121,18 @@ def text_figures(played: list[EpisodeResult]) -> dict[str, Any]:
 def pass_rate(by_prompt: Iterable[list[bool]], k: int) -> dict[str, Any] | None:
     """pass@k over the prompts that have at least k answers."""
     enough = [right for right in by_prompt if len(right) >= k]
-    # Of several answers to a prompt only the best one counts.
+    # pass@k only counts a prompt's best answer.
     answers = sum(map(len, enough)) if k == 1 else len(enough)
     return rate_over_prompts([pass_at(k, sum(right), len(right)) for right in enough], answers)
 
 
 def pass_at(k: int, right: int, answers: int) -> float:
-    """The chance that k of these answers, drawn without replacement, hold a right one: pass_at(2, 1, 4) is 1/2."""
+    """The probability that at least one of k answers, drawn without replacement, is right: pass_at(2, 1, 4) is 1/2."""
     return 1 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
 def rate_over_prompts(shares: list[float], answers: int) -> dict[str, Any] | None:
-    """The mean of the prompts' shares, with its 95% Wilson interval; None without a prompt."""
+    """The mean over prompts of their share of right answers, with its 95% Wilson interval; None without prompts."""
     if not shares:
         return None
     rate, alone = min(1.0, fmean(shares)), effective_sample_size(shares, answers)
@@ -175,7 +176,8 @@ def compare(first: Iterable[EpisodeResult], second: Iterable[EpisodeResult]) -> 
 
 
 def compare_answers(first: list[EpisodeResult], second: list[EpisodeResult]) -> dict[str, Any]:
-    """The same for answers to the same prompts: of one answer to each the outcomes, of several each prompt's means."""
+    """`compare` for answers to the same prompts: single answers by their outcomes, several answers by each prompt's
+    mean."""
     ours, theirs = (gather((prompt_of(one), one) for one in played if not one.error) for played in (first, second))
     pairs = [(ours[prompt], theirs[prompt]) for prompt in ours if prompt in theirs]
     single = all(len(a) == len(b) == 1 for a, b in pairs)
@@ -204,7 +206,7 @@ def episode_id(episode: EpisodeResult) -> tuple[str, int, int]:
 
 
 def compare_outcomes(pairs: list[tuple[bool | None, bool | None]]) -> dict[str, Any] | None:
-    """Difference of two rates on the same episodes, where both are known."""
+    """Difference of two rates over the episodes with both outcomes known."""
     known = [(bool(a), bool(b)) for a, b in pairs if a is not None and b is not None]
     if not known:
         return None
@@ -239,7 +241,7 @@ def paired_difference(both: int, one: int, other: int, neither: int) -> tuple[fl
 
 
 def independent_difference(count: int, total: int, other: int, others: int) -> tuple[float, float, float]:
-    """Rate of `count` in `total` minus rate of `other` in `others`, and Newcombe's 95% interval for independent trials
+    """The rate `count` / `total` minus the rate `other` / `others`, and Newcombe's 95% interval for independent trials
     (1998, method 10 of the first part): Wilson intervals of the two rates, combined."""
     p, q = count / total, other / others
     (p_low, p_high), (q_low, q_high) = wilson(count, total), wilson(other, others)
@@ -266,8 +268,8 @@ def iqm(scores: Any) -> Any:
 
 
 def over_seeds(scores: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The IQM of a row of scores for each seed, a column for each task, with its 95% interval over seeds: a bootstrap
-    that draws the seeds of every task by themselves (rliable's, stratified by task). None for one seed."""
+    """The IQM of scores [seeds, tasks], with its 95% bootstrap interval over seeds. Seeds are drawn separately for
+    every task (stratified, as in rliable). None for one seed."""
     found = np.asarray(scores, float)
     seeds, tasks = found.shape
     interval = None
@@ -279,8 +281,8 @@ def over_seeds(scores: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """-> mean, low, high at each point of curves that share their points, a row for each seed: the bootstrap's 95%
-    interval of the mean over seeds."""
+    """Mean, low and high at each point of curves [seeds, points]: the bootstrap's 95% interval of the mean over
+    seeds."""
     found = np.asarray(curves, float)
     picks = np.random.default_rng(0).integers(0, len(found), (DRAWS // 10, len(found)))
     low, high = np.percentile(found[picks].mean(axis=1), [2.5, 97.5], axis=0)
@@ -289,7 +291,8 @@ def mean_with_interval(curves: Sequence[Sequence[float]]) -> tuple[np.ndarray, n
 
 def standings(found: dict[str, tuple[float, Sequence[float] | None]]) -> dict[str, str]:
     """The standing of figures with intervals, by name: `behind` where an interval lies below the highest figure's, else
-    `not apart`. The highest is `best` if all others are below it, else `highest`; several as high have neither."""
+    `not apart`. The highest is `best` if all other intervals lie below it, else `highest`; equal highest figures have
+    neither."""
     if len(found) < 2:
         return dict.fromkeys(found, "-")
     top = max(found, key=lambda name: found[name][0])

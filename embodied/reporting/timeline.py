@@ -1,12 +1,12 @@
-"""Where the time of a run goes: every timed span of every worker, on one clock.
+"""The timeline of a run: every timed span of every worker, on one clock.
 
 `trace.json` is in the Chrome trace event format (open it in ui.perfetto.dev): a process per host, a thread per worker,
-microseconds since training began. It grows by an event per line as iterations end, so memory stays flat and the file
-of a killed run can be read. Totals over the whole run are kept even where single spans are not.
+microseconds since training began. Events are appended line by line as iterations end, so memory stays constant and a
+killed run's file is readable. Totals cover the whole run, also after single spans are no longer recorded.
 
-Names are those of worker methods (collect, serve, update, publish, load_weights, evaluate) and inside them step, reset,
-act, sync (with other learner ranks), wait and, a moment, first backward; the driver's own are rollout, update,
-publish, evaluate and save.
+Spans are named after worker methods (collect, serve, update, publish, load_weights, evaluate). Inside these are step,
+reset, act, sync (with other learner ranks), wait, and the moment first backward. The driver's spans are rollout,
+update, publish, evaluate and save.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from embodied.runtime import Timers, WorkerGroup
 from embodied.runtime.worker import machine
 
 DRIVER = "driver"
-PINGS = 5  # to a machine with another clock; the fastest answer gives the best difference
+PINGS = 5  # of a machine with another clock; the fastest answer gives the most accurate difference
 LONGEST_S = 1e10  # of a trace
-SMALL = 0.01  # shares below are not worth a word at the end of a run
+SMALL = 0.01  # smaller shares are not printed at the end of a run
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def shares(before: dict[str, dict], after: dict[str, dict], wall_s: float) -> di
 
 
 def describe(groups: dict[str, dict[str, float]]) -> str:
-    """The larger shares of each role in words: `sim: step 61%, reset 8%, idle 31%; policy: ...`"""
+    """The large shares of each role in words: `sim: step 61%, reset 8%, idle 31%; policy: ...`"""
     large = {
         role: [f"{name} {share:.0%}" for name, share in found.items() if share >= SMALL]
         for role, found in groups.items()
@@ -177,9 +177,9 @@ def us(seconds: float) -> float:
 
 
 def read_trace(path: Path, problems: list[str] | None = None) -> list[TimedSpan]:
-    """The spans of a trace, by worker and time, outer ones before those inside; also of one that was cut short or that
-    a trace viewer has saved. Events that are no spans of ours are left out; ValueError where there are no events.
-    Damaged lines are left out and added to `problems`."""
+    """The spans of a trace, by worker and time, outer spans first. Truncated traces and traces saved by a viewer are
+    read, too. Foreign events are left out. ValueError without any event. Damaged lines are left out and added to
+    `problems`."""
     names: dict[tuple[str, int], str] = {}
     events = 0
     spans: list[TimedSpan] = []
@@ -202,8 +202,8 @@ def read_trace(path: Path, problems: list[str] | None = None) -> list[TimedSpan]
 
 
 def events_in(line: str, number: int, damaged: list[int]) -> list[Any]:
-    """The events of a line: one as we write it, or all of them at once. Its number joins the `damaged` ones where it
-    cannot be read, but for brackets around all events and the end of a file that a killed run was writing."""
+    """The events of a line: one in our files, or all events of a viewer's file. The number of an unreadable line is
+    added to `damaged`, except for the brackets around all events and the unfinished end of a killed run's file."""
     try:
         found = json.loads(line.rstrip(",\n"))
     except (ValueError, RecursionError):
@@ -216,7 +216,7 @@ def events_in(line: str, number: int, damaged: list[int]) -> list[Any]:
 
 
 def span_of(event: dict[str, Any], names: dict[tuple[str, int], str]) -> TimedSpan:
-    """The span that an event is; ValueError or the like where it is none."""
+    """The span of an event; ValueError, KeyError or TypeError if it is no span."""
     start, seconds, iteration = event["ts"] / 1e6, event["dur"] / 1e6, event["args"]["iteration"]
     if not (abs(start) < LONGEST_S and 0 <= seconds < LONGEST_S and type(iteration) is int and iteration > 0):
         raise ValueError("no moment of a run")
@@ -225,7 +225,7 @@ def span_of(event: dict[str, Any], names: dict[tuple[str, int], str]) -> TimedSp
 
 
 def innermost(spans: Iterable[TimedSpan]) -> list[TimedSpan]:
-    """Every moment once: a worker's spans cut so that inner ones replace the parts of outer ones that they cover.
+    """A worker's spans without overlap: an inner span replaces the covered part of the outer span.
 
     collect 0-10 with step 2-5 inside gives collect 0-2, step 2-5, collect 5-10.
     """

@@ -14,10 +14,10 @@ from embodied.reporting.success_stats import wilson
 from embodied.reporting.transcripts import read_ends
 
 LOSSES = "train/"
-AGE = "train/staleness_"  # and how many versions old
-LOAD = "train/max_violation_"  # and which layer of experts
+AGE = "train/staleness_"  # followed by the age in versions
+LOAD = "train/max_violation_"  # followed by the layer of experts
 OVER_EPISODES = (*MEASURES, "return", "length")  # means over the last episodes
-FEWEST = 10  # episodes whose mean is drawn
+FEWEST = 10  # smallest number of episodes of a drawn mean
 
 
 def result_charts(run: Run) -> list[Block | None]:
@@ -57,7 +57,8 @@ def text_charts(run: Run) -> list[Block | None]:
 
 
 def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[Block | None]:
-    """The lengths of conversations, in the last iteration and over time, and how many a rollout still waits for."""
+    """Charts of the lengths of conversations, in the last iteration and over time, and of the unfinished conversations
+    during a rollout."""
     rows = [row for row in rows if row["iteration"] in env_steps]
     if not rows:
         return []
@@ -78,7 +79,7 @@ def tail_charts(rows: list[dict[str, Any]], env_steps: dict[int, int]) -> list[B
 
 
 def at(share: float, row: dict[str, Any]) -> int:
-    """The place in a sorted list of `ends_line` that so large a share comes up to."""
+    """The quantile `share` of a sorted list of `ends_line`."""
     return max(0, math.ceil(share * len(row["tokens"])) - 1)
 
 
@@ -90,7 +91,7 @@ def unfinished(row: dict[str, Any], color: int) -> Series:
 
 
 def in_both(run: Run, key: str) -> list[Series]:
-    """A figure while training, and in the evaluations."""
+    """A chart of a figure in training and in the evaluations."""
     return [curve(run, key, "training"), *in_evaluations(run, key.removeprefix("text/"))]
 
 
@@ -120,7 +121,7 @@ def number_of(name: str) -> int:
 
 
 def staleness_chart(run: Run, names: list[str]) -> Block | None:
-    """Share of the decisions that were so many versions old when they were learned from."""
+    """A chart of the decisions by their staleness in versions at the update."""
     steps = [row["env_steps"] for row in run.metrics]
     shares = [
         Series(f"{number_of(name)} old", steps, [row.get(name, 0.0) for row in run.metrics], color=place)
@@ -130,7 +131,7 @@ def staleness_chart(run: Run, names: list[str]) -> Block | None:
 
 
 def experts_chart(run: Run, names: list[str]) -> Block | None:
-    """How uneven the loads of a layer's experts are, of the layers that end as the most uneven ones."""
+    """A chart of the load imbalance of experts, for the layers with the largest imbalance at the end."""
     layers = [curve(run, name, f"layer {number_of(name)}") for name in names]
     worst = sorted(sorted(layers, key=lambda layer: -layer.y[-1])[:COLORS], key=layers.index)
     worst = [replace(layer, color=place) for place, layer in enumerate(worst)]
@@ -143,8 +144,8 @@ def curve(run: Run, key: str, name: str, color: int = 0, x: str = "env_steps") -
 
 
 def rows_with(run: Run, key: str) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl with this number. Means over episodes begin after FEWEST ended episodes, since the
-    first ones to end are short and successful."""
+    """The rows of metrics.jsonl with this number. Means over episodes begin after FEWEST ended episodes, since short,
+    successful episodes end first."""
     rows = [row for row in run.metrics if row.get(key) is not None]
     enough = [row for row in rows if row.get("recent_episodes", FEWEST) >= FEWEST]
     return (enough or rows) if key in OVER_EPISODES else rows

@@ -1,8 +1,8 @@
-"""Transcripts of an evaluation of a language policy: what was said and answered, a line of JSON per conversation.
+"""Transcripts of a language policy's evaluation: the messages and answers, one line of JSON per conversation.
 
-Each sim worker appends to a file of its own in `transcripts/`, so that none waits for another; at the end they become
-one `transcripts.jsonl` in the order of the episodes. A worker that is killed may leave half a line: its successor
-begins a new one, and reading skips what is not a transcript. Where an episode was played twice, the later line counts.
+Each sim worker appends to a file of its own in `transcripts/`, so no worker waits for another. At the end the files are
+joined to `transcripts.jsonl`, in the order of the episodes. A killed worker may leave half a line: its successor begins
+a new line, and readers skip damaged lines. Of an episode that was played twice, the later line counts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from embodied.core.types import EpisodeResult, Recording
 
 TRANSCRIPTS = "transcripts.jsonl"  # of all conversations, beside results.json
 SAMPLES = "samples.jsonl"  # some conversations of every iteration of training, beside metrics.jsonl
-ANSWERS = "answers.jsonl"  # lengths of every iteration's conversations, and when each ended, beside metrics.jsonl
+ANSWERS = "answers.jsonl"  # length and end time of every iteration's conversations, beside metrics.jsonl
 MOST_ENDS = 256  # conversations of an iteration in ANSWERS, at most
-PARTS = "transcripts"  # the folder of what each sim worker has written so far
+PARTS = "transcripts"  # the folder of the sim workers' files
 
 
 class TranscriptWriter:
-    """Appends the conversations that a sim worker has held to `folder`/`source`.jsonl; a context manager."""
+    """Appends a sim worker's conversations to `folder`/`source`.jsonl; a context manager."""
 
     def __init__(self, folder: Path, source: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ class TranscriptWriter:
             self.file.write(b"\n")
 
     def add(self, result: EpisodeResult, turns: Sequence[dict[str, Any]]) -> None:
-        """Write a conversation that is over. A turn is {"said", "answer", "tokens" (a string each), "logprobs",
+        """Write a finished conversation. A turn is {"said", "answer", "tokens" (a string each), "logprobs",
         "truncated", "reward", "facts"}; numbers that are not finite become null."""
         line = {
             "index": result.index,
@@ -68,7 +68,7 @@ def record_transcripts(recording: Recording, source: str) -> TranscriptWriter:
 
 
 def ends_a_line(path: Path) -> bool:
-    """True if the next line can be appended as it is."""
+    """True if the file is empty or ends with a newline."""
     with path.open("rb") as file:
         if not file.seek(0, os.SEEK_END):
             return True
@@ -83,7 +83,7 @@ def as_line(entry: dict[str, Any]) -> bytes:
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
-    """The conversations of training in a run's samples.jsonl, without lines that a crash has left in part."""
+    """The conversations of training in a run's samples.jsonl, without half-written lines."""
     path = run / SAMPLES
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     samples = [json.loads(line) for line in lines if episode_of(line) is not None]
@@ -91,8 +91,8 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
 
 
 def ends_line(iteration: int, ends: Sequence[tuple[int, float]]) -> bytes:
-    """A line of answers.jsonl: tokens and seconds of conversations, sorted apart; of many, as many as MOST_ENDS at even
-    distances, the longest among them."""
+    """A line of answers.jsonl: tokens and end times of conversations, each sorted. Of more than MOST_ENDS
+    conversations, evenly spaced ones are kept, with the longest."""
     count = min(len(ends), MOST_ENDS)
     places = [round((number + 1) * len(ends) / count) - 1 for number in range(count)]
     tokens, seconds = (sorted(each) for each in zip(*ends, strict=True))
@@ -101,7 +101,7 @@ def ends_line(iteration: int, ends: Sequence[tuple[int, float]]) -> bytes:
 
 
 def read_ends(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's answers.jsonl, without damaged ones; of an iteration that came twice the later one."""
+    """The lines of a run's answers.jsonl, without damaged lines; of a repeated iteration the later line."""
     path, found = run / ANSWERS, {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, TypeError, KeyError):
@@ -113,7 +113,7 @@ def read_ends(run: Path) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: arrays as lists, not a number as null, anything else in words."""
+    """The value as JSON: arrays as lists, not-a-number as null, other objects as text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -141,13 +141,13 @@ def join_transcripts(folder: Path, episodes: Collection[int]) -> None:
 
 
 def remove_transcripts(folder: Path) -> None:
-    """Remove what an earlier evaluation in this folder has left."""
+    """Remove the transcripts of an earlier evaluation in this folder."""
     shutil.rmtree(folder / PARTS, ignore_errors=True)
     (folder / TRANSCRIPTS).unlink(missing_ok=True)
 
 
 def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Iterator[tuple[int, bytes]]:
-    """The line of each of these episodes (None: of all), in order; no more than one is in memory."""
+    """The lines of these episodes (None: all) in order, with one line in memory at a time."""
     places: dict[int, tuple[Path, int]] = {}
     for path in (folder / TRANSCRIPTS, *sorted((folder / PARTS).glob("*.jsonl"))):
         if path.is_file():
@@ -161,7 +161,7 @@ def transcript_lines(folder: Path, wanted: Collection[int] | None = None) -> Ite
 
 
 def starts_in(path: Path) -> Iterator[tuple[int, int | None]]:
-    """Where in the file each line begins, and the episode of the line."""
+    """The offset of each line in the file, and its episode."""
     start = 0
     with path.open("rb") as file:
         for line in file:

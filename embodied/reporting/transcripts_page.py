@@ -14,9 +14,9 @@ from embodied.core.types import EpisodeResult
 from embodied.reporting.page import Block, short, text
 from embodied.reporting.results import check
 
-MOST_SAMPLES = 150  # of training, about
-PAGE_TOKENS = 60_000  # of the page that are marked; later answers are plain
-MOST_CHARACTERS = 20_000  # of an answer or a prompt; the rest is in the file
+MOST_SAMPLES = 150  # of training, approximately
+PAGE_TOKENS = 60_000  # marked tokens of a page; later answers are plain text
+MOST_CHARACTERS = 20_000  # of an answer or a prompt; the file has the rest
 LARGEST_SIDE = 320  # largest side in pixels of a picture in a page
 SNIPPET = 60  # characters of the last answer, and of its facts, in a folded line
 
@@ -75,13 +75,13 @@ class Conversations:
         self.left = PAGE_TOKENS
 
     def show(self, episode: EpisodeResult, transcript: dict[str, Any], kind: str, name: str, unfolded: bool) -> Block:
-        """An evaluation's conversation; `kind` is its outcome, and `name` identifies it."""
+        """Add an evaluation's conversation; `kind` is its outcome, and `name` identifies it."""
         words = [f"reward {short(episode.total_reward)}", f"{episode.tokens:,} tokens"]
         how = {"open": unfolded, "error": episode.error, "cut_off": bool(episode.truncated)}
         return self.talk(transcript["turns"], words, outcome=kind, name=name, **how)
 
     def sample(self, sample: dict[str, Any]) -> Block:
-        """A conversation of training, with the numbers that readers filter by."""
+        """Add a conversation of training, with the numbers for the page's filter."""
         success, reward = sample["success"], sample["reward"] or 0.0
         words = [f"reward {short(reward)}", f"{sample['tokens']:,} tokens"]
         how = {"iteration": sample["iteration"], "reward": reward, "cut_off": bool(sample["truncated"])}
@@ -95,7 +95,7 @@ class Conversations:
         return {"words": ", ".join(words), **last, **how, "turns": [self.turn(turn) for turn in turns]}
 
     def turn(self, turn: dict[str, Any]) -> Block:
-        """The prompt, the answer and the env's response; tokens only where they are known and the page has room."""
+        """The prompt, the answer and the env's response; with tokens if they are known and the page has room."""
         said, tokens, logprobs = turn["said"], turn["tokens"], turn["logprobs"]
         messages = [{"role": "prompt", "content": said}] if isinstance(said, str) else said
         known = [logprob for logprob in logprobs if logprob is not None]
@@ -115,7 +115,7 @@ class Conversations:
 
 
 def samples_shown(samples: Sequence[dict[str, Any]]) -> list[Block]:
-    """Conversations of training by iteration, the latest first. Of many iterations some are shown, spread evenly."""
+    """Conversations of training by iteration, the latest first. Of many iterations, evenly spaced ones are shown."""
     whole = [sample for sample in samples if can_be_shown(sample, SampleShown)]
     iterations = sorted({sample["iteration"] for sample in whole}, reverse=True)
     step = max(1, -(-len(whole) // MOST_SAMPLES))
@@ -140,7 +140,7 @@ def contents(message: Any) -> list[Block]:
 
 @lru_cache(MOST_SAMPLES)
 def picture(name: str) -> Block:
-    """A picture within the page, made small; its name where it cannot be loaded."""
+    """A small copy of a picture in the page; its name if it cannot be loaded."""
     from embodied.core.pictures import PictureError, data_url, load_picture, shown
 
     try:

@@ -1,8 +1,8 @@
-"""Videos of the episodes that env rows play, one mp4 each, written frame by frame so that memory stays flat; below each
-frame stands how its episode goes.
+"""Records videos of env rows' episodes, one mp4 each, frame by frame in constant memory. The text below a frame shows
+the episode's progress.
 
-It works in the sim worker's process, so that no frame leaves it. Which episodes are recorded is chosen in
-`workflows/evaluator.py`; frames become mp4 files in `videos.py`.
+It works in the sim worker's process, so no frame is sent. `workflows/evaluator.py` chooses the episodes; `videos.py`
+writes the mp4 files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class VideoRecorder:
             warn(f"no videos: {problem}")
         self.open: dict[int, VideoWriter] = {}
         self.statuses: dict[int, EpisodeStatus] = {}
-        self.newest: dict[int, np.ndarray] = {}  # the last frame, which waits for the outcome to be written below it
+        self.newest: dict[int, np.ndarray] = {}  # the last frame, until the outcome below it is known
 
     def __enter__(self) -> VideoRecorder:
         return self
@@ -51,7 +51,7 @@ class VideoRecorder:
         self._add_frames([row for row, _ in wanted])
 
     def decided(self, obs: Observation, actions: np.ndarray, at: np.ndarray, values: np.ndarray) -> None:
-        for row, value in zip(at, values, strict=False):  # an expert gives none
+        for row, value in zip(at, values, strict=False):  # an expert has no value estimates
             if int(row) in self.statuses:
                 self.statuses[int(row)].value = float(value)
 
@@ -59,12 +59,12 @@ class VideoRecorder:
         rewards, success = self.env.last_step()
         rows = [row for row in self.open if active[row]]
         for row in rows:
-            self.open[row].add(self._captioned(row, self.newest[row]))  # another frame comes
+            self.open[row].add(self._captioned(row, self.newest[row]))  # another frame follows
             self.statuses[row].stepped(float(rewards[row]), bool(success[row]))
         self._add_frames(rows)
 
     def played(self, result: ChunkResult) -> None:
-        """The frames were drawn step by step."""
+        """Nothing to do: the frames were drawn step by step."""
 
     def finish(self, rows: np.ndarray, outcomes: list[EpisodeResult]) -> None:
         for row, outcome in zip(rows, outcomes, strict=True):

@@ -1,10 +1,9 @@
 """Videos of episodes: mp4 files that any browser plays, text below their frames, and a mosaic of several.
 
-Frames are streamed to ffmpeg one by one, so that memory stays flat.
+Frames are streamed to ffmpeg one by one, in constant memory.
 
-A file gets its name only when it is whole: it is written under a hidden name in the same folder and renamed at the end,
-when the outcome that belongs in the name is known.
-Which episodes are recorded is decided in `workflows/evaluator.py`; `video_recorder.py` hands over their frames.
+A file is written under a hidden name in the same folder. It gets its final name, with the outcome, when it is complete.
+`workflows/evaluator.py` chooses the episodes; `video_recorder.py` provides their frames.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Coding:
 
     options: str  # of ffmpeg
     suffix: str = ".mp4"
-    pad: bool = True  # to even sizes, which the pixel format that all players know requires
+    pad: bool = True  # to even sizes: the most compatible pixel format requires them
 
     def arguments(self, height: int, width: int) -> list[str]:
         odd = bool(height % 2 or width % 2)
@@ -60,13 +59,13 @@ class Coding:
 
 
 FOR_BROWSERS = Coding("-crf 20 -movflags +faststart")
-# For datasets: a bare stream, so that many are joined by writing one after the other; every second frame is a key
-# frame, so that any frame is found quickly; sizes stay.
+# For datasets: a bare stream, so that streams can be concatenated. Every second frame is a key frame, so any frame is
+# found quickly. Sizes stay.
 FOR_DATASETS = Coding("-crf 18 -g 2 -bf 0 -f h264", ".h264", pad=False)
 
 
 def encoder_problem() -> str:
-    """Why no video can be written here; empty where one can."""
+    """The reason why this machine cannot write videos; empty if it can."""
     from imageio_ffmpeg import get_ffmpeg_exe
 
     try:
@@ -98,7 +97,7 @@ class VideoWriter:
             raise ValueError(f"frame {self.num_frames} is {list(frame.shape)}, the ones before {list(self._shape)}")
         try:
             self._encoder.stdin.write(np.ascontiguousarray(frame).data)
-        except OSError:  # ffmpeg is gone; its own words say more than "broken pipe"
+        except OSError:  # ffmpeg has ended; its output says more than "broken pipe"
             self._fail(self._wait())
         self.num_frames += 1
 
@@ -116,7 +115,7 @@ class VideoWriter:
         return path
 
     def discard(self) -> None:
-        """Stop and leave nothing behind."""
+        """Stop and delete the draft."""
         if self._encoder is not None:
             self._encoder.kill()
             self._encoder.wait(CLOSE_S)
@@ -155,7 +154,7 @@ class VideoWriter:
             raise DeadlineExceeded(f"ffmpeg did not finish {self._draft} within {CLOSE_S:.0f} s") from None
 
     def _close_input(self) -> None:
-        with contextlib.suppress(OSError):  # frames that were still on their way to an encoder that is gone
+        with contextlib.suppress(OSError):  # unsent frames of an encoder that has ended
             self._encoder.stdin.close()
 
     def _fail(self, code: int) -> None:
@@ -197,8 +196,8 @@ class Caption:
 
 
 def captioned(frame: np.ndarray, caption: Caption) -> np.ndarray:
-    """The frame with the caption below it, so that it hides nothing: the outcome first, then the numbers in columns as
-    the width allows, then the words on at most MOST_LINES. All captions of an episode are equally high."""
+    """The frame with the caption below it: the outcome, the numbers in as many columns as fit, and the instruction on
+    at most MOST_LINES. All captions of an episode have the same height."""
     from PIL import Image, ImageDraw
 
     width = frame.shape[1]
@@ -223,7 +222,7 @@ def captioned(frame: np.ndarray, caption: Caption) -> np.ndarray:
 
 
 def in_lines(words: str, width: float, size: int) -> list[str]:
-    """The text on lines that fit into so many pixels, the last one cut where they are too few."""
+    """The text on at most MOST_LINES lines of this width in pixels; the last line is cut if the text is too long."""
     lines = [""]
     for word in words.split():
         longer = f"{lines[-1]} {word}".strip()
@@ -242,7 +241,7 @@ def font(size: int):
 
 
 def fitting(line: str, width: float, size: int) -> str:
-    """The part of the line that fits into so many pixels."""
+    """The beginning of the line that fits into this width."""
     if font(size).getlength(line) <= width:
         return line
     while line and font(size).getlength(line + "...") > width:
@@ -258,9 +257,9 @@ COLOURS = {"success": "0x2e9e5b", "failure": "0xc8443c"}
 
 
 def write_mosaic(folder: Path) -> Path | None:
-    """Join a folder's videos into mosaic.mp4, each standing still at its end until the longest is over.
+    """Join a folder's videos into mosaic.mp4; a video stands still at its end until the longest one ends.
 
-    Returns None where there are no videos.
+    Returns None without videos.
     """
     from imageio_ffmpeg import count_frames_and_secs
 
@@ -302,7 +301,7 @@ def tiles(outcomes: list[str], lasts_s: float) -> str:
 
 
 def ffmpeg(arguments: list[str]) -> bytes:
-    """Run ffmpeg and return what it writes to its standard output; raises EmbodiedError with its last words."""
+    """Run ffmpeg and return its standard output; raises EmbodiedError with its last lines."""
     from imageio_ffmpeg import get_ffmpeg_exe
 
     command = [get_ffmpeg_exe(), "-v", "error", "-nostdin", *arguments]

@@ -1,4 +1,4 @@
-"""Weights & Biases and trackio, where `run.log` names them. Both packages are optional."""
+"""The loggers `wandb` and `trackio` of `run.log`. Both packages are optional."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECT = "embodied-loop"
 
 
 def check_log(names: Sequence[str]) -> None:
-    """Refuse a package of `run.log` that is not installed. A folder wandb/ in the working directory is none."""
+    """Refuse a package of `run.log` that is not installed. A folder wandb/ in the working directory does not count."""
     for name in ("wandb", "trackio"):
         found = importlib.util.find_spec(name) if name in names else None
         if name in names and (found is None or found.origin is None):
@@ -38,7 +38,7 @@ class TrackioLogger:
 
         self.project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         try:
-            with redirect_stdout(io.StringIO()):  # a run says it in a line of its own
+            with redirect_stdout(io.StringIO()):  # the run prints its own line
                 self._run = trackio.init(
                     project=self.project,
                     name=run.name,
@@ -52,7 +52,7 @@ class TrackioLogger:
             raise EmbodiedError(f"run.log: trackio does not start: {err}; leave it out of run.log") from err
 
     def describe(self) -> str:
-        """Says in a line where the numbers go."""
+        """A line that says where the curves are."""
         return f"to see the curves: trackio show --project {self.project}"
 
     def add(self, step: int, numbers: dict[str, float]) -> None:
@@ -100,7 +100,7 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="env_steps")
 
     def describe(self) -> str:
-        """Says in a line where the numbers go."""
+        """A line that says where the curves are."""
         if self.mode == "offline":
             return f"offline; to send it: wandb sync {self.folder}"
         return f"{self.mode}, {self._run.url or self.folder}"
@@ -113,17 +113,17 @@ class WandbLogger:
 
         try:
             self._run.finish(exit_code=int(failed))
-        except wandb.errors.Error as err:  # the run itself is over, and all of it is in metrics.jsonl
+        except wandb.errors.Error as err:  # the run has finished, and metrics.jsonl is complete
             print(f"W&B did not get all: {err}; to send the rest: wandb sync {self.folder}", flush=True)
 
 
 def mode(environ: Any) -> str:
-    """online, offline or disabled: what WANDB_MODE says, online with a key in WANDB_API_KEY, else offline."""
+    """online, offline or disabled: WANDB_MODE if it is set, else online with a key in WANDB_API_KEY, else offline."""
     return environ.get("WANDB_MODE") or ("online" if environ.get("WANDB_API_KEY") else "offline")
 
 
 def run_id(path: Path) -> str:
-    """The name under which W&B knows a run, the same when the run is resumed."""
+    """The run's id in W&B; a resumed run keeps it."""
     path.parent.mkdir(exist_ok=True)
     if not path.is_file():
         replace_text(path, secrets.token_hex(8))

@@ -26,16 +26,16 @@ from embodied.core.files import as_path, flush, read_object, replace_text
 MANIFEST = "manifest.json"
 STATE = "state.json"
 SIMS = "sims.npz"
-COUNTERS = {  # a run counts on from these; their kinds
+COUNTERS = {  # counters that a resumed run continues, with their types
     **dict.fromkeys(("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches"), (int,)),
     "train_s": (int, float),
 }
 WEIGHTS = "policy/model.safetensors"
-RECORD = ("run.json", "config.yaml")  # without these a folder is no run
+RECORD = ("run.json", "config.yaml")  # files that every run folder has
 NAME = re.compile(r"v(\d{6,})")
 DRAFT, DOOMED = ".writing-", ".removing-"  # a checkpoint while it is written, and while it is removed
-LARGEST = 1e18  # of a counter
-MOST = 1 / 20  # of the time of training that saving may take
+LARGEST = 1e18  # upper limit of a counter
+MOST = 1 / 20  # fraction of the training time spent on saving, at most
 
 
 def name_of(version: int) -> str:
@@ -50,7 +50,7 @@ def write_checkpoint(
     final = parent / name_of(version)
     with suppress(CheckpointError):
         verify(final)
-        return final  # this version was saved before (a resumed run that ends at once, say)
+        return final  # already saved, for example by a resumed run that ends at once
     draft = parent / f"{DRAFT}{name_of(version)}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -69,7 +69,7 @@ def write_checkpoint(
             flush(draft / name)
         for folder in [draft, *(p for p in draft.rglob("*") if p.is_dir())]:
             flush(folder)
-        shutil.rmtree(final, ignore_errors=True)  # only a damaged one can be there
+        shutil.rmtree(final, ignore_errors=True)  # an existing folder of this name is damaged
         os.rename(draft, final)
         flush(parent)
     except BaseException:
@@ -80,7 +80,7 @@ def write_checkpoint(
 
 
 def verify(checkpoint: Path) -> dict:
-    """The checkpoint's driver state, after every file was checked against the manifest."""
+    """Check every file against the manifest and return the driver's state."""
     manifest = read_json(checkpoint / MANIFEST)
     files, version = manifest.get("files"), manifest.get("version")
     if not isinstance(files, dict) or not {STATE, SIMS} <= files.keys():
@@ -126,15 +126,15 @@ def newest(run: Path) -> Path:
 
 
 class SaveClock:
-    """Decides when to save: every this many iterations, and before a crash could cost more than `minutes` of training.
-    If saves take long, they are so rare that they take at most `MOST` of the time."""
+    """Decides when to save: every `every` iterations, and after `minutes` of training since the last save. Slow saves
+    become rarer, so that saving takes at most `MOST` of the time."""
 
     def __init__(self, every: int | None, minutes: float | None) -> None:
         self.every = every
         self.limit_s = float("inf") if minutes is None else 60 * minutes
-        self.cost_s = 0.0  # of the last save
-        self.now_s = self.saved_s = 0.0  # of training: by now, and by the last save
-        self.version: int | None = None  # what that saved
+        self.cost_s = 0.0  # seconds of the last save
+        self.now_s = self.saved_s = 0.0  # seconds of training: so far, and at the last save
+        self.version: int | None = None  # version of the last save
 
     def due(self, iteration: int, train_s: float) -> bool:
         """True if a checkpoint is due now; called after every iteration."""
@@ -148,8 +148,8 @@ class SaveClock:
 
 
 def prune(run: Path, version: int, keep: int) -> None:
-    """Among this version and older ones, keep the newest `keep`, the best by evaluation, and all that were evaluated by
-    hand. Only our own checkpoints, and half-written ones of killed runs, are deleted."""
+    """Delete old checkpoints up to this version. The newest `keep`, the best by evaluation, and all checkpoints
+    evaluated by hand stay. Folders with files of the user's are never deleted."""
     parent = run / "checkpoints"
     for rest in [*parent.glob(f"{DRAFT}v*"), *parent.glob(f"{DOOMED}v*")]:
         shutil.rmtree(rest)
@@ -163,7 +163,7 @@ def prune(run: Path, version: int, keep: int) -> None:
 
 
 def is_ours(checkpoint: Path) -> bool:
-    """True if it holds what its manifest lists and nothing else."""
+    """True if the folder holds exactly the files of its manifest."""
     with suppress(CheckpointError, TypeError):
         listed = {*read_json(checkpoint / MANIFEST).get("files", ()), MANIFEST}
         return not checkpoint.is_symlink() and {*files_of(checkpoint)} == listed
@@ -171,7 +171,8 @@ def is_ours(checkpoint: Path) -> bool:
 
 
 def best_version(run: Path) -> int | None:
-    """The version with the highest success in the run's own evaluations, then return; of equals the newest."""
+    """The version with the highest success in the run's own evaluations; ties are broken by return, then by age
+    (newest)."""
     found = []
     for path in run.glob("eval/v*/results.json"):
         with suppress(CheckpointError, KeyError, TypeError):
@@ -189,8 +190,8 @@ def by_hand(run: Path) -> set[int]:
 
 
 def newest_run(parent: Path, name: str) -> tuple[Path | None, list[str]]:
-    """The last run of this name, with or without checkpoints, or None; and lines that name newer folders which are no
-    runs."""
+    """The last run of this name, with or without checkpoints, or None; and a line for each newer folder that is no
+    run."""
     dated = re.compile(re.escape(name) + r"-\d{8}-\d{6}(-\d+)?")
     folders = [path for path in parent.glob(f"{escape(name)}-*") if dated.fullmatch(path.name) and path.is_dir()]
     lacks = {path: next((file for file in RECORD if not (path / file).is_file()), None) for path in folders}
@@ -218,7 +219,7 @@ def locate(text: str) -> tuple[Path, Path | None, Path | None]:
 
 
 def no_policy_in(text: str) -> str:
-    """The mistake in a path that is neither a run folder nor a checkpoint nor a policy folder; else empty."""
+    """The error for a path without a policy (no run, checkpoint or policy folder); else empty."""
     if any((as_path(text) / file).is_file() for file in ("run.json", MANIFEST, "config.json")):
         return ""
     return f"{text}: no policy in it; name a run folder, a checkpoint (v000123) or a policy folder"

@@ -57,9 +57,9 @@ class ActiveRun:
 
     member: Member
     process: subprocess.Popen
-    place: int  # its part of the machine
+    place: int  # index of its share of the machine
     log: Path
-    before: set[Path]  # folders that are other runs'
+    before: set[Path]  # folders of other runs
     folder: Path | None = None
     begun: float = field(default_factory=time.monotonic)
 
@@ -67,9 +67,9 @@ class ActiveRun:
 @dataclass
 class Children:
     group: RunGroup
-    shared: Sequence[str]  # the arguments that all runs have in common
-    parent: Path  # the folder of their folders
-    # Cores and CUDA_VISIBLE_DEVICES of the runs in progress at the same time; empty where one has all.
+    shared: Sequence[str]  # arguments common to all runs
+    parent: Path  # folder that contains the run folders
+    # Cores and CUDA_VISIBLE_DEVICES of each simultaneous run; empty if a run has the whole machine.
     places: Sequence[tuple[list[int], str]] = (([], ""),)
     train: Sequence[str] = TRAIN  # Python's arguments
     sharing: SharedPlaces | None = None  # of runs that share their devices
@@ -79,8 +79,7 @@ class Children:
     reported_at: float = field(default_factory=time.monotonic)
 
     def run(self, members: Sequence[Member], interruption: Interruption) -> None:
-        """Run all of these, as many at a time as there are places. At the end, also after an error, no process is
-        left."""
+        """Run all members, one per place at a time. No process is left at the end, also after an error."""
         waiting, asked_to_stop = list(members), False
         try:
             while self.going or (waiting and not interruption.requested):
@@ -98,7 +97,7 @@ class Children:
             self.close()
 
     def begin(self, member: Member) -> None:
-        """Start or resume its run, on the cores and GPUs that are free."""
+        """Start or resume a member's run on free cores and GPUs."""
         place = min({*range(len(self.places))} - {one.place for one in self.going})
         path = self.group.path(member)
         resumes = path is not None and state_of(path) != MISSING
@@ -140,11 +139,11 @@ class Children:
         return {path for path in self.parent.glob(f"{self.run_name(member)}-[0-9]*") if path.is_dir()}
 
     def log_of(self, member: Member) -> Path:
-        """The file that gets what its process prints."""
+        """The log file of a member's process."""
         return self.group.folder / "logs" / f"{slug(str(member))}.log"
 
     def look(self) -> None:
-        """Note new folders and ended runs, and report the progress of the others."""
+        """Record new folders and ended runs, and report the progress of active runs."""
         for one in list(self.going):
             ended = one.process.poll() is not None
             self.find_folder(one)
@@ -162,7 +161,7 @@ class Children:
                 print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
 
     def find_folder(self, one: ActiveRun) -> None:
-        """The folder that this run has made: the one whose run.json names its process, or that is new after its end."""
+        """The folder created by this run: its run.json names the process, or it is new after the process ended."""
         if one.folder is not None:
             return
         ended = one.process.poll() is not None
@@ -178,7 +177,7 @@ class Children:
                 return
 
     def over(self, one: ActiveRun) -> None:
-        """Record how a run ended, and write the page of all runs so far."""
+        """Record how a run ended, and update the page of all runs."""
         self.going.remove(one)
         if self.sharing:
             how = "stopped" if one.process.returncode in STOPPED else self.group.state(one.member)
@@ -213,7 +212,7 @@ class Children:
                 one.process.send_signal(sign)
 
     def close(self) -> None:
-        """Wait for the runs that were asked to stop; kill those that do not."""
+        """Wait for stopping runs; kill a run that does not stop in time."""
         until = time.monotonic() + CLOSE_S
         while time.monotonic() < until and any(one.process.poll() is None for one in self.going):
             self.pass_time(POLL_S)
@@ -260,7 +259,7 @@ class Children:
 
 
 def what_it_says(run: Path) -> dict:
-    """run.json; empty where there is none yet."""
+    """The content of run.json; empty if there is none yet."""
     with suppress(CheckpointError):
         return read_json(run / "run.json")
     return {}
@@ -279,7 +278,7 @@ def last_line(one: ActiveRun) -> str:
 
 
 def last_words(one: ActiveRun) -> str:
-    """Why a run did not finish, in a line: from its folder, else the end of its output."""
+    """One line on why a run did not finish: from run.json, else the last line of its output."""
     info = what_it_says(one.folder) if one.folder else {}
     if info.get("state") in ("stopped", "failed"):
         return (str(info.get("cause", "")).splitlines() or [""])[0]

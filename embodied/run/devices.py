@@ -1,6 +1,6 @@
 """The machines that a run may use, the devices that a process sees, and the devices of its networks.
 
-Everything that plans calls `machines` (modes, `auto`, profiles, benchmarks, memory), so all use the same machines.
+Modes, `auto`, profiles, benchmarks and the memory check all call `machines`, so they plan for the same machines.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from embodied.run.memory_check import decisions_of
 from embodied.runtime import HostPlan, nodes_of
 from embodied.system.discovery import discover, on_ray_node
 
-SMALL_STEP = 16_000_000  # items times weights: about 4 ms of a core; a second core saves 1 ms at most
-SMALL_WEIGHTS = 1_000_000  # of an MLP: up to so many, one core computes it as fast as a GPU is asked to
+SMALL_STEP = 16_000_000  # items times weights: about 4 ms on a core; a second core saves at most 1 ms
+SMALL_WEIGHTS = 1_000_000  # of an MLP: up to this size, a core computes a pass faster than a GPU's kernels are launched
 
 
 def machines(config: RunConfig) -> Topology:
-    """Declared ones for a dry run, else all nodes of a Ray cluster, else this machine; first the one we are on."""
+    """The declared machines for a dry run, else all nodes of a Ray cluster, else this machine. The driver's machine is
+    first."""
     cluster = config.cluster
     if cluster.machines:
         try:
@@ -45,14 +46,14 @@ def machines(config: RunConfig) -> Topology:
 
 
 def with_hardware(node, first: bool, declared: tuple[str, ...]):
-    """The node with what only the user can name: arm:0 is on the first machine, node1/arm:0 where it says."""
+    """The node with the user's own devices: arm:0 is on the first machine, node1/arm:0 on node 1."""
     parted = [name.rpartition("/") for name in declared]
     mine = tuple(device for where, _, device in parted if (where == node.name if where else first))
     return replace(node, devices=(*node.devices, *mine))
 
 
 def networks_on(config: RunConfig, machines: Topology) -> str:
-    """ "gpu" or "cpu": where the networks compute unless a map of roles to devices says it."""
+    """ "gpu" or "cpu": the networks' device unless placement is a map."""
     wanted = config.learner.device
     if wanted == "cuda" and not machines.gpus:
         raise ConfigError(
@@ -82,30 +83,30 @@ def for_all_gpus(config: RunConfig, machines: Topology) -> RunConfig:
 
 
 def check_simulator(config: RunConfig, machines: Topology) -> None:
-    """Raise ConfigError where it wants a GPU and there is none."""
+    """Raise ConfigError if the simulator needs a GPU and the machine has none."""
     if config.env.on_gpu and not machines.gpus:
         raise ConfigError("env.backend=cuda needs an NVIDIA GPU, and this machine shows none; try env.backend=auto")
 
 
 def is_small(policy: PolicyOptions) -> bool:
-    """True if a core is enough for it."""
+    """True if one core is enough for the policy."""
     return policy.few_weights <= SMALL_WEIGHTS
 
 
 def has_small_steps(config: RunConfig) -> bool:
-    """True if a core computes a gradient step so fast that dividing it saves nothing."""
-    weights = max(config.policy.few_weights, config.policy.least_weights)  # 0: nothing is known of them
+    """True if a core computes a gradient step so fast that more ranks save nothing."""
+    weights = max(config.policy.few_weights, config.policy.least_weights)  # 0: unknown
     items = config.algo.minibatch_size or decisions_of(config)
     return 0 < items * weights < SMALL_STEP and not config.learner.shard
 
 
 def draws_on_gpus(env: Any) -> bool:
-    """True if simulators of this env, on cores, draw on the GPUs of their machine."""
+    """True if simulators of this env run on cores and render on the machine's GPUs."""
     return bool(env.observed_images) and env_class(env).draws_on_gpus
 
 
 def torch_device(kind: str) -> str:
-    """Torch's name for devices of a kind."""
+    """Torch's name for this kind of device."""
     return "cuda" if kind == "gpu" else "cpu"
 
 
@@ -136,7 +137,7 @@ def host_plans(
 
 
 def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
-    """Raise ConfigError where the recipe computes elsewhere than the placement says."""
+    """Raise ConfigError if a device option of the recipe contradicts the placement."""
     wanted = config.learner.device
     for host in plan.hosts:
         on_gpu = host.device.startswith("gpu:")
@@ -164,5 +165,5 @@ def check_devices(config: RunConfig, plan: PlacementPlan) -> None:
 
 
 def divides_requests(config: RunConfig) -> bool:
-    """True if several policy workers may answer a request: its prompts, or its rows where requests are merged."""
+    """True if several policy workers may share a request: by prompts, or by rows if requests are merged."""
     return speaks(env_class(config.env)) or config.merged_rows > 1

@@ -23,7 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 class Interruption:
     """SIGTERM, Ctrl-C and a closed terminal ask the run to finish its step, save and stop; a second Ctrl-C stops at
-    once. `at_once`: so does the first, where nothing has to be finished."""
+    once. With `at_once` the first one does, too."""
 
     def __init__(self, at_once: bool = False) -> None:
         self.at_once = at_once
@@ -40,9 +40,9 @@ class Interruption:
     def __enter__(self) -> Interruption:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is not threading.main_thread():
-            return self  # a notebook's or a server's thread: signals are its own business
+            return self  # in another thread (a notebook, a server) Python allows no signal handlers
         ends = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup asks to outlive the terminal
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a run under nohup outlives the terminal
             ends.append(signal.SIGHUP)
         self._before = {sig: signal.signal(sig, self._handle) for sig in ends}
         return self
@@ -64,7 +64,7 @@ class Interruption:
 
 @contextmanager
 def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
-    """Write into run.json how the run ended, whatever happens; after a late failure say how to resume."""
+    """Write into run.json how the run ended. The error of a failed worker then also says how to resume."""
     try:
         yield
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def closing(folder: RunFolder, interruption: Interruption) -> Iterator[None]:
 
 
 def what_next(folder: RunFolder, error: Exception) -> list[str]:
-    """Advice in lines after a worker failed for good."""
+    """Lines of advice after a worker's final failure."""
     saved = any(folder.checkpoints.glob("v[0-9]*"))
     crashed = "its process" in str(error) or "hung" in str(error)
     goes_on = "continue from the last checkpoint" if saved else "nothing was saved yet; begin it again"
@@ -102,6 +102,6 @@ def record_end(folder: RunFolder, state: str, cause: str) -> None:
     try:
         folder.finish(state, cause)
         folder.log.note(f"{state}: {cause}" if cause else state)
-    except OSError as err:  # a full disk must not hide the first cause
+    except OSError as err:  # a full disk must not hide the original error
         print(f"run.json could not be written: {err}", file=sys.stderr)
     report_or_say_why(folder.path)

@@ -1,4 +1,5 @@
-"""Where `run.start_from` names a recipe: the run of it whose policy is the start, there already or still to be made."""
+"""`run.start_from=RECIPE`: finds the finished run of that recipe whose policy is the start, or describes the run to
+make."""
 
 from __future__ import annotations
 
@@ -25,23 +26,23 @@ from embodied.run.policy_source import find_start, stored
 ALSO = ("seed", "run.dir", "env", "policy", "learner", "placement", "cluster", "eval", "faults")
 # Keys that must agree for an existing run to be the wanted one, besides task and policy
 DECIDES = ("seed", "algo", "sft", "collect", "run.env_steps", "run.iterations")
-WHERE = ("data", "cache")  # of sft: places on disk
+WHERE = ("data", "cache")  # options of sft: paths
 # Options of an env that do not change a policy's observations and actions
 ASIDE = ("num_envs", "stagger", "retries", "modules", "fast_images", "video_size")
 
 
 @dataclass(frozen=True)
 class FirstRun:
-    """The run that makes a start."""
+    """A run that trains the initial policy of another run."""
 
     recipe: str
     command: str  # train or sft
     arguments: tuple[str, ...]
     loaded: Loaded
-    folder: Path | None = None  # the existing run
+    folder: Path | None = None  # of the finished run; None: not trained yet
 
     def describe(self) -> str:
-        """Says which run the start comes from, or that it has to be made first."""
+        """A line that names the run that the start comes from, or the command that trains it first."""
         if self.folder:
             return f"start       {self.folder}, a run of recipe {self.recipe}"
         missing = f"no finished run of recipe {self.recipe} with this policy in {self.loaded.config.run.dir}"
@@ -49,8 +50,8 @@ class FirstRun:
 
 
 def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
-    """The run that makes the start of another one, if `run.start_from` names a recipe; `before` are the recipes that
-    wait for this one's start."""
+    """The first run of a recipe whose `run.start_from` names another recipe. `before`: the recipes that wait for this
+    start, to detect circles."""
     config = loaded.config
     recipe = recipe_named(config.run.start_from) if config.run.start_from else None
     if recipe is None:
@@ -72,7 +73,7 @@ def first_run(loaded: Loaded, before: tuple[str, ...] = ()) -> FirstRun | None:
 
 
 def recipe_named(start: Path) -> str | None:
-    """The recipe that `run.start_from` names; None where it is a folder."""
+    """The recipe in `run.start_from`; None if it is a folder."""
     if start.is_dir():
         return None
     if str(start) in recipe_names() or (start.suffix in (".yaml", ".yml") and start.is_file()):
@@ -95,7 +96,7 @@ def commands_of_recipe(recipe: str) -> list[str]:
 
 
 def said_for_both(loaded: Loaded, command: Command) -> list[str]:
-    """Arguments of the command line that hold for the first run, one of this command, as well."""
+    """Arguments of the command line that also hold for the first run, which is one of `command`."""
     values = loaded.config.model_dump(mode="json")
     asked = [key for key, where in loaded.sources.items() if where == COMMAND_LINE]
     both = [key for key in asked if any(key == name or key.startswith(f"{name}.") for name in ALSO)]
@@ -104,7 +105,7 @@ def said_for_both(loaded: Loaded, command: Command) -> list[str]:
 
 
 def start_of_resumed(run: Path, asked: Path) -> Path | None:
-    """The policy that the resumed run has started from, if `asked` means it: its folder, or the recipe that made it."""
+    """The start of the resumed run, if `asked` names its folder or a recipe."""
     start = stored(run).get("run", {}).get("start_from")
     if not start or not Path(start).is_absolute():
         return None
@@ -112,8 +113,7 @@ def start_of_resumed(run: Path, asked: Path) -> Path | None:
 
 
 def newest_finished(first: Loaded, policy: Any) -> Path | None:
-    """The newest run of this recipe in run.dir that went to its end, in the same env, with this policy and seed, and
-    trained as the recipe says."""
+    """The newest finished run of this recipe in run.dir with the same env, policy, seed and training options."""
     runs = first.config.run.dir.glob(f"{escape(first.name)}-[0-9]*/run.json")
     for file in sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True):
         run = file.parent
@@ -123,19 +123,19 @@ def newest_finished(first: Loaded, policy: Any) -> Path | None:
                 find_start(run, policy)
                 return run
         except (CheckpointError, ConfigError):
-            continue  # it is another policy's, or damaged
+            continue  # of another policy, or damaged
     return None
 
 
 def same_task(run: Path, config: RunConfig) -> bool:
-    """True if a run was made in this recipe's env; options that it did not know, or that are left to the task, do not
-    count."""
+    """True if a run was trained in this recipe's env; options newer than the run, or left to the task, are not
+    compared."""
     env, wanted = stored(run).get("env", {}), config.env.model_dump(mode="json")
     return all(None in (value, env.get(key)) or env[key] == value for key, value in wanted.items() if key not in ASIDE)
 
 
 def same_training(run: Path, first: Loaded) -> bool:
-    """True if a run was trained as the recipe asks now; options that it did not know do not count."""
+    """True if a run was trained with this recipe's options; options newer than the run are not compared."""
     then, now = flat_dict(stored(run)), flat_dict(first.config.model_dump(mode="json"))
     return all(
         then.get(key, value) == value
@@ -145,5 +145,5 @@ def same_training(run: Path, first: Loaded) -> bool:
 
 
 def starting_from(config: RunConfig, folder: Path) -> RunConfig:
-    """The same with this folder's policy as the start, which resuming needs to know."""
+    """The config with this folder in `run.start_from`, so that a resumed run finds it."""
     return config.with_values("run", start_from=folder.absolute())

@@ -11,7 +11,7 @@ from embodied.core.errors import CheckpointError
 from embodied.core.files import as_path
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# No code; the last is read as tensors only.
+# No code is fetched; *.pt files are read as tensors only.
 FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja", "*--*_checkpoint.pt"]
 SHAPE = ["config.json"]
 ADAPTERS = ["adapter_config.json", "adapter_model.safetensors"]
@@ -19,17 +19,17 @@ MADE_HERE = {"models/SmolLM2-135M-Instruct": "python scripts/smollm2.py"}  # fol
 
 
 def is_hub_id(checkpoint: str) -> bool:
-    """ORG/NAME; a path into a folder that is here is none."""
+    """True for ORG/NAME, unless its first part is a local folder."""
     return HUB_ID.fullmatch(checkpoint) is not None and not Path(checkpoint).parent.is_dir()
 
 
 def folder_of(checkpoint: str) -> Path:
-    """Its folder on this machine; what only the hub has is fetched."""
+    """The policy's local folder; a model that only the hub has is downloaded."""
     return fetch(checkpoint) if is_hub_id(checkpoint) else as_path(checkpoint)
 
 
 def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES) -> Path:
-    """The folder of the policy `ORG/NAME`, with these files."""
+    """Download these files of the model `ORG/NAME`; returns their folder."""
     by_hand = f"hf download {repository} --local-dir DIR, then {key}=DIR"
     try:
         from huggingface_hub import snapshot_download
@@ -50,15 +50,15 @@ def fetch(repository: str, key: str = "checkpoint", files: Sequence[str] = FILES
 
 
 def how_to_get(name: str) -> str:
-    """Says in a phrase where to get a model that is not here."""
+    """A phrase that says where to get a missing model."""
     if name in MADE_HERE:
         return MADE_HERE[name]
     return f"hf download {name}" if is_hub_id(name) else "there is no such folder"
 
 
 def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
-    """The policy's options with folders in place of hub ids, whose files are fetched; for a dry run only those that
-    say the shape of a language model. Raises CheckpointError for a folder that holds no such model. A plan for machines
+    """The policy's options with local folders in place of hub ids. Missing files are downloaded; for a dry run only the
+    config files of a language model. Raises CheckpointError for a folder without such a model. A plan for machines
     `elsewhere` needs no files of robot policies, and no weights."""
     if not policy.published:
         return policy
@@ -69,8 +69,8 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
             continue
         if (folder := as_path(name)).exists():
             if key == "pretrained":
-                check_model(folder, policy, weights=dry and not elsewhere)  # else workers say it
-        elif elsewhere and not policy.speaks:  # published models are of full size, whatever their adapters
+                check_model(folder, policy, weights=dry and not elsewhere)  # otherwise the workers check it
+        elif elsewhere and not policy.speaks:  # published models have full size
             changes |= {"preset": "full"} if key == "pretrained" else {key: None}
         else:
             changes[key] = str(folder_for(name, f"policy.{key}", SHAPE if dry and policy.speaks else files))
@@ -78,7 +78,7 @@ def with_folder(policy: Any, dry: bool = False, elsewhere: bool = False) -> Any:
 
 
 def folder_for(name: str, key: str, files: Sequence[str]) -> Path:
-    """The folder of files that are not here but on the hub."""
+    """The downloaded folder of a model on the hub."""
     if name in MADE_HERE:
         raise CheckpointError(f"{key}={name}: there is no such folder; make it: {MADE_HERE[name]}")
     if not is_hub_id(name):

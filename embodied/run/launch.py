@@ -40,7 +40,7 @@ from embodied.run.rehearsal import files_missing_here
 from embodied.runtime import Cluster, choose_backend, describe_backend
 
 WIDTH = 118
-LONGER = 4  # a run without success is advised to be so many times as long
+LONGER = 4  # factor for the advised length of a run without success
 
 UNSAVED = "; the training after the last checkpoint is lost"
 
@@ -51,7 +51,7 @@ def run(
     """Run a command with its arguments, and return its body's exit code; user errors become a few lines and exit code 1
     or 2. `usage` answers --help, unless the recipe's keys do; `lost` names the cost of a second Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else argv
-    if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on there is something to close
+    if signal.getsignal(signal.SIGINT) is _stop_at_once:  # from now on Ctrl-C must close the run
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if usage and {"-h", "--help"} & {*arguments}:
@@ -64,7 +64,7 @@ def run(
     except KeyboardInterrupt as err:
         print(f"stopped at once{lost}", file=sys.stderr)
         return err.exit_code if isinstance(err, Interrupted) else 130
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader of the output, `head` for example, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except MemoryError as err:
@@ -99,8 +99,8 @@ def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[
 def planned(
     config: RunConfig, learn: bool = True, dry: bool = False, roles: Iterable[Any] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The config with every "auto" of the env decided, and the plan. Refuses recipes that cannot run here; a `dry` run
-    may be planned for other machines. `roles` are the program's."""
+    """The config with every "auto" of the env decided, and the plan. Refuses recipes that cannot run on this machine; a
+    `dry` run may be planned for other machines. `roles` are the program's."""
     from embodied.run.text_checks import ACTING, check_pictures, check_scorers, check_speech, refuse
 
     roles = roles_of(roles)
@@ -119,7 +119,7 @@ def planned(
     try:
         kind.check(env)
     except MissingAsset:
-        if not config.cluster.machines:  # which may have the files
+        if not config.cluster.machines:  # other machines may have the files
             raise
     if learn and not dry:
         kind.seek_proof(config.env, proofs(config), say)
@@ -127,13 +127,13 @@ def planned(
     if ":" in config.env.reward:
         import_class(config.env.reward, "env.reward")
     config = config.model_copy(update={"env": kind.resolve(env)})
-    # The policy is here and speaks the env's language.
+    # The policy's folder exists, and its inputs and outputs fit the env.
     config = config.model_copy(update={"policy": with_folder(config.policy, dry, bool(config.cluster.machines))})
     if config.eval.dataset:
         from embodied.datasets.lerobot_layout import check_pyarrow
 
         check_pyarrow()
-    choose_protocol(kind, config.env, config.eval.protocol)  # refuses a name the env does not have
+    choose_protocol(kind, config.env, config.eval.protocol)  # refuses unknown protocols
     if config.eval.reference:
         reference_of(config.eval.reference, config.env.task)
     check_speech(config, kind, learn)
@@ -147,7 +147,7 @@ def planned(
         check_scorers(config)
     if learn and ":" in config.policy.name:
         check_package(config.policy.name)
-    # Roles get their devices, and these hold what runs there.
+    # Roles get devices with enough memory.
     config = chosen_cluster(config, len(there.nodes) > 1)
     try:
         config, plan = placed(config, there, learn, roles)
@@ -158,10 +158,10 @@ def planned(
     if config.policy.speaks and config.policy.engine == "vllm" and on_cpu:
         policy_class(config.policy.name).check_engine(config.policy)
     if not is_loop(roles):
-        return config, plan  # nothing is known of what its workers hold
+        return config, plan  # the memory of the user's own workers is unknown
     plan = plan if learn else plan.only("sim", "policy")
     replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
-    if learn and config.learner.shard and plan.count("learner") == 1:  # then it would hold everything
+    if learn and config.learner.shard and plan.count("learner") == 1:  # a single rank holds all weights
         memory_check.check_memory(config.with_values("learner", shard=False), plan, there, learn, replan)
     if learn:
         check_learners(config, plan, there, roles)
@@ -185,7 +185,7 @@ def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[P
 
 
 def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[PlacedRole, ...]) -> None:
-    """Raise ConfigError where they cannot learn as the recipe says."""
+    """Raise ConfigError if the learners' devices do not allow the schedule or the granularity."""
     updating = [role.name for role in roles if role.phase == "update"]
     if not plan.apart(*updating) and not gives_way(config, plan, updating):
         placement = "this map" if plan.mode == "explicit" else f"placement={plan.mode}"
@@ -212,7 +212,8 @@ def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, r
 
 
 def with_two_learners(machines: Topology) -> str:
-    """A placement with two learners, where the first of these machines has devices for them."""
+    """A placement with two learners on the first of these machines; or, if that has too few devices, "a machine with
+    more devices"."""
     node = machines.nodes[0]
     cores, gpus = node.core_numbers, [gpu.index for gpu in node.gpus]
     if len(gpus) < 2 and len(cores) < 2:
@@ -232,7 +233,7 @@ def gives_way(config: RunConfig, plan: PlacementPlan, updating: list[str]) -> bo
 
 
 def overlap_key(config: RunConfig) -> str:
-    """The key by which learners learn while sims and policies collect; empty where they take turns."""
+    """The option that makes learners update during the rollout; empty if they take turns with sims and policies."""
     schedule = config.pipeline.schedule
     return f"pipeline.schedule={schedule}" if schedule in ("periodic", "async") else ""
 
@@ -245,15 +246,15 @@ def check_images_are_there(config: RunConfig) -> None:
 
 
 def proofs(config: RunConfig) -> Path:
-    """The folder in which findings about envs on this machine are kept."""
+    """The folder with measured facts about envs on this machine."""
     return config.run.dir / "profiles"
 
 
 def placed(
     config: RunConfig, machines: Topology, learn: bool, roles: tuple[PlacedRole, ...] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The plan; placement=auto of a training run asks the profile of such machines, if there is one, and so does
-    pipeline.schedule=auto, which is sync otherwise."""
+    """The config with the schedule decided, and the plan. A training run with placement=auto uses the newest profile of
+    these machines, if there is one. Without a profile pipeline.schedule=auto is sync."""
     uncounted = ""
     if config.placement == "auto" and learn:
         from embodied.profiling.stored_profiles import plan_from_profile, profile_for
@@ -298,8 +299,8 @@ def chosen_cluster(config: RunConfig, several: bool) -> RunConfig:
 
 
 def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None = None) -> str:
-    """The first screen: what will run, and where. `weights` is the folder of those played, where
-    the recipe does not say it."""
+    """The first lines of a command: task, policy, placement, memory. `weights`: the folder of the evaluated weights, if
+    the recipe does not name it."""
     env, physics = config.env, config.env.physics
     first, *rest = plan.describe()
     tasks, kind = env.task if isinstance(env.task, str) else ", ".join(env.task), env_class(env)
@@ -334,7 +335,7 @@ def other_recipes(config: RunConfig) -> list[str]:
     its = load([f"recipe={name}"]).config
     if (its.algo.name, its.policy.name) != (config.algo.name, config.policy.name):
         return []
-    if its.algo == config.algo:  # it runs under another name
+    if its.algo == config.algo:  # the same settings under another name
         return []
     return [f"recipe={name} has settings that were found for this task"]
 
@@ -359,8 +360,8 @@ def schedule_lines(config: RunConfig) -> list[str]:
 
 
 def without_success(config: RunConfig) -> str:
-    """A line for a run in which no episode of the first third was a success; empty for language models, whose runs
-    stop by themselves where there is nothing to learn from."""
+    """A line of advice if no episode in the first third of a run succeeded; empty for language models, whose runs stop
+    by themselves if all groups are skipped."""
     if config.policy.speaks:
         return ""
     env, run = config.env, config.run
@@ -378,7 +379,7 @@ def without_success(config: RunConfig) -> str:
 
 
 def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
-    """The source of a large policy's weights."""
+    """Says where a large policy's weights come from."""
     if not config.policy.published:
         return ""
     folder = folder or config.run.start_from or config.policy.pretrained
@@ -388,7 +389,7 @@ def describe_weights(config: RunConfig, folder: Path | str | None) -> str:
 
 
 def describe_saving(config: RunConfig) -> str:
-    """Says when checkpoints are written, and which stay on disk."""
+    """Says when checkpoints are written, and how many stay on disk."""
     run = config.run
     by_time = f"at most {run.save_minutes:g} min of training apart" if run.save_minutes else ""
     by_count = f"every {run.save_every} iterations" if run.save_every else ""
@@ -398,7 +399,7 @@ def describe_saving(config: RunConfig) -> str:
 
 
 def describe_learner(config: RunConfig) -> str:
-    """The memory that a model family's policy needs in a learner that holds all of it."""
+    """A line with the memory of a learner that holds the whole model of a published family."""
     if not config.policy.published:
         return ""
     from embodied.learners.memory_estimate import estimate
@@ -427,7 +428,7 @@ def cluster(
 
 
 def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
-    """The workflow that program=my_module:MyLoop names, `usual` without it, and the other arguments."""
+    """The workflow of program=my_module:MyLoop (`usual` without that key), and the other arguments."""
     named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
     rest = [arg for arg in argv if not arg.startswith("program=")]
     return (own_program(named[-1]) if named else usual), rest
@@ -456,7 +457,7 @@ def own_program(name: str) -> type:
 
 
 def command_of(program: type) -> str:
-    """The words after `python -m embodied.` that run this workflow and resume its runs."""
+    """The words after `python -m embodied.` that start this workflow or resume its runs."""
     named = f" program={program.__module__}:{program.__qualname__}" * is_own(program)
     return f"{program.command}{named}"
 
@@ -467,6 +468,6 @@ def is_own(program: type) -> bool:
 
 
 def modules_of(config: RunConfig, program: type | None) -> list[str]:
-    """The user's modules that a run imports, which nodes of a Ray cluster may lack."""
+    """The user's modules that a run imports; nodes of a Ray cluster may lack them."""
     found = own_modules(config.env) + [config.policy.name.partition(":")[0]] * (":" in config.policy.name)
     return [*found, program.__module__] if program and is_own(program) else found

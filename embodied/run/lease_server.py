@@ -29,7 +29,7 @@ from embodied.runtime.device_leases import Action, Claim, Coordinator, LeaseErro
 from embodied.runtime.run_turns import FORMAT, INITIALISE, RECORD, RunTurns
 from embodied.runtime.shared_leases import BEGINNING, LOCKS, SOCKET
 
-MOST_BYTES = 4 << 20  # of a message
+MOST_BYTES = 4 << 20  # of one message
 STRANGER = ""
 
 
@@ -39,15 +39,15 @@ class _Peer:
     run: str  # STRANGER: another process of this user
     came: bytes = b""
     to_send: bytes = b""
-    number: int = 0  # of its last message
-    asked: bool = False  # that one is not answered yet
-    error: str = ""  # in what it said since it was answered last
+    number: int = 0  # number of its last message
+    asked: bool = False  # its last message is not answered yet
+    error: str = ""  # error in its messages since the last answer
     actions: list[list[str]] = field(default_factory=list)
     told: dict[str, Any] | None = None
 
 
 class LeaseServer:
-    """Serves leases of these devices. `record` gets the lines of share.jsonl; `add` starts another run, and returns the
+    """Serves leases of these devices. `record` writes a line of share.jsonl; `add` starts another run and returns the
     reply to the user."""
 
     def __init__(
@@ -114,8 +114,8 @@ class LeaseServer:
             left_s = until - time.monotonic()
 
     def overdue(self, seconds: float) -> set[str]:
-        """Runs that were asked for a device `seconds` ago and still hold it, or whose process has been stopped for so
-        long while others wait for them."""
+        """Runs that still hold a device `seconds` after they were asked to release it, or whose process has been
+        stopped (SIGSTOP) for as long while other runs wait for their devices."""
         asked = [gang for gang in self.turns.gangs.values() if gang.leaves_since is not None]
         late = {gang.run for gang in asked if gang.leaves_since is not None and self.now - gang.leaves_since > seconds}
         here = {run for pid, run in self.expected.items() if is_stopped(pid)}
@@ -183,7 +183,7 @@ class LeaseServer:
             getattr(self, f"_do_{verb}")(peer.run, **message)
         except LeaseError as err:
             peer.error = peer.error or str(err).replace(f"{peer.run}/", "")
-        except (ValueError, TypeError, KeyError, AttributeError):  # not a message of ours
+        except (ValueError, TypeError, KeyError, AttributeError):  # not a message of this protocol
             self._drop(peer)
 
     def _send(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ class LeaseServer:
             try:
                 peer.to_send = peer.to_send[peer.socket.send(peer.to_send) :]
             except ConnectionError:
-                return  # read says so
+                return  # `_read` handles the end of the connection
         if len(peer.to_send) > MOST_BYTES:  # the run does not read its messages
             peer.socket.shutdown(socket.SHUT_RDWR)
             return
@@ -211,8 +211,8 @@ class LeaseServer:
     # Messages from runs
 
     def _do_begin(self, run: str, capacity: dict[str, float]) -> None:
-        """Let the run build its workers on its own devices. It may fill their memory, so other runs release theirs
-        there."""
+        """Let the run build its workers on its own devices. Other runs first offload their memory from these
+        devices."""
         self._limit(capacity)
         gang, coordinator = f"{run}/{BEGINNING}", self.coordinator
         limited = {device for device in capacity if device in self.devices}
@@ -233,7 +233,7 @@ class LeaseServer:
     ) -> None:
         self._limit(capacity)
         named = {f"{run}/{name}": [self._claim(run, claim) for claim in claims] for name, claims in gangs.items()}
-        for gang, claims in named.items():  # a gang that cannot give way needs its devices like their owner
+        for gang, claims in named.items():  # a gang that is not preemptible must run on devices of its own run
             if gang.removeprefix(f"{run}/") not in preemptible:
                 self.turns.runs[run].own |= {device for claim in claims for device in claim.devices}
         mine = ({f"{run}/{gang}": tier for gang, tier in tiers.items()}, [f"{run}/{gang}" for gang in preemptible])
@@ -284,7 +284,7 @@ class LeaseServer:
                     peer.actions.append([action.verb, worker, action.gang])
 
     def _tell(self) -> None:
-        """Tell runs what has changed for them, and confirm messages."""
+        """Send each run its changed state, and confirm its messages."""
         leaving = self.coordinator.leaving()
         for gang in leaving:
             self.turns.asked_to_leave(gang, self.now)

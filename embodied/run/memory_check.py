@@ -1,10 +1,9 @@
-"""How much memory a run takes, from recipe and plan alone, so that what cannot fit is refused before anything starts.
+"""Estimates a run's memory from its recipe and plan, to refuse runs that do not fit before anything starts.
 
-Counted are large policies where they act and where they learn, a language model's engine, the images of an iteration,
-simulators that load large scenes, and what drivers and communicators take of a GPU; not what simulators take there
-besides, and not small policies. Of layers whose width an option sets, weights are counted but no activations. A
-worker's GPU memory can be offloaded to the host while other workers use the GPU, as in the run
-(`runtime/device_leases.py`).
+Counted are large policies in policy workers and learners, a language model's engine, the images of an iteration,
+simulators with large scenes, and CUDA's and NCCL's own memory. Not counted are small policies, simulators' other GPU
+memory, and activations of layers whose width is an option. A worker's GPU memory can be offloaded to the host while
+other workers use the GPU, as in the run (`runtime/device_leases.py`).
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
     from embodied.learners.memory_estimate import Memory
 
-# The sims' record, its way through shared memory, side by side in a learner, and as that learner's items.
+# Copies of an image: in the sim's buffer, in shared memory, in the learner's batch, and in its minibatches.
 COPIES = 4
 EXACT = 4  # bytes of a float32
 PROCESS_BYTES = 0.5e9  # of a process of a run, with torch and a simulator; assumed
-CUDA_BYTES = 0.78e9  # what CUDA and cuBLAS take for every process on a GPU: 739 MiB on an H200, CUDA 13.0
-DRAWING_BYTES = 0.3e9  # of a GPU, for every process whose simulator draws there; assumed
-NCCL_BYTES = 0.63e9  # of a GPU, for a learner's gradient exchange: 598 MiB there, NCCL 2.28, a rank
-LARGE_BYTES = 1e9  # weights on disk from which a folder holds a model of full size
+CUDA_BYTES = 0.78e9  # of CUDA and cuBLAS, for every process on a GPU: 739 MiB on an H200, CUDA 13.0
+DRAWING_BYTES = 0.3e9  # of a GPU, for every process that renders there; assumed
+NCCL_BYTES = 0.63e9  # of a GPU, for a rank's all-reduce: 598 MiB on an H200, NCCL 2.28
+LARGE_BYTES = 1e9  # a folder with more weights holds a model of full size
 ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
 TEXT_SIMS = 4  # for each GPU
-LORA_RANK = 32  # of adapters that are advised where not all weights can be trained
+LORA_RANK = 32  # of the adapters in advice, if full training does not fit
 START, ROLLOUT, UPDATE = "start", "rollout", "update"
 counted: dict[str, Memory | None] = {}  # cached in this process, since counting takes seconds
 
@@ -52,8 +51,8 @@ class Load:
     bytes: float
     node: str
     device: str = ""  # gpu:3; "": the machine's own memory
-    phase: str = ""  # when it has to be there; "": always
-    discarded: float = 0.0  # bytes of these that are not copied to the host's memory when the rest leaves a GPU
+    phase: str = ""  # the phase in which it is present; "": always
+    discarded: float = 0.0  # part of `bytes` that is freed instead of copied when the worker offloads
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,12 @@ class Need:
 
     @property
     def whole(self) -> float:
-        """Nothing leaves."""
+        """The sum without offloading."""
         return max(self._late, self._during(START))
 
     @property
     def least(self) -> float:
-        """The largest share on a GPU, where workers take turns; the sum on a host, where all shares are present at
-        once."""
+        """On a GPU the peak over phases, since workers take turns; on a host the sum over phases."""
         return max(self._during(phase) for phase in (START, ROLLOUT, UPDATE)) if self.device else self.whole
 
     def _during(self, phase: str) -> float:
@@ -88,7 +86,7 @@ class Need:
         return "/".join(filter(None, [self.node, self.device])) or "this machine"
 
     def __str__(self) -> str:
-        begins = self._during(START) > self._late  # then that is when it is fullest
+        begins = self._during(START) > self._late  # then the start is the peak
         there = [load for load in self.loads if load.phase == "" or (load.phase == START) == begins]
         taken = self.whole if self.whole <= self.has else self.least
         if taken == self.whole:
@@ -114,7 +112,7 @@ def describe_sum(loads: list[Load]) -> list[str]:
 
 
 def is_large(config: RunConfig) -> bool:
-    """True if its policy has billions of weights, or only says of what shape they are."""
+    """True if its policy has billions of weights, or is a full-size model whose weights are not here."""
     policy = config.policy
     if not policy.published:
         return EXACT * policy.least_weights > LARGE_BYTES
@@ -124,12 +122,12 @@ def is_large(config: RunConfig) -> bool:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Bytes of a model's weights on disk; 0 where there is no such folder."""
+    """Bytes of a model's weights on disk; 0 without such a folder."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def measured(config: RunConfig, ranks: int) -> Memory | None:
-    """Memory that a large policy needs, counted; families of small ones are not imported."""
+    """The counted memory of a large policy; None for a small one."""
     if not is_large(config):
         return None
     if not config.policy.published:
@@ -147,7 +145,7 @@ def measured(config: RunConfig, ranks: int) -> Memory | None:
 
 
 def of_layers(num_weights: int) -> Memory:
-    """Memory of so many weights in float32: a gradient and Adam's two moments for each where they are trained."""
+    """Memory of `weights` float32 weights; trained ones also have a gradient and Adam's two moments."""
     from embodied.learners.memory_estimate import Memory
 
     weights = EXACT * num_weights
@@ -158,7 +156,7 @@ def of_layers(num_weights: int) -> Memory:
 
 
 def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | None) -> Iterator[Load]:
-    """Everything that is counted, where it is."""
+    """All counted memory, with its place."""
     learners, each = (
         [host for host in plan.hosts if "learner" in host.roles],
         sim_bytes(config, plan.count("sim"), learn),
@@ -201,14 +199,14 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
         cache = 0 if engine else acting
         if "policy" in host.roles and (own := apart + cache):
             yield Load("policy", own, host.node, device, ROLLOUT, discarded=cache)
-        if "policy" in host.roles and engine:  # asleep it keeps nothing
+        if "policy" in host.roles and engine:  # a sleeping engine keeps no memory
             yield Load("vLLM", engine, host.node, device, ROLLOUT, discarded=engine)
     if learn and (sharded or any("policy" in h.roles and "learner" not in h.roles for h in plan.hosts)):
         yield Load("weights handed over", found.trained, learners[0].node)
 
 
 def role_bytes(config: RunConfig, found: Memory | None) -> dict[str, float]:
-    """Bytes of a worker of each role that a recipe adds, of large models; passes without gradients are not counted."""
+    """Bytes of a worker of each extra role with a large model, without the activations of its passes."""
     roles, policy = config.roles, config.policy
     needed: dict[str, float] = {}
     if found and roles.reference:
@@ -225,21 +223,21 @@ def role_bytes(config: RunConfig, found: Memory | None) -> dict[str, float]:
 
 
 def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
-    """Bytes that a policy worker keeps while it acts on so many env rows; for language policies the keys and values of
-    open conversations, within `policy.cache_gb`."""
+    """Bytes of a policy worker's activations for `rows` env rows; for language policies its KV cache, at most
+    `policy.cache_gb`."""
     policy = config.policy
     if not policy.speaks:
         return found.acting * rows
     given = 1e9 * policy.cache_gb if policy.cache_gb else None
     if policy.engine == "http":  # on the server
         return 0.0
-    if policy.engine == "vllm":  # all of it from the start
+    if policy.engine == "vllm":  # vLLM reserves its whole cache at the start
         return given or found.acting * policy.max_running
     return min(found.acting * min(policy.max_running, rows), given or float("inf"))
 
 
 def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool = True) -> list[Need]:
-    """Every memory of the machines that something counted is in."""
+    """Every memory of the machines with counted contents."""
     found = measured(config, plan.count("learner") if learn else 1)
     by_place = gather(((load.node, load.device), load) for load in loads(config, plan, learn, found))
     nodes = {"": machines.nodes[0], **{node.name: node for node in machines.nodes}}
@@ -249,17 +247,17 @@ def needs(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: boo
         if device:
             memory = {f"gpu:{gpu.index}": gpu.memory_bytes for gpu in nodes[name].gpus}
             gpus.append(Need(name, device, min(limit, memory[device]), tuple(there)))
-    for need in gpus:  # what leaves a GPU is copied to the host's memory, which is kept for the next time
+    for need in gpus:  # offloaded data is copied to host memory, which stays allocated
         if need.whole > need.has and need.whole > need.least:
             copied = sum(load.bytes - load.discarded for load in need.loads if load.phase)
-            aside = Load("set aside from GPUs", copied, need.node, phase=UPDATE)  # not yet at the start
+            aside = Load("set aside from GPUs", copied, need.node, phase=UPDATE)  # not allocated at the start
             by_place.setdefault((need.node, ""), []).append(aside)
     on_hosts = {name: there for (name, device), there in by_place.items() if not device}
     return [*gpus, *(Need(name, "", nodes[name].memory_bytes, tuple(there)) for name, there in on_hosts.items())]
 
 
 def describe_memory(found: list[Need]) -> list[str]:
-    """A line for memories that are alike."""
+    """One line for each group of equal memories."""
     alike = gather(((bool(need.device), str(need)), need) for need in found)
     more = [f" and {len(same) - 1} more alike" if len(same) > 1 else "" for same in alike.values()]
     return [f"{same[0].place}{others}: {text}" for ((_, text), same), others in zip(alike.items(), more)]
@@ -275,8 +273,8 @@ def check_memory(
     learn: bool,
     replan: Callable[[RunConfig, Topology], PlacementPlan],
 ) -> list[Need]:
-    """Raise ConfigError if a memory cannot hold the plan's workers; -> every memory. `replan` plans another recipe, to
-    suggest one that fits."""
+    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory. `replan` plans a changed
+    recipe, to suggest values that fit."""
     found = needs(config, plan, machines, learn)
 
     def fits(changed: RunConfig, there: Topology) -> bool:
@@ -295,7 +293,7 @@ def check_memory(
 
 
 def alternatives(config: RunConfig, machines: Topology, fits: Callable[[RunConfig, Topology], bool]) -> Iterator[str]:
-    """Similar recipes that fit here, then other machines that fit this one."""
+    """Changes of the recipe that fit this machine, then other machines that fit the recipe."""
     for changed in variants(config):
         if fits(changed, machines):
             yield " ".join(differences(config, changed))
@@ -307,7 +305,7 @@ def alternatives(config: RunConfig, machines: Topology, fits: Callable[[RunConfi
 
 
 def variants(config: RunConfig) -> Iterator[RunConfig]:
-    """The same in less and less memory."""
+    """The recipe with changes that need less and less memory."""
     named = isinstance(config.placement, str)
     modes = dict.fromkeys([config.placement, "hybrid", "collocated", "disaggregated"]) if named else [config.placement]
     sparing = {"checkpoint_activations": True} | ({} if config.policy.speaks else {"micro_batch_size": 1})
@@ -319,7 +317,7 @@ def variants(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def sparing_policies(config: RunConfig) -> Iterator[Any]:
-    """The policy, and where it is a language model, the same in half precision, then with adapters alone trained."""
+    """The policy; a language model also in half precision, and with trained adapters only."""
     yield config.policy
     if config.policy.speaks:
         half = {"dtype": "bfloat16"}
@@ -339,7 +337,8 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def copies(config: RunConfig) -> int:
-    """The number of times an iteration's images are held: batches that are collected ahead wait in the learners."""
+    """The number of copies of an iteration's images; with schedule=async batches of older rollouts wait in the
+    learners."""
     pipeline = config.pipeline
     return COPIES + (pipeline.async_level if pipeline.schedule == "async" else 0)
 
@@ -348,13 +347,13 @@ def copies(config: RunConfig) -> int:
 
 
 def image_bytes(config: RunConfig) -> int:
-    """Bytes of one copy of an iteration's images; 0 without cameras, or where nothing says how long episodes are."""
+    """Bytes of one copy of an iteration's images; 0 without cameras, or if the length of episodes is unknown."""
     pixels = sum(height * width * 3 for height, width in config.env.observed_images.values())
     return decisions_of(config) * pixels if pixels else 0
 
 
 def decisions_of(config: RunConfig) -> int:
-    """Decisions of an iteration: GRPO's groups play episodes to their end."""
+    """Decisions of an iteration. GRPO's groups play whole episodes, so the longest episode counts."""
     algo = config.algo
     if not algo.whole_episodes:
         return config.env.num_envs * algo.rollout_decisions
@@ -383,7 +382,7 @@ def check_images(config: RunConfig, memory_bytes: float) -> None:
 
 
 def sim_bytes(config: RunConfig, num_sims: int, learn: bool) -> float:
-    """Bytes of each of so many sim workers, for the one with most tasks."""
+    """Bytes of the largest of `num_sims` sim workers, the one with most tasks."""
     env, tasks = config.env, most_tasks(config, num_sims, learn)
     if learn:
         return env.worker_bytes(-(-env.num_envs // num_sims), tasks)
@@ -392,8 +391,8 @@ def sim_bytes(config: RunConfig, num_sims: int, learn: bool) -> float:
 
 
 def most_tasks(config: RunConfig, num_sims: int, learn: bool) -> int:
-    """The most tasks of one of so many sim workers: the tasks of its env rows (all, if tasks do not divide the rows)
-    and of its share of an evaluation."""
+    """The largest number of tasks of one of `num_sims` sim workers: the tasks of its env rows (all, if the rows are no
+    multiple of the tasks) and of its share of an evaluation."""
     num_tasks = len(env_class(config.env).tasks(config.env))
     if num_tasks == 1:
         return 1
@@ -425,14 +424,14 @@ def check_simulators(config: RunConfig, num_sims: int, memory_bytes: float, lear
 
 
 def smaller_simulators(config: RunConfig, num_sims: int, memory_bytes: float, learn: bool) -> Iterator[str]:
-    """The options with which the simulators fit into so much memory: fewer tasks in each, or fewer workers."""
+    """Options with which the simulators fit into `memory_bytes`: fewer tasks in each, or fewer workers."""
     env = config.env
 
     def fits(workers: int, **options: int) -> bool:
         return workers * sim_bytes(config.with_values("env", **options), workers, learn) <= memory_bytes
 
     num_tasks = len(env_class(env).tasks(env))
-    if learn and not config.algo.whole_episodes and env.num_envs % num_tasks:  # each worker has rows of every task
+    if learn and not config.algo.whole_episodes and env.num_envs % num_tasks:  # every worker has rows of every task
         step = lcm(num_tasks, num_sims * config.pipeline.stages)
         rows = max(1, env.num_envs // step) * step
         if fits(num_sims, num_envs=rows):
@@ -449,8 +448,8 @@ def smaller_simulators(config: RunConfig, num_sims: int, memory_bytes: float, le
 
 
 def most_sims(config: RunConfig, machines: Topology, learn: bool) -> int | None:
-    """The most sim workers beside GPUs that leave a third of the machines' memory free; for text envs a few for each
-    GPU, since they mostly score; None: any number."""
+    """The largest number of sim workers that leaves a third of the machines' memory free. Text envs mostly score, so
+    they get a few for each GPU. None: any number."""
     if config.policy.speaks:
         return TEXT_SIMS * machines.gpus or None
     memory = sum(node.memory_bytes for node in machines.nodes) * 2 / 3

@@ -1,4 +1,4 @@
-"""The policies that an evaluation names: every form of `checkpoint=`, found and checked before anything starts.
+"""The policies of an evaluation: finds and checks every form of `checkpoint=` before anything starts.
 
 Nothing here imports torch; a policy is its options, the env it was made for, and its weights as arrays.
 """
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 CLASS = re.compile(r"[\w.]+:\w+")
 BUILT_IN = {"random": "embodied.policies.baselines:RandomPolicy", "zero": "embodied.policies.baselines:ZeroPolicy"}
-HOW = "policy.compile"  # a way to act, not a property of the policy
-SERVER = ("engine", *OF_SERVER)  # what makes answers
-ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # how one is made
+HOW = "policy.compile"  # an option of acting, not of the policy
+SERVER = ("engine", *OF_SERVER)  # options of the engine
+ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # options of generation
 LEARNS = ("dtype", "detach_value", "expert_bias_rate", "keyframes", "noise_level", "train", "value_head")
-FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # keys that may differ from the start's
+FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # options that may differ from those of the start
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy contains what these keys name
-KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # for a whole run, besides its policy
+KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # a resumed run keeps these and its policy
 UNSEEN = (
     *("num_envs", "stagger", "retries", "backend", "on_success", "max_episode_steps", "reward"),
     *("fast_images", "video_size"),
 )
-# env options in which a policy's recipe may differ from how it is evaluated
+# env options that may differ between training and evaluation
 UNLIKE = ("num_envs", "side_by_side", "task", "stagger", "retries")
 
 
@@ -45,12 +45,12 @@ UNLIKE = ("num_envs", "side_by_side", "task", "stagger", "retries")
 class PolicySource:
     """One policy to evaluate."""
 
-    name: str  # in tables and as a folder
+    name: str  # in tables, and of its folder
     config: Any  # of the policy
     spec: EnvSpec | None = None  # the env it was made for; None: it takes any
     weights: Weights | None = None  # None: a run's initial weights
     folder: Path | None = None  # of the policy
-    out: Path | None = None  # where the results of this policy alone go; None: into `run.dir`
+    out: Path | None = None  # folder of its results if it is the only policy; None: in `run.dir`
 
     @property
     def published(self) -> bool:
@@ -60,7 +60,7 @@ class PolicySource:
         return weights_of(self.config, spec) if self.published else self.weights
 
     def described(self) -> dict[str, Any]:
-        """Its entry in results.json; for weights in shards the checksum of their index."""
+        """The policy's entry in results.json; of sharded weights the index file is hashed."""
         path = self.folder and self.folder / "model.safetensors"
         if path and not path.is_file():
             path = path.with_name(f"{path.name}.index.json")
@@ -69,7 +69,7 @@ class PolicySource:
 
 
 def find_all(loaded: Loaded) -> list[PolicySource]:
-    """All policies to evaluate, by unique names."""
+    """All policies to evaluate, with unique names."""
     checkpoints = loaded.checkpoints
     sources: list[PolicySource] = []
     for checkpoint in checkpoints:
@@ -86,8 +86,8 @@ def find_all(loaded: Loaded) -> list[PolicySource]:
 
 
 def find(checkpoint: str, loaded: Loaded | None = None, trusted: str | None = None) -> PolicySource:
-    """`loaded` is the recipe for published models and for the user's own classes. `trusted` is a class that the user
-    named separately."""
+    """The policy of one `checkpoint=`. `loaded`: the recipe, for published models and the user's own classes.
+    `trusted`: a class that the user named separately."""
     from embodied.policies.policy_folder import published_family, read_blobs, read_description
     from embodied.runtime.weight_sync import Weights
 
@@ -131,7 +131,7 @@ def described(checkpoint: Path) -> PolicySource:
 
 
 def check_named(checkpoint: str, name: str, named: list[str | None]) -> None:
-    """Refuse a policy folder whose config.json alone names the class, and so the module, that would be imported."""
+    """Refuse a policy folder if only its config.json, and not the user, names the class to import."""
     if name not in named:
         raise ConfigError(
             f"checkpoint={checkpoint}: its config.json names {name}, and a folder never decides alone which "
@@ -140,14 +140,14 @@ def check_named(checkpoint: str, name: str, named: list[str | None]) -> None:
 
 
 def trained_class(policy: Path) -> str | None:
-    """`policy.name` in the config.yaml of the run that a policy folder lies in, if it does."""
+    """`policy.name` in the config.yaml of the run that contains a policy folder; None outside a run."""
     recipe = stored_recipe(policy)
     found = (read_yaml(recipe.read_text(encoding="utf-8")) or {}) if recipe else {}
     return (found.get("policy") or {}).get("name")
 
 
 def answering(config: Any, loaded: Loaded | None) -> Any:
-    """The policy's options, its answers being made as the command line says."""
+    """The policy's options, with the command line's options of engine and generation."""
     asked = [key for key in ANSWERING if loaded and loaded.sources.get(key) == COMMAND_LINE]
     if not asked or loaded is None:
         return config
@@ -159,7 +159,7 @@ def answering(config: Any, loaded: Loaded | None) -> Any:
 
 
 def find_class(checkpoint: str, loaded: Loaded | None) -> PolicySource:
-    """A policy class, ours without weights or the user's, with its options from the recipe or the command line."""
+    """A policy without weights: built in, or the user's class with options from the recipe or the command line."""
     from embodied.policies import check_package
     from embodied.policies.config import ExternalPolicyConfig
 
@@ -175,7 +175,7 @@ def find_class(checkpoint: str, loaded: Loaded | None) -> PolicySource:
 
 
 def find_start(start: Path, policy: Any) -> PolicySource:
-    """The policy that `run.start_from` names, whose options must be those of this run's policy."""
+    """The policy of `run.start_from`. Raises ConfigError if its options differ from this run's policy."""
     source = find(str(start), trusted=policy.name)
     check_same_policy(f"run.start_from={start}", source.config, policy)
     return source
@@ -210,8 +210,7 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
 
 
 def stored(run: Path) -> dict[str, Any]:
-    """The recipe of a run as it was resolved, {} where none is stored. A list of one task, which older runs kept, is
-    that task."""
+    """The resolved recipe of a run; {} if none is stored. Older runs stored a single task as a list of one."""
     file = run / "config.yaml"
     found = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
     match (found or {}).get("env"):
@@ -221,7 +220,7 @@ def stored(run: Path) -> dict[str, Any]:
 
 
 def differing(section: str, there: Any, here: Any) -> list[str]:
-    """`policy.hidden=[64, 64] there, [8, 8] here` for every option in which two configs differ."""
+    """`policy.hidden=[64, 64] there, [8, 8] here` for every option that differs between two configs."""
     one, two = there.model_dump(mode="json"), here.model_dump(mode="json")
     return [
         f"{section}.{key}={write_yaml(one.get(key))} there, {write_yaml(two.get(key))} here"
@@ -231,7 +230,7 @@ def differing(section: str, there: Any, here: Any) -> list[str]:
 
 
 def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
-    """A policy acts in its own env, or in an env with the same observations and actions."""
+    """Refuse a policy made for other observations or actions than those of this env."""
     made = source.spec
     if made is None:
         return
@@ -267,8 +266,8 @@ def env_stored_in(recipe: Path) -> dict[str, Any]:
 
 
 def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) -> str:
-    """Says how the env this policy was trained in differs from the one it is evaluated in, unless the command line
-    does."""
+    """Says how the env of the policy's training differs from the env of its evaluation. Options on the command line are
+    skipped."""
     recipe = source.folder and stored_recipe(source.folder)
     if not recipe:
         return ""
@@ -285,9 +284,9 @@ def other_training(source: PolicySource, loaded: Loaded, fixed: dict[str, Any]) 
     return f"{source.name} was trained with {', '.join(odd)}" if odd else ""
 
 
-# Models as others publish them, evaluated without a run of ours. The recipe `<env>_published_<family>` holds the
-# protocol under which such models are evaluated; what only the folder can say (its statistics, its parts) is chosen
-# here. All of it is printed in keys that the command line can set.
+# Published models, evaluated without a run of ours. The recipe `<env>_published_<family>` holds their protocol. Options
+# that depend on the folder (its statistics, its components) are chosen here. All options are printed as keys that the
+# command line can set.
 
 
 def policy_of(folder: Path, loaded: Loaded) -> Any:
@@ -304,7 +303,7 @@ def policy_of(folder: Path, loaded: Loaded) -> Any:
 
 
 def published_spec(config: Any, env: Any) -> EnvSpec:
-    """Observations and actions of such a model, by the recipe and the folder alone: no simulator is asked."""
+    """Observations and actions of a published model, derived from recipe and folder without a simulator."""
     from embodied.core.types import ActionSpec, EnvSpec
     from embodied.policies import policy_class
 
@@ -314,7 +313,7 @@ def published_spec(config: Any, env: Any) -> EnvSpec:
 
 
 def weights_of(config: Any, spec: EnvSpec) -> Weights:
-    """Weights of the folder, in the order and under the names of the policy that acts in this env."""
+    """Weights of the folder, with the order and names of the policy for this env."""
     from embodied.policies import make_policy
     from embodied.runtime.weight_sync import Weights
 
@@ -322,7 +321,7 @@ def weights_of(config: Any, spec: EnvSpec) -> Weights:
 
 
 def describe_published(config: Any, env: Any) -> str:
-    """Says for the first screen how the model is shown the world and how its answers are taken."""
+    """Lines for the first screen: the model's options and the env's."""
     options = unusual("policy", config, "name", "pretrained") + unusual("env", env, "name", "task", "num_envs")
     return "\n            ".join([f"as {config.name} models are published, from {config.pretrained}:", *options])
 

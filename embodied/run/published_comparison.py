@@ -1,4 +1,5 @@
-"""A result of ours beside the published one: the difference with its interval, and the settings that are not alike."""
+"""Compares an evaluation with the published one: the difference of the success rates with its interval, and the
+settings that differ."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ APART = (*OF_TRAINING, *OF_FOLDER, *LORA, *AS_PLAYED, "initial_log_scale", "rewa
 
 
 def compare_with_published(results: dict[str, Any], played: Any, policy: Any) -> dict[str, Any]:
-    """The entry `reference` of results.json: the published rate, the difference of ours with its interval, and what the
-    two evaluations do not have in common. `played` is the evaluation's config, `policy` the options of its policy."""
+    """The entry `reference` of results.json: the published rate, our rate minus it with an interval, and the settings
+    that differ. `played` is the evaluation's config, `policy` the options of its policy."""
     task = results["protocol"]["env"]["task"]
     model, suite = reference_of(played.eval.reference, task)
     count = round(model.rates[suite] / 100 * model.episodes)
@@ -52,14 +53,15 @@ def compare_with_published(results: dict[str, Any], played: Any, policy: Any) ->
 
 
 def differing_episodes(model: PublishedModel, suite: str, task: Any, ours: dict[str, Any] | None) -> list[str]:
-    """The part of the published evaluation that was played, of which one seed has at most `ONE_SEED` episodes."""
+    """Differences in tasks and number of episodes. One seed of a published evaluation has at most `ONE_SEED`
+    episodes."""
     whole, count = min(model.episodes, ONE_SEED), ours["of"] if ours else 0
     found = [f"env.task={write_yaml(task)} here, {suite} there"] if task not in (suite, [suite]) else []
     return found + ([f"{count} episodes here, {whole} there"] if count < whole else [])
 
 
 def differing_before(played: Any, policy: Any) -> list[str]:
-    """The settings in which a planned evaluation differs from that of its `eval.reference`."""
+    """The settings of a planned evaluation that differ from the evaluation of `eval.reference`."""
     model, suite = reference_of(played.eval.reference, played.env.task)
     protocol = choose_protocol(env_class(played.env), played.env, played.eval.protocol)
     env = protocol.apply(played.env).model_dump(mode="json")
@@ -69,7 +71,7 @@ def differing_before(played: Any, policy: Any) -> list[str]:
 def differing_settings(
     model: PublishedModel, suite: str, protocol_name: str, env_played: dict[str, Any], played: Any, policy: Any
 ) -> list[str]:
-    """`env.image_size=128 here, 256 there` for every setting in which the published evaluation is another one."""
+    """`env.image_size=128 here, 256 there` for every setting that differs from the published evaluation."""
     recipe = load([f"recipe={model.evaluate}", f"env.task={suite}"], entry="evaluate")
     assert recipe is not None, "it was asked for no help"
     there = recipe.config
@@ -77,7 +79,7 @@ def differing_settings(
     env = protocol.apply(there.env).model_dump(mode="json")
     wanted = settings(protocol.published_name, env, there.policy, there.eval.temperature) | model.options
     here = settings(protocol_name, env_played, policy, played.eval.temperature)
-    if policy.name != there.policy.name:  # other options
+    if policy.name != there.policy.name:  # another family has other options
         wanted = {key: value for key, value in wanted.items() if not key.startswith("policy.") or key == "policy.name"}
     differs = [
         f"{key}={write_yaml(here.get(key))} here, {write_yaml(value)} there"
@@ -88,14 +90,14 @@ def differing_settings(
 
 
 def statistics_of_another_suite(model: PublishedModel, suite: str, policy: Any) -> list[str]:
-    """A difference if `policy.statistics` belongs to a suite that is not played."""
+    """A difference if `policy.statistics` belongs to another suite than the task."""
     name = getattr(policy, "statistics", None)
     its = str(name).removesuffix("_no_noops")
     return [f"policy.statistics={name} here, {suite} there"] if its in model.rates and its != suite else []
 
 
 def settings(protocol: str, env: dict[str, Any], policy: Any, temperature: float) -> dict[str, Any]:
-    """What an evaluation's outcome follows from, besides weights and episodes, by key."""
+    """The settings that an evaluation's outcome depends on, besides weights and episodes, by key."""
     found = {"eval.protocol": protocol, "eval.temperature": temperature}
     for section, values in (("env", env), ("policy", policy.model_dump(mode="json"))):
         found |= {f"{section}.{key}": value for key, value in values.items() if key not in APART}

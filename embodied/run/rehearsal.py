@@ -1,5 +1,5 @@
-"""Checks of a dry run: envs, policies and folders with which a run would end at once. Nothing here imports torch or a
-simulator until the recipe needs one.
+"""Checks of a dry run, for envs, policies and folders that would end a run at its start. Torch and simulators are only
+imported if the recipe needs them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> None:
-    """Refuse in a dry run what only a built env, or a policy's class and folder, would refuse; `imitators` learners
-    imitate sft.data. An env for the GPUs of other machines is built on cores; one whose files are missing here is left
-    to those machines."""
+    """Build the env and open the policies' classes and folders, to find their errors in a dry run. `imitators`: the
+    number of learners that imitate sft.data. An env for GPUs of other machines is built on cores; if its files are
+    missing on this machine, the check is left to the other machines."""
     policies = [source.config for source in sources] or [config.policy]
     for policy in policies:
         rehearse_policy(policy)
@@ -29,7 +29,7 @@ def rehearse(config: RunConfig, *sources: PolicySource, imitators: int = 0) -> N
     if config.cluster.machines and files_missing_here(config):
         return
     kind.rehearse(env)
-    if any(policy.sees for policy in policies) and not env.observed_images:  # its options do not name its images
+    if any(policy.sees for policy in policies) and not env.observed_images:  # only the built env knows its images
         shown = built_spec(env).images
         for policy in policies:
             policy.check_images(shown)
@@ -57,7 +57,7 @@ def rehearse_policy(policy: Any) -> None:
 
 
 def built_spec(env: Any) -> EnvSpec:
-    """The spec of an env, known once it is built."""
+    """The spec of an env, which is built for it."""
     kind = env_class(env)
     with kind.explained(env):
         made = make_env(env.model_copy(update={"task": kind.tasks(env)[0]}), 1)
@@ -68,7 +68,7 @@ def built_spec(env: Any) -> EnvSpec:
 
 
 def files_missing_here(config: RunConfig) -> str:
-    """What an env needs and this machine lacks; empty where nothing is missing."""
+    """The env's files that this machine lacks, as text; empty if nothing is missing."""
     try:
         env_class(config.env).check(config.env)
     except MissingAsset as err:

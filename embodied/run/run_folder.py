@@ -34,11 +34,11 @@ class RunFolder:
         self.logs = path / "logs"
         self.log = RunLog(path)
         self._lock = None
-        self._writing = threading.RLock()  # of run.json, which hosts that start are written into from other threads
+        self._writing = threading.RLock()  # guards run.json: other threads record starting hosts there
 
     @classmethod
     def create(cls, parent: Path, recipe: str, config_yaml: str, command: str = "train") -> RunFolder:
-        """A new folder `<recipe>-<date>`; a number is added if that name is taken. `command` makes and continues it."""
+        """A new folder `<recipe>-<date>`, with a number if that name exists. `command` starts and resumes the run."""
         stem = f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"
         for attempt in range(1, 1000):
             path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
@@ -57,7 +57,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, command: str = "train", config_yaml: str = "") -> RunFolder:
-        """Continue in the folder of an earlier run of the same command, with this recipe from now on."""
+        """Continue in the folder of an earlier run of the same command. `config_yaml` replaces its recipe."""
         run = cls(path)
         if not (path / "run.json").is_file():
             raise CheckpointError(f"{path} is not a run folder: run.json is missing")
@@ -86,8 +86,8 @@ class RunFolder:
             self._write({**self.info(), **facts})
 
     def record_process(self, host: str, pid: int) -> None:
-        """A host has this process id from now on; ps shows it by the same name."""
-        # That the folder is gone is reported at the end of the run.
+        """Record the process id of a host, which ps shows under the same name."""
+        # A missing folder is reported at the end of the run.
         with self._writing, suppress(OSError, CheckpointError):
             self.record(processes={**self.info().get("processes", {}), host: pid})
 
@@ -97,12 +97,12 @@ class RunFolder:
         return next(path for name in names if not (path := self.path / name).exists())
 
     def count_restart(self) -> None:
-        """One more worker was started again."""
+        """Count one more restart of a worker."""
         with self._writing:
             self.record(restarts=self.info().get("restarts", 0) + 1)
 
     def finish(self, state: str, cause: str = "") -> None:
-        self.record(state=state, cause=cause, ended=now(), processes={})  # numbers are used again
+        self.record(state=state, cause=cause, ended=now(), processes={})  # the system reuses process ids
         self.log.close(failed=state == "failed")
         if self._lock is not None:
             os.close(self._lock)
@@ -114,15 +114,15 @@ class RunFolder:
         if taken(lock) is False:
             os.close(lock)
             raise CheckpointError(f"{self.path}: this run is going on in another process; stop that one first")
-        self._lock = lock  # without locks, two runs in one folder go unnoticed
+        self._lock = lock  # without locks on this file system, two processes in one folder go unnoticed
 
     def _write(self, content: dict) -> None:
         replace_text(self.path / "run.json", json.dumps(content, indent=2) + "\n")
 
 
 def taken(lock: int) -> bool | None:
-    """Lock this open file until it is closed: whether that worked, or it is another process's; None: the file system
-    has no locks."""
+    """Lock this open file until it is closed. False: another process holds the lock; None: the file system has no
+    locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,15 +133,15 @@ def taken(lock: int) -> bool | None:
 
 
 def lost(run: Path, info: dict) -> bool:
-    """True if it was killed, or its machine went down, before it could write how it ended."""
+    """True if the run was killed, or its machine went down, before it recorded its end."""
     newest = [info, *info.get("resumed", [])][-1]
     if info.get("state") != "running" or newest.get("provenance", {}).get("host") != platform.node():
-        return False  # locks of other machines cannot be seen everywhere
+        return False  # not every file system shows locks of other machines
     return is_held(run) is False
 
 
 def is_held(run: Path) -> bool | None:
-    """True if a process continues this run; None if unknown."""
+    """True if a process is running this run; None if unknown."""
     try:
         lock = os.open(run / "logs" / "driver.log", os.O_RDWR)
     except OSError:
@@ -174,7 +174,7 @@ def provenance() -> dict:
     }
 
 
-@cache  # the commit of the imported code, whatever is edited meanwhile
+@cache  # cached: the commit of the imported code, even if files change later
 def commit() -> str | None:
     """The commit of the code that runs, marked when it has uncommitted changes; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]

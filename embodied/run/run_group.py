@@ -1,7 +1,7 @@
-"""Runs that belong together, the seeds of a recipe or the settings of a sweep: a folder that names them.
+"""A group of runs: the seeds of a recipe, or the settings of a sweep. Its folder names the runs.
 
-The runs themselves are ordinary ones beside it. `group.json` says which there are and where; a command that asks for
-the same runs, or for more of them, finds it again.
+The runs are ordinary run folders beside it. `group.json` lists them; a command with the same runs, or with more seeds
+or values, finds the group again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ OVER = (FINISHED, ENDED)
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a group: what sets it apart, and where it is once it has begun."""
+    """One run of a group: its settings and seed, and its folder once it has begun."""
 
     settings: dict[str, Any]  # swept key -> value
     seed: int
-    recipe: str = ""  # names the resolved recipe, but for seed and name
-    folder: str = ""  # relative to the group's
-    problem: str = ""  # why it has no folder, or did not end well
+    recipe: str = ""  # hash of the resolved recipe without seed and name
+    folder: str = ""  # relative to the group's folder
+    problem: str = ""  # why it failed
 
     @property
     def key(self) -> str:
@@ -52,22 +52,22 @@ class Member:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """A group of runs, as group.json has it."""
+    """A group of runs, as stored in group.json."""
 
     folder: Path
     name: str  # of the recipe
-    asked: dict[str, Any]  # what the command line said, but for seeds and swept values
+    asked: dict[str, Any]  # the command line's values, except seeds and swept keys
     swept: tuple[str, ...]
     members: tuple[Member, ...]
     command: tuple[str, ...] = ()  # the words after `python`
     made: dict[str, Any] = field(default_factory=dict)
 
     def path(self, member: Member) -> Path | None:
-        """The folder of its run."""
+        """The folder of a member's run; None before it began."""
         return Path(os.path.normpath(self.folder / member.folder)) if member.folder else None
 
     def state(self, member: Member) -> str:
-        """Its state: finished, ended early (more training would not help), going on, unfinished or not begun."""
+        """A member's state: finished, ended early (more training would not help), going on, unfinished or not begun."""
         path = self.path(member)
         return MISSING if path is None else state_of(path)
 
@@ -95,13 +95,13 @@ def state_of(run: Path) -> str:
     state, cause = info.get("state"), info.get("cause", "")
     if state == "finished":
         return FINISHED
-    if state == "stopped" and cause not in ("", "second Ctrl-C"):  # nothing to learn from
+    if state == "stopped" and cause not in ("", "second Ctrl-C"):  # ended by NothingToLearn
         return ENDED
     return UNFINISHED if state != "running" or lost(run, info) or not is_held(run) else GOING_ON
 
 
 def recipe_mark(config: RunConfig) -> str:
-    """Names a resolved recipe, whatever its seed and its run's name."""
+    """A hash of a resolved recipe, independent of the seed and the run's name."""
     said = config.model_dump(mode="json", exclude={"seed": True, "resume": True, "run": {"name": True}})
     return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
@@ -123,8 +123,8 @@ def read_group(folder: Path) -> RunGroup:
 
 
 def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunGroup, bool]:
-    """The group of these runs, or of some of them, with those added that it lacks; -> also whether it is new. `named`:
-    the folder that the command line names, else the newest that fits."""
+    """The existing group with these runs, to which missing runs are added, or a new group; and True if it is new.
+    `named`: the group's folder on the command line; without it the newest fitting group is taken."""
     if named and is_group(named):
         found = read_group(named)
         if reason := other(found, wanted):
@@ -136,7 +136,7 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
             try:
                 found = read_group(folder)
             except EmbodiedError:
-                continue  # damaged: not this one
+                continue  # damaged
             if not other(found, wanted):
                 return joined(found, wanted), False
     kind = "sweep" if wanted.swept else "seeds"
@@ -147,7 +147,7 @@ def find_group(parent: Path, wanted: RunGroup, named: Path | None) -> tuple[RunG
 
 
 def other(found: RunGroup, wanted: RunGroup) -> str:
-    """Why these are not the same runs; "" where they are."""
+    """Why these groups have different runs; "" if they have the same."""
     if found.swept != wanted.swept:
         return f"they differ in {', '.join(found.swept) or 'their seeds alone'}"
     if found.asked != wanted.asked:
@@ -159,7 +159,7 @@ def other(found: RunGroup, wanted: RunGroup) -> str:
 
 
 def joined(found: RunGroup, wanted: RunGroup) -> RunGroup:
-    """The group with the wanted runs that it lacks, and the command that asked for all of them last."""
+    """The group with the missing runs added, and the newest command."""
     known = {member.key for member in found.members}
     more = [member for member in wanted.members if member.key not in known]
     return replace(found, members=(*found.members, *more), command=wanted.command)
@@ -167,7 +167,7 @@ def joined(found: RunGroup, wanted: RunGroup) -> RunGroup:
 
 @contextmanager
 def lock_runs(folder: Path, file: str = LOG) -> Iterator[None]:
-    """Keeps other commands from going on with the runs that this folder names; `file` in it is locked meanwhile."""
+    """Inside, no other command can continue this folder's runs: `file` in it is locked."""
     (folder / file).parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / file, os.O_RDWR | os.O_CREAT, 0o666)
     try:

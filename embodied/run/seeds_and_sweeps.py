@@ -1,8 +1,8 @@
-"""Several runs with one command: the seeds of a recipe, the settings of a sweep. Each is an ordinary run, in a process
-of its own; what is finished is left, what is unfinished goes on, what is missing begins.
+"""Several runs with one command: the seeds of a recipe, or the settings of a sweep. Each is an ordinary run in a
+process of its own. Finished runs are kept, unfinished runs continue, missing runs begin.
 
-A run fills the machine, as a rule, and then they go one after another. Runs side by side get cores and GPUs of their
-own, which changes how long they take and nothing else.
+A run that fills the machine runs alone, one after the other. Simultaneous runs get cores and GPUs of their own, which
+changes only their duration.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
 OWN, SHARED = ("seeds", "at_once", "group"), "shared"
-NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys of a run's location
-MOST = 1000  # runs of a command
+NOT_SWEPT = ("recipe", "resume", "run.dir", "run.name", "program")  # keys that name one run
+MOST = 1000  # runs of one command
 
 
 def asked(argv: Iterable[str]) -> bool:
-    """True if these arguments are for several runs."""
+    """True if these arguments ask for several runs."""
     return any(word.partition("=")[0] in OWN for word in argv) and not {"-h", "--help"} & {*argv}
 
 
 @dataclass(frozen=True)
 class Order:
-    """The runs that a command line asks for."""
+    """A command line for several runs."""
 
-    words: tuple[str, ...]  # common to all runs
+    words: tuple[str, ...]  # arguments common to all runs
     flags: tuple[str, ...]
-    asked: dict[str, Any]  # the same words' values
+    asked: dict[str, Any]  # values of these arguments
     grid: dict[str, tuple[Any, ...]]  # swept key -> values
     seeds: tuple[int, ...]
     at_once: int | Literal["shared"] | None
@@ -204,7 +204,8 @@ def members_of(order: Order, recipes: dict[str, Loaded]) -> tuple[Member, ...]:
 
 
 def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
-    """The number of such runs that the machine holds side by side, and why; `memory`: what one takes of its memory."""
+    """The number of runs that the machine holds at the same time, and the limiting resource. `memory`: bytes of one
+    run."""
     node = there.nodes[0]
     if len(there.nodes) > 1:
         return 1, f"a run uses all {len(there.nodes)} machines of the cluster"
@@ -220,19 +221,19 @@ def runs_at_once(plan: PlacementPlan, there: Topology, memory: float) -> tuple[i
 
 
 def held_by(plan: PlacementPlan) -> tuple[set[int], set[str]]:
-    """The cores and the GPUs of a run."""
+    """The cores and GPUs of a run."""
     cards = {host.device for host in plan.hosts if host.device.startswith("gpu:")}
     return {core for host in plan.hosts for core in host.cores}, cards
 
 
 def memory_of(loaded: Loaded, plan: PlacementPlan, there: Topology) -> float:
-    """Bytes of the machine's memory for a run: its counted memory, and its processes."""
+    """Bytes of host memory for a run: its counted memory and its processes."""
     counted = [need.whole for need in needs(loaded.config, plan, there) if not need.device]
     return max(counted, default=0.0) + PROCESS_BYTES * (1 + len(plan.hosts))
 
 
 def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tuple[int, str]:
-    """The number of runs at once, and why. Raises ConfigError where the machine cannot be shared that often."""
+    """The number of simultaneous runs, and the reason. Raises ConfigError if `at_once` does not fit the machine."""
     loaded = next(iter(recipes.values()))
     there = machines(loaded.config)
     most, why = runs_at_once(plan, there, memory_of(loaded, plan, there))
@@ -263,7 +264,8 @@ def decide(order: Order, recipes: dict[str, Loaded], plan: PlacementPlan) -> tup
 
 
 def places_that_share(plan: PlacementPlan, there: Topology, memory: float) -> tuple[int, str]:
-    """The number of runs at once that share all devices: each owns one at least, and all fit into memory."""
+    """The number of simultaneous runs that share all devices, and the reason. Each owns at least one device, and all
+    fit into memory."""
     if plan.mode == "explicit":
         raise ConfigError("at_once=shared places the runs itself; leave placement or at_once=shared out")
     devices, fit = devices_of(there), max(1, int(sum(node.memory_bytes for node in there.nodes) // memory))
@@ -282,8 +284,8 @@ def places_for_sharing(folder: Path, first: Loaded, count: int) -> SharedPlaces:
 
 
 def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
-    """The recipe whose run, or demonstrations, several of the runs start from, if one of them has to make it; empty
-    otherwise. Seeds have starts of their own."""
+    """The recipe of a common start that the first run still has to train; else empty. Runs of different seeds have
+    separate starts."""
     starting = [one for one in order.settings if recipes[describe_setting(one)].config.run.start_from]
     for seed, setting in product(order.seeds, starting if len(order.settings) > 1 else ()):
         loaded = load([*order.words_of(setting), f"seed={seed}"])
@@ -293,7 +295,8 @@ def shared_start(order: Order, recipes: dict[str, Loaded]) -> str:
 
 
 def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
-    """The cores of each of so many runs at once, and its CUDA_VISIBLE_DEVICES; nothing for one, which has all."""
+    """The cores and CUDA_VISIBLE_DEVICES of each of `count` simultaneous runs; empty for a single run, which has
+    all."""
     if count == 1:
         return [([], "")]
     node = there.nodes[0]
@@ -307,7 +310,7 @@ def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
 
 
 def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | None]:
-    """Run a command line; -> the exit code and the group's folder, None after --dry-run or --cfg."""
+    """Run a command line. Returns the exit code and the group's folder (None after --dry-run or --cfg)."""
     order = read_order(argv, sweep)
     program, words = program_of(list(order.words), EmbodiedLoop)
     alone = replace(order, words=tuple(words))

@@ -27,8 +27,8 @@ from embodied.run.shared_runs import SharedRuns, load_run, planned
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
-TICKS = 5_000  # of a replay, about
-MOST = 1_000  # devices at most for a rollout that can be divided
+TICKS = 5_000  # steps of a replay, approximately
+MOST = 1_000  # largest number of devices of a rollout
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class IterationCost:
     rollout_s: Callable[[int], float]
     update_s: Callable[[int], float]
     fixed_s: float
-    switch_s: tuple[float, float]  # seconds in which a policy worker stops, and loads weights
+    switch_s: tuple[float, float]  # seconds in which a policy worker stops, and seconds in which it loads weights
     iterations: int
     warnings: Sequence[str]  # of the profile
 
 
 def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
-    """The cost of an iteration by the newest profile of this recipe that holds on this machine. `own`: the number of
-    the run's own devices. Each of `runs` runs has a part of the cores beside GPUs."""
+    """The cost of an iteration by the newest valid profile of this recipe on this machine. `own`: the number of the
+    run's own devices. The cores beside GPUs are divided among `runs` runs."""
     there, name = machines(config), config.run.name
     roles = roles_of(roles_of_run(EmbodiedLoop, config))
     advice = f"python -m embodied.profiling recipe={name} measures it (a minute)"
@@ -63,7 +63,7 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
     home = shared if config.env.on_gpu else kinds["cpu"]
     sims = own if home is shared else max(1, home.count // runs)
 
-    more = tuple(role.name for role in extra_roles(roles))  # they stay on the run's own devices
+    more = tuple(role.name for role in extra_roles(roles))  # these roles stay on the run's own devices
 
     @cache
     def seconds(phase: int, count: int) -> float:
@@ -90,8 +90,8 @@ def iteration_cost(config: RunConfig, own: int, runs: int) -> IterationCost:
 
 
 def run_work(name: str, config: RunConfig, own: int, weight: float, cost: IterationCost) -> RunWork:
-    """The run's work, for a replay. Rollouts that cannot be divided stay on the run's own devices, and so do those with
-    simulators there."""
+    """The run's work, for a replay. A rollout stays on the run's own devices if it cannot be divided, or if simulators
+    use these devices."""
     divides, there = divides_requests(config), machines(config)
     stays = config.env.on_gpu or networks_on(config, there) == "cpu" or not divides
 

@@ -1,5 +1,5 @@
-"""Replays several runs on the same devices in simulated time. The code of real shares decides which run has a device
-(`runtime/run_turns.py`, `runtime/device_leases.py`); this module only simulates what runs do with devices.
+"""Replays several runs on the same devices in simulated time. As in real runs, `runtime/run_turns.py` and
+`runtime/device_leases.py` decide which run has a device; this module only simulates the runs.
 
     def batch(iteration):
         return TimedConversations([2.0] * 64, slots=8)
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from embodied.runtime.device_leases import Claim, Coordinator
 from embodied.runtime.run_turns import BUCKETS, FORMAT, GENERATE, TRAIN, RunTurns
 
-SWITCH_S = (0.1, 0.1)  # to stop on a device, and to load weights on another one
+SWITCH_S = (0.1, 0.1)  # seconds to stop on a device, and to load weights on another one
 SHARING = ("remaining", "lend")
 RULES = ("serial", "split", *SHARING)
 
@@ -38,18 +38,18 @@ class GeneratedBatch(Protocol):
         """Seconds until something changes on the same devices."""
 
     def busy(self) -> set[str]:
-        """Devices that have work."""
+        """Devices in use."""
 
     def has_more(self) -> bool:
-        """True if there is work for another device."""
+        """True if another device would have work."""
 
     @property
     def progress(self) -> float: ...
 
 
 class TimedConversations:
-    """Conversations, at most `slots` at a time on a device; one that has to stop continues later from the same
-    place."""
+    """Conversations, at most `slots` at a time on a device. An interrupted conversation continues later from the same
+    token."""
 
     def __init__(self, seconds: Sequence[float], slots: int) -> None:
         self.waiting, self.slots, self.total = deque(seconds), slots, len(seconds)
@@ -83,7 +83,7 @@ class TimedConversations:
 
 
 class SteadyBatch:
-    """A batch whose seconds are known for each number of devices."""
+    """A batch with known seconds for each number of devices."""
 
     def __init__(self, seconds: Callable[[int], float], most: int) -> None:
         """More devices than `most` are not faster."""
@@ -116,24 +116,24 @@ class RunWork:
 
     name: str
     iterations: int
-    batch: Callable[[int], GeneratedBatch]  # of an iteration
-    update_s: Callable[[int], float]  # on so many devices
+    batch: Callable[[int], GeneratedBatch]  # batch of an iteration
+    update_s: Callable[[int], float]  # seconds, by number of devices
     wait_s: float = 0.0
     weight: float = 1.0
     joins_s: float = 0.0
     borrows: bool = True  # generates on devices of other runs
-    stays: bool = False  # keeps its own devices until its batch is complete, since its simulators are there
+    stays: bool = False  # keeps its own devices until its batch is complete, because its simulators run there
 
 
 @dataclass
 class _Worker:
-    """A policy worker of a run on a device, or all those that never move."""
+    """A policy worker of a run on a device, or all policy workers that never move."""
 
     gang: str
     devices: tuple[str, ...]
     stays: bool = False
-    begins_at: float | None = None  # it has the device, and loads its weights until then
-    stops_at: float | None = None  # it has been asked to leave
+    begins_at: float | None = None  # time when its weights are loaded
+    stops_at: float | None = None  # time when it releases the device
 
 
 class _ReplayedRun:
@@ -150,11 +150,11 @@ class _ReplayedRun:
         self.iteration, self.phase, self.until = 0, "", work.joins_s
         self.batch = work.batch(0)
         self.bucket = 0  # of progress
-        self.resting: set[str] = set()  # gangs without work
+        self.resting: set[str] = set()  # idle gangs
 
     def act(self, leaving: Collection[str], now: float) -> bool:
-        """Do everything that is possible at this time; returns whether there was anything. `leaving`: gangs that should
-        give way."""
+        """Take all steps that are possible at this time; True if there was any. `leaving`: gangs that should give
+        way."""
         if self.phase == "generate":
             return self._generate(leaving, now)
         if self.phase == "update" and self.until == inf and self.coordinator.granted(self.update):
@@ -165,7 +165,7 @@ class _ReplayedRun:
         return True
 
     def next_at(self, now: float) -> float:
-        """When something happens that does not depend on other runs."""
+        """The time of the run's next own event."""
         moments = [self.until, *(at for one in self.workers for at in (one.begins_at, one.stops_at) if at is not None)]
         return min([at for at in moments if at > now] + [now + self.batch.next_s()] * (self.phase == "generate"))
 
@@ -271,7 +271,7 @@ class _Replay:
     def play(self, works: Sequence[RunWork], own: Mapping[str, Sequence[str]], tick_s: float) -> list[dict[str, Any]]:
         runs = [_ReplayedRun(work, own[work.name], self) for work in works]
         now = 0.0
-        for run in runs:  # all runs are known before one asks for anything
+        for run in runs:  # all runs join before the first request
             if not run.work.joins_s:
                 self.turns.joins(run.work.name, run.work.weight, run.own, now)
         while True:
@@ -316,5 +316,5 @@ def replay(
 
 
 def ends(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """When each run ended."""
+    """The end of each run."""
     return {line["run"]: line["at"] for line in lines if "ends" in line}

@@ -3,7 +3,7 @@ folder.
 
     share.json     the runs: arguments, devices, folder, how each ended
     share.jsonl    which run held which device when (`runtime/run_turns.py`)
-    logs/          what each run printed
+        logs/          the output of each run
 
 Each run is an `embodied.train` command in a separate process, with a placement that puts its simulators and learners on
 its own devices and a policy worker on every device that it may borrow.
@@ -43,8 +43,8 @@ from embodied.runtime.shared_leases import SOCKET
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
-CONTEXT_BYTES = 0.6e9  # of a GPU, for each process that has used it; assumed
-MOST_SETS = 10_000  # of runs that are tried until one fits
+CONTEXT_BYTES = 0.6e9  # of a GPU, for each process on it; assumed
+MOST_SETS = 10_000  # sets of runs that are tried
 SERVE_S = 0.2
 DATE = "[0-9]" * 8  # in a folder's name, as a pattern
 GRACE_S = 10.0  # in addition to faults.hang_s, after which a run ends its own hung workers
@@ -58,9 +58,9 @@ class SharedRun:
     words: tuple[str, ...]  # its arguments, without the placement
     own: tuple[str, ...]  # its devices
     weight: float = 1.0
-    placement: dict[str, Any] | None = None  # None: as its recipe says
+    placement: dict[str, Any] | None = None  # None: the recipe's placement
     folder: str = ""
-    ended: str = ""  # finished, ended early, stopped or failed
+    ended: str = ""  # finished, ended early, stopped or failed; "" while it runs
 
 
 @dataclass
@@ -106,8 +106,7 @@ def on_node(node: Node, device: str) -> str:
 
 
 def part_of(there: Topology, owned: Sequence[Sequence[str]], place: int) -> Topology:
-    """The devices for which run number `place` of `owned` plans: its cores, or its GPUs and its part of the cores
-    beside them."""
+    """The devices of run number `place` of `owned`: its cores, or its GPUs and its part of the cores beside them."""
     nodes = []
     for node in there.nodes:
         mine = {*devices_of(replace(there, nodes=(node,)))}
@@ -184,7 +183,7 @@ def reserve(config: RunConfig, devices: Sequence[str]) -> Callable[[], None]:
 
 
 def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> None:
-    """Raise ConfigError if the memory of the machine or of a GPU cannot hold what all runs keep there."""
+    """Raise ConfigError if the runs do not fit into the memory of a machine or of a GPU."""
     names = [name for name, _, _ in runs]
     sums = memory_sums(runs, there)
     if not (problems := [each.text(names) for each in sums if not each.fits(names)]):
@@ -200,7 +199,7 @@ def check_memory(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: To
 
 @dataclass(frozen=True)
 class MemorySum:
-    """One memory: the bytes that each run needs when it works, and keeps while another run works."""
+    """One memory, and each run's bytes in it at work and while another run works."""
 
     place: str
     has: float
@@ -208,7 +207,7 @@ class MemorySum:
     asleep: Mapping[str, float]
 
     def parts(self, names: Sequence[str]) -> dict[str, float]:
-        """The bytes of each run if they take turns: the largest works, the others sleep."""
+        """The bytes of each run at the peak of taking turns: the largest run works, all other runs sleep."""
         largest = max(names, key=lambda name: self.at_work[name] - self.asleep[name])
         first = {largest: self.at_work[largest]}
         kept = {name: self.asleep[name] for name in names if name != largest}
@@ -224,8 +223,8 @@ class MemorySum:
 
 
 def memory_sums(runs: Sequence[tuple[str, RunConfig, PlacementPlan]], there: Topology) -> list[MemorySum]:
-    """The memory of each machine, which all runs keep, since data that leave a GPU wait there (drivers are on the first
-    machine); and of each GPU, where a sleeping run keeps only CUDA's memory of a process."""
+    """The memory of each machine and of each GPU. Runs keep their host memory, which also holds data offloaded from
+    GPUs; drivers are on the first machine. On a GPU a sleeping run keeps only CUDA's memory of its processes."""
     found = {name: (needs(config, plan, there), plan) for name, config, plan in runs}
     sums = []
     for place, node in enumerate(there.nodes):
@@ -303,16 +302,16 @@ def planned(run: SharedRun, loaded: Loaded) -> tuple[RunConfig, PlacementPlan]:
 def prepare(
     shared: SharedRuns, orders: Sequence[Sequence[str]], weights: Sequence[float], there: Topology
 ) -> list[SharedRun]:
-    """The runs of these command lines, each with devices and a unique name; mistakes are reported before anything
+    """The runs of these command lines, each with devices and a unique name. Raises all errors before anything
     starts."""
     taken = {run.name for run in shared.runs}
     found: list[SharedRun] = []
     going = [run for run in shared.runs if not run.ended]
-    plans = [(run.name, *planned(run, load_run(run.words))) for run in going]  # they stay in memory, too
+    plans = [(run.name, *planned(run, load_run(run.words))) for run in going]  # current runs keep their memory
     free = tuple(device for device in shared.devices if all(device not in run.own for run in going))
     if free:
         owns = own_devices(free, weights)
-    else:  # the part of new runs if all were dealt again; the others keep their devices
+    else:  # new runs get the devices that a new division among all runs gives them; current runs keep theirs
         owns = own_devices(shared.devices, [*(run.weight for run in going), *weights])[len(going) :]
     owned = [*(run.own for run in going), *owns]
     for place, (words, own, weight) in enumerate(zip(orders, owns, weights), start=len(going)):
@@ -379,8 +378,8 @@ class SharedProcesses:
         self.say(f"{run.name} {f'goes on: {path}' if path else 'begins'} on {', '.join(run.own)}")
 
     def add(self, words: list[str]) -> str:
-        """Begin another run, on devices of runs that have ended, or else on devices that it shares with their owners;
-        returns the reply to the user."""
+        """Begin another run on devices of ended runs, or else on devices that it shares with current runs. Returns the
+        reply to the user."""
         if self.stopping:
             return "error: these runs are being stopped"
         try:
@@ -412,7 +411,7 @@ class SharedProcesses:
                 one.process.send_signal(sign)
 
     def close(self) -> None:
-        """Wait for the runs that were asked to stop; kill those that do not."""
+        """Wait for stopping runs; kill a run that does not stop in time."""
         until = time.monotonic() + CLOSE_S
         while self.going and time.monotonic() < until:
             self.serve()
@@ -423,7 +422,8 @@ class SharedProcesses:
         self.server.close()
 
     def _find_folder(self, one: _Process) -> None:
-        """Note the folder that this run has made: its run.json names the process, or it is new after the end."""
+        """Record the folder created by this run: its run.json names the process, or it is new after the process
+        ended."""
         if one.folder is not None:
             return
         ended = one.process.poll() is not None

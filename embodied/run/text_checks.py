@@ -1,4 +1,4 @@
-"""What must fit together where envs and policies speak, or show and see pictures. Found before anything starts."""
+"""Checks that a language policy fits its env: text, pictures, engine and options. They run before anything starts."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ PLAYING = (
 
 
 def check_pictures(config: RunConfig, kind: Any) -> None:
-    """Refuse a policy that only reads text for an env that shows pictures, and options that do not work with
-    pictures."""
+    """Refuse a text-only model for an env with pictures, and options that do not work with pictures."""
     if not kind.shows_pictures(config.env):
         return
     policy, given = config.policy, f"env.name={config.env.name} shows pictures"
@@ -55,7 +54,7 @@ def check_pictures(config: RunConfig, kind: Any) -> None:
 
 
 def check_speech(config: RunConfig, kind: Any, learn: bool) -> None:
-    """Refuse a policy of actions for an env that speaks, and the other way round; and what only answers have."""
+    """Refuse a robot policy for a text env, a language policy for a simulator, and options of the other kind."""
     refuse(config.language_gap(speaks(kind), "policy.name=language, or a checkpoint of such a policy"))
     refuse(broken_rules((*PLAYING, *(LEARNING if learn else ())), config))
     options = config.eval
@@ -68,7 +67,7 @@ def check_speech(config: RunConfig, kind: Any, learn: bool) -> None:
 
 
 def check_scorers(config: RunConfig) -> None:
-    """Refuse a verifier that cannot be imported, and folders that hold no reward model or no judge."""
+    """Refuse a verifier that cannot be imported, and folders without a reward model or judge."""
     roles = config.roles
     if roles.verifier:
         import_class(roles.verifier, "roles.verifier")

@@ -1,4 +1,4 @@
-"""Workers on devices: what a program of one's own needs to run roles side by side, on one machine or a cluster.
+"""Workers on devices: the classes for running roles side by side, on one machine or a cluster.
 
     Cluster, HostPlan      starts the processes of a plan and launches groups of workers there
     Worker                 the base of a role: its public methods are called on the group; send, recv, broadcast

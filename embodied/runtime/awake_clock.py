@@ -1,8 +1,8 @@
 """A clock for deadlines that stands still while this process or its driver is stopped.
 
-A process that was stopped (Ctrl-Z, a paused container) believes that all others were silent meanwhile. Waits read the
-clock at least every second. So a much longer gap between two readings is a stop, or work without waiting, and not a
-delay of others.
+For a process that was stopped (Ctrl-Z, a paused container), all other processes seem to have been silent. Waits read
+the clock at least every second, so a much longer gap between two readings is a stop, or work without waiting, and no
+delay of another process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AwakeClock:
         return now - self._asleep
 
     def awake_s(self) -> float:
-        """Seconds since the last gap: an upper bound on the silence of others."""
+        """Seconds since the last gap: an upper bound on the silence of another process."""
         self()
         return self._clock() - self._woke
 

@@ -77,7 +77,7 @@ class Backend(Protocol):
 
 
 def choose_backend(name: str, address: str | None, several_nodes: bool) -> str:
-    """Returns the named backend, or the one that `auto` stands for; refuses impossible combinations."""
+    """Returns the name of the backend, with `auto` resolved; refuses impossible combinations."""
     if name == "auto":
         name = "ray" if address is not None or several_nodes else "local"
     if name != "ray" and address is not None:

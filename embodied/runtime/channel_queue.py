@@ -171,7 +171,7 @@ class Queue:
             self.close(worker, cause, drain=worker == self.pair.source)
 
     def cluster_closes(self) -> None:
-        if self.pair:  # the driver closes the others
+        if self.pair:  # the driver closes named channels
             self.close(*CLOSING)
 
     def _forget(self, peer: str) -> None:

@@ -56,7 +56,7 @@ class Cluster:
         if len({*names, DRIVER}) != len(names) + 1:
             raise ValueError(f"host names must differ from each other and from {DRIVER!r}: {names}")
         self.timeout_s = timeout_s
-        for name in GIVEN:  # the driver has no device, whatever the shell's environment says
+        for name in GIVEN:  # the driver has no device, even if the shell's environment names one
             os.environ.pop(name, None)
         self.hosts = list(hosts)
         self._run = secrets.token_hex(8)

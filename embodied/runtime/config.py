@@ -23,9 +23,9 @@ class ClusterConfig(Strict):
     )
     address: str | None = Field(
         None,
-        description="host:port of a running Ray cluster to join, of which this machine is a node, or auto: the one "
-        "that runs here; unset: that of RAY_ADDRESS, as `ray job submit` sets it. Without one backend=ray starts a "
-        "cluster of the run's own on this machine",
+        description="host:port of a running Ray cluster to join, of which this machine is a node, or auto: the "
+        "running cluster of this machine; unset: RAY_ADDRESS, as `ray job submit` sets it. Without an address "
+        "backend=ray starts a cluster of the run's own on this machine",
     )
     start_s: float = Field(
         300.0, gt=0, description="Seconds in which Ray has to start on this machine, unless cluster.address is set."

@@ -28,7 +28,7 @@ class LeaseError(EmbodiedError):
 
 @dataclass(frozen=True)
 class Claim:
-    """What a worker needs while it works: devices, and bytes on each of them."""
+    """A worker's demand while it works: devices, and bytes on each of them."""
 
     worker: str
     devices: tuple[str, ...]
@@ -165,7 +165,7 @@ class Coordinator:
         resident: Iterable[str] = (),
     ) -> list[Action]:
         """Sets or replaces the gangs of a run, whose names must differ from other runs' names. LeaseError if its
-        workers do not fit beside those of other runs. Returns the actions that are possible now."""
+        workers do not fit beside other runs' workers. Returns the actions that are possible now."""
         actions = self.leave(run)
         self.gangs |= {name: tuple(claims) for name, claims in gangs.items()}
         self.claims |= {claim.worker: claim for name in gangs for claim in self.gangs[name]}
@@ -228,8 +228,8 @@ class Coordinator:
         return actions
 
     def _next(self) -> Iterator[tuple[str, set[str], set[str]]]:
-        """Yields each waiting gang that needs no device for which an earlier gang waits: the gang, its devices, and the
-        gangs that hold some of these."""
+        """Yields each waiting gang whose devices no earlier gang waits for: the gang, its devices, and the gangs that
+        hold some of these."""
         kept: set[str] = set()  # devices for which an earlier gang waits
         for gang in self.turns.order(self.waiting):
             devices = self._devices(gang)
@@ -251,7 +251,7 @@ class Coordinator:
         return holder in self.preemptible and self.turns.gives_way(holder, waiting)
 
     def _switch(self, gang: str) -> list[Action]:
-        """Returns the memory moves before this gang works: others offload first, then its workers onload."""
+        """Returns the memory moves before this gang works: other workers offload first, then its workers onload."""
         self.turn += 1
         mine = {claim.worker for claim in self.gangs[gang]}
         out = [Action("offload", worker, gang) for worker in self._leaving(gang, mine)]

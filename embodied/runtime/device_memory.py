@@ -1,7 +1,7 @@
 """Measures a worker's memory on its device, and moves it to the host's memory and back.
 
 Moves are in place: a tensor's storage is emptied and refilled, so networks, optimizers and views that share it are
-unaffected. Offloaded tensors must not be used. Mapped memory stays.
+unaffected. Offloaded tensors must not be used. Tensors in shared or mapped memory stay.
 
 Other memory of a worker is measured. A simulator allocates by itself, so its memory is the decrease of the GPU's free
 memory while it is built; nothing but simulators may be built meanwhile. On cores nothing is limited or counted.

@@ -195,7 +195,7 @@ class DeviceSharing:
             raise
 
     def _wait_for_others(self, gang: str, until: float) -> None:
-        """Wait until something changes. Of this thread's own phases, only those that end with a call can change."""
+        """Wait until something changes. Phases of this thread only change by the calls that end them."""
         holders = self.coordinator.in_the_way(gang)
         phases = {n: p for n, p in self._phases.items() if holders.intersection((n, *self.parts.get(n, ())))}
         mine = {name: phase for name, phase in phases.items() if phase.thread == threading.get_ident()}

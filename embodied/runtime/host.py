@@ -100,7 +100,7 @@ class Host:
         self.run = run
         self.driver = driver
         self.name = names[0]
-        self.names = set(names)  # one name, but all names with the inline backend
+        self.names = set(names)  # the host's name; with the inline backend all hosts' names
         self.pack, self.unpack = links.pack, links.unpack
         self.post, self.report = links.post, links.report
         self.timeout_s = timeout_s

@@ -214,5 +214,5 @@ def kill_marked(mark: str) -> None:
 def _environment(process: Path) -> list[bytes]:
     try:
         return (process / "environ").read_bytes().split(b"\0")
-    except OSError:  # a process of another user, or one that has just ended
+    except OSError:  # a process of another user, or an ended process
         return []

@@ -70,7 +70,7 @@ def _serve(boot: dict[str, Any]) -> None:
         channels.add(peer, lambda message, payload, _: host.serve_channel(name, message, payload), lambda: None)
 
     def forget(name: str) -> None:
-        """Serves all messages of a peer's old process before those of its new one."""
+        """Serves all messages of a peer's old process before messages of its new process."""
         drained = threading.Event()
         channels.submit(lambda: (channels.drain(peers[name]), drained.set()))
         drained.wait()
@@ -144,7 +144,7 @@ def show_title(host: str) -> None:
     The system shows the bytes of the command line where the process got them, so they are written over. A last byte
     that is not zero marks them as a title for Linux, which ends at the first zero.
     """
-    with suppress(OSError, ValueError):  # a system that has no such files shows what it likes
+    with suppress(OSError, ValueError):  # a system without these files keeps its own title
         Path("/proc/self/comm").write_text(host[:SHORT])
         words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         begin, end = map(int, words[ARGUMENTS])

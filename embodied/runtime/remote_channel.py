@@ -67,7 +67,7 @@ class Remote:
             self.host.post(self.home, ("cancel", self.name, getter.request))
             raise
         if not arrived:
-            # The answer may be under way: the home says which came first, so that no item is lost.
+            # The item may be on its way: the home decides between item and cancellation, so no item is lost.
             self.host.post(self.home, ("cancel", self.name, getter.request))
             if not getter.wait(_CANCEL_S) or not (getter.entries or getter.closed):
                 raise nothing_came(self.name, key, seconds, None)

@@ -4,10 +4,9 @@ A run owns devices and may borrow others for generation. Waiting gangs are serve
 generate), then first come, first served. A gang that waits for its run's own devices longer than the run's last
 iteration moves up one tier. The rule decides which run generates on a device:
 
-    lend       a run has its own devices whenever it has work for them. An idle device is lent to the run with the most
-               remaining work for each device that it has, where it will be idle several times as long as a change of
-               hands takes
-    remaining  generation follows remaining work, whoever owns the device: one worker moves at a time, to the run
+    lend       a run has its own devices whenever it has work for them. A device that will be idle for several times
+               the duration of a handover is lent to the run with the most remaining work per device
+    remaining  generation follows remaining work, regardless of owners: one worker moves at a time, to the run
                that is furthest below its share, from an idle device or a run above its share (RLix's rule)
 
 `share.jsonl` is the record, one JSON object a line, `at` in seconds since the start:
@@ -313,8 +312,8 @@ class RunTurns(Turns):
         self._has_no_work(gang)
 
     def rest(self, run: str, gangs: Collection[str], now: float) -> None:
-        """Marks these gangs of a run as without work in their phase: they give way to all others and are served last.
-        The run's other gangs have work."""
+        """Marks these gangs of a run as without work in their phase: they give way to all other gangs and are served
+        last. The run's other gangs have work."""
         self.now = now
         self._forget_counts()
         for name, one in self.gangs.items():

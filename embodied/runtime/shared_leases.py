@@ -1,8 +1,8 @@
 """The coordinator of a run that shares its devices with other runs: asks the process that started all of them.
 
 `EMBODIED_SHARE` names that process's socket; unset, nothing here is used. A message is a JSON object in a line. The run
-sends requests (`acquire`, `release`, ...) and waits for answers. The parent says at any time which devices the run
-holds, which it should release, and which memory to move.
+sends requests (`acquire`, `release`, ...) and waits for answers. At any time the parent sends the devices that the run
+holds, the devices to release, and the memory to move.
 
 If the parent dies, the run stops itself: it ends its step, saves, and says how to resume. Until then it borrows no
 device and uses no device that another run still holds: runs lock their devices, and the kernel unlocks them when their

@@ -31,7 +31,7 @@ class RecordedSpans:
 
 
 class Timers:
-    """Safe to read from one thread while others measure."""
+    """Safe to read from one thread while other threads measure."""
 
     def __init__(self) -> None:
         self._totals: dict[str, Total] = {}

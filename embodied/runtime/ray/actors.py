@@ -1,10 +1,10 @@
 """Hosts as actors of a Ray cluster: the run's own on this machine, or a running one that the driver joins by address.
 
-Ray starts the processes, reports that they live, and moves large parts between machines. What it does not do is done
-by the parent of each host's process (`guard.py`): cores before any import, the end with the driver, the exit code.
+Ray starts the processes, reports that they live, and moves large parts between machines. The parent of each host's
+process (`guard.py`) sets the cores before any import, ends the process with the driver, and reports the exit code.
 
-`RayBackend` is the driver's side. `RayHost` is the actor: the driver's messages, those of other hosts and the reports
-each have a thread of Ray's; the workers have threads of their own, as on every backend.
+`RayBackend` is the driver's side. `RayHost` is the actor. One of Ray's threads receives the driver's messages, one the
+other hosts' messages, and one sends reports. Workers have threads of their own, as on every backend.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LOST_S = 45.0  # how long Ray may take to say that a node is lost
 _DELIVERY_S = 5.0  # how long an ended call may wait for the arrival of its puts
 _ONE_THREAD_EACH = {"control": 1, "channels": 1, "reports": 1}
 
-# Ray would hide every GPU from an actor that asks it for none; which ones a host sees is the plan's business.
+# Ray hides all GPUs from actors that request none, but the plan decides which GPUs a host sees.
 _LEAVE_DEVICES = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
@@ -280,7 +280,7 @@ class RayHost:
         if boot["path"]:  # the driver is on this machine
             sys.path[:] = boot["path"]
             os.chdir(boot["folder"])
-        ray._raylet.setproctitle = lambda *_: None  # Ray would show the method that runs instead
+        ray._raylet.setproctitle = lambda *_: None  # Ray would show the running method instead
         show_title(boot["name"])
         _die_of_what_kills()
         find_main_lazily(boot["main_module"], boot["main_file"])
@@ -397,8 +397,8 @@ def _write_to(log: str | None) -> None:
 
 
 def _die_of_what_kills() -> None:
-    """Lets a fatal signal end the process, with a Python traceback. Ray's own handler takes seconds, and ends in
-    SIGABRT if it is slow."""
+    """Makes a fatal signal end the process at once, with a Python traceback. Ray's own handler takes seconds and may
+    end in SIGABRT."""
     faulthandler.disable()
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
         signal.signal(number, signal.SIG_DFL)
@@ -407,7 +407,7 @@ def _die_of_what_kills() -> None:
 
 
 def _check_cores(cores: list[int]) -> None:
-    """Every thread that Ray has started must be on the cores of the plan."""
+    """Checks that every thread started by Ray runs on the cores of the plan."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             found = os.sched_getaffinity(int(thread))

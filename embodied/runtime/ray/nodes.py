@@ -90,7 +90,7 @@ class Connection:
         return all(known["NodeID"] != node.id or not known["Alive"] for known in ray.nodes())
 
     def others(self, lost: RayNode) -> list[RayNode]:
-        """The remaining nodes."""
+        """All nodes except the lost ones."""
         return [node for node in self._nodes.values() if node.id != lost.id and not self.lost(node)]
 
     def ask(self, function: Callable[[int, int], Any]) -> dict[str, Any]:

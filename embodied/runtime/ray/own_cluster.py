@@ -44,7 +44,7 @@ _START = [
 _STARTED = "will now block forever"  # printed once its address is in a file
 _SLOW = "timed out during startup"  # printed after half a minute, which a busy machine may need
 # Ends all processes of its session and the folder when standard input ends, and at no signal that the whole job gets:
-# the driver saves first. `/proc/PID/stat` goes on with state, parent, group and session behind the name.
+# the driver saves first. In `/proc/PID/stat` state, parent, group and session follow the name.
 _WATCH = """
 trap '' INT TERM HUP
 folder=$1; shift

@@ -21,7 +21,7 @@ from embodied.core.errors import EmbodiedError
 from embodied.runtime.host import HostPlan
 from embodied.runtime.ray.nodes import RayNode
 
-_RESERVE_S = 15.0  # time to wait for devices: those of an ended run are freed late
+_RESERVE_S = 15.0  # time to wait for devices: Ray frees an ended run's devices late
 _LOOK_S = 60.0  # deadline to start a process on a node
 _UNITS = {"CPU": "cores", "GPU": "GPUs"}
 
