@@ -9,8 +9,8 @@
     bench = embodied.benchmark("pointmass_ppo", "seconds=30")
     plan = embodied.plan("pointmass_ppo", "cluster=16xCPU")
 
-Below are the classes for workflows (docs/workflows.md), envs and policies of your own; `embodied.envs` and
-`embodied.policies` have the rest. Nothing is imported before it is used.
+Below are the classes for your own workflows (docs/workflows.md), envs and policies; `embodied.envs` and
+`embodied.policies` have more. Everything is imported on first use.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _CallableModule(ModuleType):
 
 
 def let_call(command: str) -> None:
-    """Let this command's module be called like its function `call`: embodied.train("pointmass_ppo")."""
+    """Make this command's module callable, as its function `call`: embodied.train("pointmass_ppo")."""
     if command != "__main__":
         sys.modules[command].__class__ = _CallableModule
 
@@ -119,4 +119,4 @@ def _say_what_is_missing(kind: type[BaseException], err: BaseException, trace: T
 if _is_starting():
     sys.excepthook = _say_what_is_missing
 if _is_starting() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _stop_at_once)  # while a command is imported; `launch.run` has a plan of its own
+    signal.signal(signal.SIGINT, _stop_at_once)  # while a command is imported; later `launch.run` handles Ctrl-C

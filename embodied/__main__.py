@@ -31,20 +31,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {unknown(name, list(files))}", file=sys.stderr)
         return 2
     module = importlib.import_module(module_of(files[name]))
-    sys.argv = [str(files[name]), *words[1:]]  # as if it had been started by its own name
+    sys.argv = [str(files[name]), *words[1:]]  # as if the command had been started by its own name
     return module.main(words[1:])
 
 
 def show(text: str) -> int:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+    except BrokenPipeError:  # the reader of the output, `head` for example, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
 def commands() -> dict[str, Path]:
-    """The file of each command: modules of this folder, and packages that can be started, with a `main`."""
+    """The file of each command: modules and packages of this folder with a `main`."""
     packages = {path.parent.name: path for path in HERE.glob("*/__main__.py")}
     modules = {path.stem: path for path in HERE.glob("[!_]*.py")}
     return {name: path for name, path in sorted((modules | packages).items()) if has_main(path)}
@@ -60,7 +60,7 @@ def module_of(path: Path) -> str:
 
 
 def purpose(path: Path) -> str:
-    """The purpose of a command, as the first line of its file says it."""
+    """The purpose of a command, from the first line of its file."""
     with path.open(encoding="utf-8") as file:
         first = file.readline().strip().removeprefix('"""').removesuffix('"""')
     about, _, _ = first.partition(" python -m ")
@@ -68,7 +68,7 @@ def purpose(path: Path) -> str:
 
 
 def listing() -> str:
-    """The text that `embodied` alone prints."""
+    """The text printed by `embodied` without arguments."""
     lines = [
         f"Embodied Loop {__version__}: simulator-in-the-loop reinforcement learning for robot policies.",
         "",
@@ -85,7 +85,7 @@ def listing() -> str:
 
 
 def filled(title: str, names: list[str]) -> list[str]:
-    """The names in lines of at most WIDTH letters, the title before the first."""
+    """The names in lines of at most WIDTH letters; the first line begins with the title."""
     first = f"  {title:<{INDENT - 2}}"
     return wrap(" ".join(names), WIDTH, initial_indent=first, subsequent_indent=" " * INDENT, break_on_hyphens=False)
 

@@ -66,10 +66,10 @@ from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
 MODES = ("collocated", "disaggregated", "hybrid")
-OTHER = "custom"  # the fastest of all ways that have no name
+OTHER = "custom"  # the fastest layout without a mode's name
 ROUNDS = 7
 WARM_UP = 2
-OVERLAPPING = ("periodic", "async")  # schedules that are shown beside the modes, under which rollout and update overlap
+OVERLAPPING = ("periodic", "async")  # schedules with overlapping rollouts and updates, shown beside the modes
 OWN = ("modes", "schedules", "tasks", "num_envs", "rounds", "profile", "seconds", "out")
 USAGE = (__doc__ or "").format(modes=", ".join(MODES), other=OTHER, rounds=ROUNDS, warm_up=WARM_UP)
 
@@ -92,16 +92,16 @@ class Result:
 
     task: str
     num_envs: int
-    devices: dict[str, int]  # that could be used, by kind
+    devices: dict[str, int]  # usable devices, by kind
     nodes: int
     expected: dict[str, dict[str, Any]]  # by mode, fastest first
     refused: dict[str, str]
     rounds: dict[str, list[Round]] = field(default_factory=dict)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     idle: dict[str, float] = field(default_factory=dict)
-    traces: dict[str, str] = field(default_factory=dict)  # of one more iteration, by mode
-    others: float | None = None  # cores that other programs kept busy meanwhile
-    profile: dict[str, Any] = field(default_factory=dict)  # how, when and under what load the parts were measured
+    traces: dict[str, str] = field(default_factory=dict)  # traces of one more iteration, by mode
+    others: float | None = None  # cores kept busy by other programs meanwhile
+    profile: dict[str, Any] = field(default_factory=dict)  # origin of the profile: method, date and load
 
     @property
     def where(self) -> str:
@@ -118,8 +118,8 @@ def start(argv: list[str], program: type[Workflow] = EmbodiedLoop) -> None:
 
 
 def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> dict[str, Any]:
-    """Benchmark from Python, as the command does; returns what bench.json says:
-    embodied.benchmark("pointmass_ppo", "seconds=30")."""
+    """Benchmark from Python, like the command. Returns the content of bench.json: embodied.benchmark("pointmass_ppo",
+    "seconds=30")."""
     return json.loads((compare_placements(from_python(words), program) / "bench.json").read_text())
 
 
@@ -153,7 +153,9 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
     about = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
     planned = plan(profile, there, *about)
     chosen = {mode: choice for mode in options.modes if (choice := planned.modes.get(mode))}
-    missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # which need not exist
+    missing = [
+        mode for mode in options.modes if mode not in chosen and mode != OTHER
+    ]  # the custom layout need not exist
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
     for schedule in options.schedules:
         found = planned.schedules[schedule]
@@ -176,12 +178,14 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     meter = LoadMeter()
     run_all(config, there, options.rounds, result, folder, program)
-    result.others = None if config.cluster.backend == "ray" else meter.others()  # Ray's workers count as others
+    result.others = (
+        None if config.cluster.backend == "ray" else meter.others()
+    )  # Ray's workers would count as other programs
     return result
 
 
 def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
-    """The prediction for the fastest layout of a mode, or under a schedule."""
+    """The prediction for the fastest layout of a mode or schedule."""
     schedule, dataflow, planner = name if name in OVERLAPPING else "sync", planned.profile.dataflow, planned.planner
     pricer = Pricer(dataflow.under(schedule), planner.pricer.profile, planner.classes)
     classes, idle = planner.classes, idle_shares(pricer, choice.layout)
@@ -204,7 +208,7 @@ def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
 def run_all(
     config: RunConfig, there: Topology, rounds: int, result: Result, folder: Path, program: type[Workflow]
 ) -> None:
-    """All modes are started, then take turns, so that a slow minute of the machine meets them all."""
+    """Start all modes, then run them in turns, so that a slow minute of the machine affects all of them."""
     with ExitStack() as stack:
         timed_runs = {}
         for mode, expected in result.expected.items():
@@ -224,7 +228,7 @@ def run_all(
 
 
 def new_trace(folder: Path, mode: str) -> Path:
-    """trace-hybrid.json; of a second task or number of envs trace-hybrid-2.json."""
+    """trace-hybrid.json; for a second task or number of envs trace-hybrid-2.json."""
     number = 1 + len(list(folder.glob(f"trace-{mode}*.json")))
     return folder / (f"trace-{mode}.json" if number == 1 else f"trace-{mode}-{number}.json")
 
@@ -288,7 +292,7 @@ def read_options(argv: list[str]) -> tuple[Options, list[str]]:
 
 
 def variants(options: Options, rest: list[str]) -> list[RunConfig]:
-    """The recipe for every task and number of envs."""
+    """A recipe for each task and number of envs."""
     tasks = [f"env.task={task}" for task in options.tasks] or [""]
     sizes = [f"env.num_envs={n}" for n in options.num_envs] or [""]
     found = [load([*rest, *filter(None, pair)]) for pair in product(tasks, sizes)]

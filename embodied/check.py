@@ -1,7 +1,7 @@
-"""Look at an env before anything is trained: python -m embodied.check env.task=my_tasks:MyTask-v1
+"""Check an env before training in it: python -m embodied.check env.task=my_tasks:MyTask-v1
 
-Builds the env, lists its observations and options, plays some episodes to check the contract of envs, and tests what
-depends on this machine: for ManiSkill, whether batched physics gives the same results for this task.
+Builds the env, lists its observations and options, and plays some episodes to check the contract of envs. For ManiSkill
+it also tests whether batched physics gives the same results for this task on this machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from embodied.run import launch
 from embodied.run.devices import check_simulator, machines
 
 ROWS = 4
-STEPS = 8  # random ones, between two looks at images
+STEPS = 8  # random steps between two images
 LIMIT_S, MOST_S = 1800.0, 1e6
-CLOSE_S = 10.0  # for an env that does not return, to close after the limit
-ATOL = 1e-5  # a row's numbers may depend a little on which rows are simulated with it
+CLOSE_S = 10.0  # seconds to close an env after the limit
+ATOL = 1e-5  # tolerance: a row's numbers may depend slightly on the rows simulated with it
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def start(argv: list[str]) -> None:
 
 
 class OutOfTime(BaseException):
-    """The limit is over; no `except Exception` of an env keeps it."""
+    """The time limit is over. A BaseException, so that an env's `except Exception` does not catch it."""
 
 
 @dataclass
@@ -70,8 +70,8 @@ class CheckStage:
 
 @contextmanager
 def bounded(limit_s: float) -> Iterator[CheckStage]:
-    """Raise DeadlineExceeded with the current step after so many seconds; end the process if an env does not return to
-    Python."""
+    """Inside, raise DeadlineExceeded with the current step after `limit_s`; end the process if an env does not return
+    to Python."""
     stage = CheckStage()
 
     def told(where: str) -> str:
@@ -133,7 +133,8 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
 
 
 def write_images(env: Any, folder: Path) -> str:
-    """Write what every camera shows of each row, at the beginning and after some random steps; says where it is."""
+    """Write the images of every camera and row, at reset and after some random steps. Returns a line with their
+    folder."""
     from PIL import Image
 
     spec = env.env_spec
@@ -174,7 +175,7 @@ def converse(kind: Any, env: Any, folder: Path) -> None:
 
 
 def seen(env: Any) -> dict[str, str]:
-    """The env's observations, actions, episode length and success, in words."""
+    """The env's observations, actions, episode length and success, as text."""
     spec = env.env_spec
     action = f"{spec.action.num_choices} choices" if spec.action.discrete else f"{spec.action.dim} numbers from -1 to 1"
     parts = [f"state of {spec.state_dim} numbers"] * bool(spec.state_dim)

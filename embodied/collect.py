@@ -1,7 +1,7 @@
 """Collect demonstrations in a folder: python -m embodied.collect recipe=maniskill_ppo out=demos/pushcube
 
-An expert of the task (or the policy of `checkpoint`) plays in sim workers, which record its observations and actions;
-the driver puts the episodes to keep into one dataset.
+An expert of the task (or the policy of `checkpoint`) plays in sim workers, which record observations and actions. The
+driver writes the kept episodes into one dataset.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from embodied.run.policy_source import PolicySource, find, stored
 from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import provenance
 
-EXPERTS = {"scripted": "expert", "planner": "planner"}  # their names, by collect.expert
-PLANS = 150  # env steps that leave time for all plans of the planner
-SOURCE = "meta/source.json"  # beside LeRobot's own files: the player, the env, the success
+EXPERTS = {"scripted": "expert", "planner": "planner"}  # names of the experts, by collect.expert
+PLANS = 150  # env steps that are enough for all plans of the planner
+SOURCE = "meta/source.json"  # beside LeRobot's files: policy or expert, env, success rate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    """Find the player, play, keep the wanted episodes, print the result."""
+    """Find the policy or expert, play, keep the wanted episodes, print the result."""
     loaded = load(argv, entry="collect")
     if loaded is None:
         return
@@ -55,8 +55,8 @@ def start(argv: list[str]) -> None:
 
 
 def demonstrated(loaded: Loaded) -> Loaded:
-    """A recipe of imitation with demonstrations: if it names none, the env's own expert's, from `run.dir` or collected
-    now. A dry run prints the command that collects them."""
+    """The recipe with a dataset in `sft.data`. If it names none, the env's own expert demonstrates: an existing dataset
+    in `run.dir` is used, or a new one is collected. A dry run prints the command that collects it."""
     config, kind = loaded.config, env_class(loaded.config.env)
     text = issubclass(kind, TextEnv)
     if config.sft.data or text:
@@ -87,7 +87,7 @@ def demonstrated(loaded: Loaded) -> Loaded:
 
 
 def without_effect(loaded: Loaded) -> list[str]:
-    """The command line's keys of collecting, except the resumed run's own."""
+    """The command line's `collect` keys, without values equal to the resumed run's."""
     run, now = loaded.config.resume, loaded.config.collect.model_dump(mode="json")
     then = stored(run).get("collect", {}) if isinstance(run, Path) else {}
     told = [name for name in now if loaded.sources.get(f"collect.{name}") == COMMAND_LINE]
@@ -95,7 +95,7 @@ def without_effect(loaded: Loaded) -> list[str]:
 
 
 def check_still_there(config: RunConfig) -> None:
-    """Refuse to resume a run whose demonstrations are gone."""
+    """Refuse to resume a run with a missing dataset."""
     data, run = config.sft.data, config.resume
     if isinstance(run, Path) and not data.exists():
         again = join([f"recipe={run / CONFIG}", f"out={data}"])
@@ -119,8 +119,8 @@ def check_whole(out: Path) -> None:
 
 
 def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
-    """Play and keep; `checkpoint` plays, or an expert."""
-    source = find(checkpoint, loaded) if checkpoint else find("random")  # unused by an expert
+    """Play with `checkpoint` or an expert, and write the dataset."""
+    source = find(checkpoint, loaded) if checkpoint else find("random")  # an expert needs no policy
     expert = None if checkpoint else loaded.config.collect.expert
     name = checkpoint or EXPERTS[expert]
     if expert:
@@ -145,7 +145,7 @@ def collect(loaded: Loaded, out: Path, checkpoint: str | None) -> None:
     by = {"by": name, "policy": source.described() if checkpoint else None, "played": results["overall"]}
     about = {**by, "env": config.env.model_dump(mode="json"), "provenance": provenance()}
     (out / SOURCE).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(buffers)  # after a failure it stays, with the workers' logs
+    shutil.rmtree(buffers)  # after a failure the folder stays, with the workers' logs
     print(f"{name}: {describe_results(results)}{describe_tasks(results)}")
     print(f"  kept        {kept} of {len(episodes)} episodes")
     print(f"  dataset     {out}")
@@ -162,7 +162,7 @@ def place_of(loaded: Loaded) -> Path:
 
 
 def one_of(loaded: Loaded) -> str | None:
-    """The policy that plays; None: an expert."""
+    """The policy to play; None: an expert."""
     asked = loaded.own.get("checkpoint", (None,))
     if len(asked) != 1:
         raise ConfigError(f"checkpoint={list(asked)}: one at a time; the folders can differ")
@@ -180,7 +180,7 @@ def warn_of_time(episodes: list[EpisodeResult], limit: int) -> None:
 
 
 def as_played(config: RunConfig, source: PolicySource) -> RunConfig:
-    """Episodes end as in training; as many env rows play as there are envs in it."""
+    """The recipe for collecting: episodes end as in training, with as many env rows."""
     kind = env_class(config.env)
     if len(kind.tasks(config.env)) > 1 and not kind.mixes_tasks:
         raise ConfigError(f"env.task={list(config.env.task)}: {config.env.name} plays one task at a time; name one")
@@ -191,8 +191,8 @@ def as_played(config: RunConfig, source: PolicySource) -> RunConfig:
 def play(
     config: RunConfig, plan, source: PolicySource, buffers: Path, expert: str | None
 ) -> tuple[EnvSpec, list[EpisodeResult]]:
-    """Play episodes of neither training nor evaluation, replacing dead workers, with a buffer per episode in this
-    folder; returns the env's spec and the outcomes in episode order. An expert needs no policy worker."""
+    """Play episodes that neither training nor evaluation plays, and write a buffer of each into this folder. Dead
+    workers are replaced. Returns the env's spec and the outcomes in episode order. An expert needs no policy worker."""
     from embodied.datasets.episode_buffer import EpisodeRecorder
 
     with launch.cluster(config, plan, buffers / "logs") as cluster:
@@ -207,7 +207,7 @@ def play(
 
 
 def write(out: Path, spec: EnvSpec, config: RunConfig, episodes: list[EpisodeResult], buffers: Path) -> int:
-    """The dataset of those episodes that are worth keeping; returns how many."""
+    """Write the dataset of the episodes to keep; returns their number."""
     from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
 
     everything = config.collect.keep == "all" or not spec.has_success

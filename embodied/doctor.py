@@ -4,9 +4,9 @@ usage: python -m embodied.doctor [--json] [--help]
 
   --json                        one JSON object: {"ok": ..., "findings": [{"check", "state", "detail", "fix"}, ...]}
 
-Tries out what a run uses: packages against the lock, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and
-disk. States: ok; warning (works, but not well); absent (optional, not installed); failed (something that every run
-needs, or something that is installed, does not work). Exit code 1 if anything failed.
+Tests the parts of a run: package versions, torch, GPUs, a frame of every simulator, an mp4, Ray, memory and disk.
+States: ok; warning (works, but not well); absent (optional, not installed); failed (an installed or required part does
+not work). Exit code 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from embodied.system.machine import HTTP, RAY, ROOT, VLLM, Machine, absent, inst
 
 OK, WARNING, FAILED, ABSENT = "ok", "warning", "failed", "absent"
 GIB = 1 << 30
-AT_ONCE = 4  # checks, at most: a simulator takes a gigabyte
+AT_ONCE = 4  # simultaneous checks, at most: a simulator takes a gigabyte
 NEWEST, OLDEST = (3, 12), (3, 11)
-# Beside a torch without CUDA these break the import of other packages.
+# With a CPU-only torch these packages break the import of other packages.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec", "timm")
 INSTALLED = {kind: issubclass(options, TextConfig) for kind, options in ENV_CONFIGS.items() if options.needs.packages}
 DRAWN, SCORED = ([kind for kind, text in INSTALLED.items() if text is scored] for scored in (False, True))
@@ -49,8 +49,8 @@ def start(argv: list[str]) -> int:
 
 
 def examine(machine: Machine, as_json: bool, checks: Sequence[Check] | None = None) -> int:
-    """Run the checks, as many at once as there are cores, and print the findings in their order, each as soon as it can
-    be; returns the exit code."""
+    """Run the checks, one per core at a time, and print their findings in order as they arrive. Returns the exit
+    code."""
     findings: list[Finding] = []
     with ThreadPoolExecutor(max(1, min(machine.cores(), AT_ONCE))) as pool:
         try:
@@ -84,12 +84,12 @@ def summary(failed: int, warned: int) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """The answer of one check."""
+    """The result of one check."""
 
     check: str
     state: str
     detail: str
-    fix: str = ""  # a command, or what to change
+    fix: str = ""  # a command or an advice
 
 
 def set_up() -> str:
@@ -97,7 +97,7 @@ def set_up() -> str:
     return f"cd {ROOT} && rm -f .venv/set-up-for && make setup"
 
 
-# The checks: each takes a `Machine` alone and returns findings with fixes
+# The checks: each takes a `Machine` and returns findings with fixes
 
 # Python and its packages
 
@@ -110,7 +110,7 @@ def check_python(machine: Machine) -> list[Finding]:
 
 
 def check_packages(machine: Machine) -> list[Finding]:
-    """Finds missing packages, and packages of another version than the locked one."""
+    """Finds missing packages, and packages with another version than the locked one."""
     have, lock = machine.installed(), machine.lock()
     findings = []
     missing = [name for name in machine.required() if normal(name) not in have]
@@ -201,8 +201,8 @@ def check_vulkan(machine: Machine) -> list[Finding]:
 
 
 def check_gpu_rendering(machine: Machine) -> list[Finding]:
-    """Asks the GPU itself: the driver that was found may be the software one, since containers often lack the graphics
-    part of NVIDIA's."""
+    """Renders on the GPU: the driver found may be the software renderer, since containers often lack the graphics part
+    of NVIDIA's driver."""
     done = machine.probe("renderer")
     if done.problem:
         return [Finding("GPU rendering", WARNING, f"SAPIEN finds no GPU: {done.problem}", GRAPHICS_FIX)]
@@ -214,8 +214,8 @@ def check_gpu_rendering(machine: Machine) -> list[Finding]:
 
 
 def check_env(kind: str, machine: Machine) -> list[Finding]:
-    """Draws a frame of a simulator as a run draws it, or scores an answer with the library that a text env asks, if it
-    is installed."""
+    """Renders a frame of a simulator as a run does, or scores an answer with a text env's library, if it is
+    installed."""
     need, draws = ENV_CONFIGS[kind].needs, kind in DRAWN
     probe = "frame" if draws else "scoring"
     name = f"{kind} {probe}"
@@ -256,7 +256,7 @@ def check_ffmpeg(machine: Machine) -> list[Finding]:
 
 
 def check_language(machine: Machine) -> list[Finding]:
-    """Finds the engines that write answers, and language models that are on this machine."""
+    """Finds language engines, and language models on this machine."""
     transformers = machine.version("transformers")
     if transformers is None:
         return [Finding("engines", ABSENT, "not installed: transformers; only policy.name=language needs it", set_up())]
@@ -295,7 +295,7 @@ def check_ray(machine: Machine) -> list[Finding]:
 
 
 def check_disk(machine: Machine) -> list[Finding]:
-    """Free space where runs go by default, and where temporary files go."""
+    """Checks the free space of the default run folder and of temporary files."""
     folders = {"disk": Path.cwd(), "disk for temporary files": Path(machine.environ.get("TMPDIR") or "/tmp")}
     return [amount(name, machine.free_bytes(at), 1, 10, f"{at}", DISK_FIX) for name, at in folders.items()]
 
@@ -320,7 +320,7 @@ def amount(name: str, free: int, least: float, enough: float, where: str, fix: s
 
 
 def check_memory(machine: Machine) -> list[Finding]:
-    """Free memory, also under a container's limit."""
+    """Checks the free memory, also under a container's limit."""
     available = re.search(r"^MemAvailable:\s+(\d+) kB", machine.read("/proc/meminfo"), re.M)
     if not available:
         return []
@@ -334,7 +334,7 @@ def check_memory(machine: Machine) -> list[Finding]:
 
 
 def check_cores(machine: Machine) -> list[Finding]:
-    """Cores this process may use; a container's share of processor time can be less than its cores suggest."""
+    """Checks the cores of this process; a container may get less processor time than its cores suggest."""
     cores = machine.cores()
     quota, _, period = machine.read("/sys/fs/cgroup/cpu.max").strip().partition(" ")
     if quota.isdigit() and int(quota) / int(period) < cores - 0.5:
@@ -346,7 +346,7 @@ def check_cores(machine: Machine) -> list[Finding]:
 
 
 def check_assets(machine: Machine) -> list[Finding]:
-    """Lists the downloads that some tasks need, of the simulators here that list their tasks."""
+    """Lists the downloads that tasks of the installed simulators need."""
     here = [kind for kind in DRAWN if not why_not(ENV_CONFIGS[kind].needs, machine) and plugin(kind).catalogue]
     return [finding for kind in here for finding in assets_of(kind, machine)]
 

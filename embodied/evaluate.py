@@ -1,9 +1,9 @@
 """Evaluate policies on a fixed episode list: python -m embodied.evaluate checkpoint=RUN_DIR eval.episodes=200
 
-Training also evaluates through `write_evaluation`, so a version plays the same episodes in both. The same command
-continues an interrupted evaluation: only missing episodes are played. Several policies
-(`checkpoint=[A,B,random]`) play the same episodes and are compared on them; several tasks (`env.task=[A,B]`) are played
-one after the other if the simulator cannot mix them.
+Training also evaluates through `write_evaluation`, so both play the same episodes. The same command continues an
+interrupted evaluation: only missing episodes are played. Several policies (`checkpoint=[A,B,random]`) play the same
+episodes and are compared on them; several tasks (`env.task=[A,B]`) are played one after the other if the simulator
+cannot mix them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from embodied.runtime import Cluster
     from embodied.workflows.evaluator import Evaluator
 
-Part = tuple[RunConfig, PlacementPlan]  # tasks that one env can play, and the plan for them
+Part = tuple[RunConfig, PlacementPlan]  # tasks of one env, and the plan for them
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,14 +73,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str]) -> None:
-    """Find the policies, take env and protocol from the first one's recipe, play, write and print the results."""
+    """Find the policies, take env and protocol from the first policy's recipe, play, write and print the results."""
     loaded = load(argv, entry="evaluate")
     if loaded is not None:
         play(loaded)
 
 
 def call(policy: Run | Path | str, *words: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Evaluate from Python, as the command does; returns the content of results.json (for several policies
+    """Evaluate from Python, like the command. Returns the content of results.json (for several policies
     comparison.json): embodied.evaluate(run, "eval.episodes=200"). `policy` is anything that `checkpoint=` accepts."""
     checkpoint = policy.folder if isinstance(policy, Run) else policy
     loaded = load([f"checkpoint={checkpoint}", *from_python(words)], entry="evaluate")
@@ -118,7 +118,7 @@ def play(loaded: Loaded) -> Path | None:
 
 
 def planned(part: RunConfig, sources: list[PolicySource], dry: bool) -> Part:
-    """The config and the plan, made for the largest of the policies that act in turn."""
+    """The config and the plan. Several policies act in turn, so the plan is for the largest."""
     policies = [source.config for source in sources]
     largest = next((policy for policy in policies if not is_small(policy)), policies[0])
     config, plan = launch.planned(part.model_copy(update={"policy": largest}), learn=False, dry=dry)
@@ -128,7 +128,7 @@ def planned(part: RunConfig, sources: list[PolicySource], dry: bool) -> Part:
 def compare(
     parts: list[Part], sources: list[PolicySource], policies: dict[str, dict], wanted: dict[str, Any], out: Path
 ) -> None:
-    """Several policies, one after the other, and what differs between them."""
+    """Evaluate several policies one after the other, and compare them."""
     mark(out, {"asked": wanted})
     played = {}
     for source in sources:
@@ -146,7 +146,7 @@ def compare(
 
 
 def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> None:
-    """An evaluation without a measured episode fails, though it finished and its results are kept."""
+    """Raise an error if all episodes ended in errors; their results are kept."""
     for name, episodes in played.items():
         if all(episode.error for episode in episodes):
             failed = f"{name} was not evaluated, every episode ended in an error"
@@ -154,7 +154,7 @@ def refuse_errors_only(played: dict[str, list[EpisodeResult]], out: Path) -> Non
 
 
 def one_env_each(config: RunConfig) -> list[RunConfig]:
-    """The same evaluation for each of its tasks, where one env cannot play them all."""
+    """An evaluation for each task if one env cannot play all tasks; else a single one."""
     kind = env_class(config.env)
     tasks = kind.tasks(config.env)
     if kind.mixes_tasks or len(tasks) == 1:
@@ -166,7 +166,7 @@ def one_env_each(config: RunConfig) -> list[RunConfig]:
 
 
 def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> None:
-    """The first screen, and what would surprise: options without effect, policies trained in another env."""
+    """Print the first screen, with warnings: options without effect, policies trained in another env."""
     config, plan = parts[0]
     protocol = choose_protocol(env_class(config.env), config.env, config.eval.protocol)
     for key, value in protocol.options.items():
@@ -192,7 +192,7 @@ def announce(loaded: Loaded, parts: list[Part], sources: list[PolicySource]) -> 
 
 
 def unlike_reference(played: RunConfig, source: PolicySource) -> str:
-    """Says in which settings a policy is played otherwise than the published result that it is compared with."""
+    """Lines with the settings that differ from the published evaluation of `eval.reference`."""
     if not played.eval.reference or not (differs := differing_before(played, source.config)):
         return ""
     return f"{source.name} is not played as eval.reference={played.eval.reference}: {'; '.join(differs)}"
@@ -209,8 +209,8 @@ def as_played(plan: PlacementPlan, config: RunConfig) -> PlacementPlan:
 
 @contextmanager
 def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
-    """The folder of the same, interrupted evaluation, if no other process uses it. Otherwise `path`, numbered if it
-    exists: nothing is overwritten, and empty folders and folders of refused evaluations are removed."""
+    """The folder of the same interrupted evaluation, if no other process uses it; otherwise `path`, with a number if it
+    exists. Nothing is overwritten; empty folders and folders of refused evaluations are removed."""
     new_parent = [] if path.parent.exists() else [path.parent]
     for attempt in count(1):
         out = path if attempt == 1 else path.with_name(f"{path.name}-{attempt}")
@@ -228,7 +228,7 @@ def open_folder(path: Path, asked: dict[str, Any]) -> Iterator[Path]:
     except BaseException as err:
         if isinstance(err, ConfigError) and {file.name for file in out.iterdir()} <= {"logs"}:
             shutil.rmtree(out / "logs", ignore_errors=True)
-        with suppress(OSError):  # something is in it
+        with suppress(OSError):  # it is not empty
             for folder in (out, *new_parent):
                 folder.rmdir()
         raise
@@ -255,7 +255,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
             with going_on_later(kept):
                 episodes += evaluator.evaluate(out, out / "dataset" / name_of_part(part, parts), kept)
             evaluators.append(evaluator)
-            if part is parts[-1]:  # results are written at once, and only of whole evaluations
+            if part is parts[-1]:  # results are written together, for complete evaluations only
                 show_results(source, write_evaluation(kept, evaluators, episodes), out)
                 film_failures(evaluator, out, episodes)
     for part, evaluator in zip(parts[:-1], evaluators):
@@ -269,7 +269,7 @@ def evaluate(parts: list[Part], source: PolicySource, policy: dict[str, Any], ou
 
 
 def name_of_part(part: Part, parts: list[Part]) -> str:
-    """The folder of a part's logs and dataset; empty where it is the only one."""
+    """The folder of a part's logs and dataset; empty for a single part."""
     return file_name(str(part[0].env.task)) if len(parts) > 1 else ""
 
 
@@ -300,7 +300,7 @@ def film_failures(
     notify: Callable[[str], object] = launch.say,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Film failures of an evaluation whose results are written, and show them in its report."""
+    """Replay failed episodes for videos after the results are written, and add the videos to the report."""
     failures = evaluator.failures_to_film(out, episodes)
     try:
         if failures:
@@ -313,7 +313,7 @@ def film_failures(
 
 
 def add_videos(evaluator: Evaluator, out: Path, new: bool) -> None:
-    """Join all videos where that is asked for, and write the report again if there is something new in it."""
+    """Join all videos if `eval.mosaic` asks for it, and rewrite the report if it has changed."""
     if evaluator.config.eval.mosaic:
         write_mosaic(out / "videos")
     if new or evaluator.config.eval.mosaic:
@@ -321,7 +321,7 @@ def add_videos(evaluator: Evaluator, out: Path, new: bool) -> None:
 
 
 def players(config: RunConfig, cluster: Cluster, source: PolicySource, **options: Any) -> Evaluator:
-    """Workers that play with a policy; raises ConfigError where it does not fit the env."""
+    """Workers that play with a policy; raises ConfigError if it does not fit the env."""
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.rl_loop import PLAYERS
     from embodied.workflows.workers import Workers
@@ -365,7 +365,7 @@ def evaluate_in_run(
     tell: Callable[[dict[str, Any]], object],
     notify: Callable[[str], object] = launch.say,
 ) -> bool:
-    """Play it to the end, `tell` its results, and film failures; False where `stop` ended it before it had results."""
+    """Play it to the end, `tell` its results, and film failures. False if `stop` ended it before the results."""
     try:
         episodes = evaluator.evaluate(kept.folder, kept=kept, stop=stop)
     except EvaluationStopped:
@@ -383,7 +383,7 @@ def evaluate_in_run(
 def write_evaluation(
     kept: PartialEvaluation, evaluators: list[Evaluator], episodes: list[EpisodeResult]
 ) -> dict[str, Any]:
-    """results.json, episodes.csv and the report of what these evaluators (one per env) have played."""
+    """Write results.json, episodes.csv and the report of these evaluators' episodes; there is one evaluator per env."""
     results = {
         "policy_version": evaluators[0].version,
         "policy": kept.policy,

@@ -44,7 +44,7 @@ class Item:
 
     name: str
     purpose: str
-    problem: str  # why it does not run here; empty where it does
+    problem: str  # reason why it does not run here; "" if it runs
     family: str = ""  # of a recipe
 
 
@@ -102,7 +102,7 @@ def recipes(machine: Machine) -> Iterable[Item]:
 
 
 def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str]) -> str:
-    """Names a part that is not installed, or not on this machine; empty if the recipe runs here."""
+    """The missing package, file or model of a recipe; empty if the recipe runs here."""
     policy = config.policy
     problem = why_not(config.env.needs, machine) or why_not(policy.needs, machine)
     if policy.speaks:
@@ -117,7 +117,7 @@ def problem_of_recipe(config: RunConfig, machine: Machine, models: Container[str
 
 
 def lacks_model(name: str | None, models: Container[str], machine: Machine) -> str:
-    """The model that is not on this machine, and where it comes from; empty where it is, or none is asked for."""
+    """The missing model of a recipe and its source; empty if it is on this machine, or if the recipe needs none."""
     here = name is None or name in models or machine.exists(as_path(name))
     return "" if here else lacks({name: how_to_get(name)})
 
@@ -166,7 +166,7 @@ def tasks(machine: Machine) -> Iterable[Item]:
 
 
 def catalogued(env: str, machine: Machine) -> Iterable[Item]:
-    """The tasks that a simulator lists."""
+    """The tasks listed by a simulator."""
     done = machine.probe("tasks", env)
     if done.problem:
         yield Item(env, "its tasks cannot be listed", done.problem)
@@ -176,12 +176,12 @@ def catalogued(env: str, machine: Machine) -> Iterable[Item]:
 
 
 def lacks(assets: dict[str, str]) -> str:
-    """The files that are missing, and how to get each; empty where none is."""
+    """The missing files with the way to get each; empty if none is missing."""
     return LACKS + "; ".join(f"{asset}: {source}" for asset, source in assets.items()) if assets else ""
 
 
 def problem_of_env(env: EnvConfig, machine: Machine) -> str:
-    """Why a recipe's env does not run here; empty where it does."""
+    """The reason why a recipe's env does not run here; empty if it runs."""
     if problem := why_not(env.needs, machine):
         return problem
     return lacks(env_class(env).missing_files(env, machine))

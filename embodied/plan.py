@@ -58,9 +58,9 @@ OWN = ("cluster", "profile", "out")
 FOLDER = "run.dir="
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
 NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"
-MOST_REPLAYED = 300  # devices; larger clusters are priced in closed form, not replayed and drawn
-FIRST = ("sim", "policy", "learner")  # of the same colours in every drawing
-MOST_ROWS = 24  # devices drawn; more would not be told apart
+MOST_REPLAYED = 300  # devices; larger clusters are only priced in closed form
+FIRST = ("sim", "policy", "learner")  # roles with fixed colours in all charts
+MOST_ROWS = 24  # devices in a chart
 USAGE = __doc__ or ""
 
 
@@ -69,10 +69,10 @@ class Planned:
     profile: Profile
     topology: Topology
     planner: Planner
-    modes: dict[str, Choice | None]  # under the schedule of the profile's dataflow
-    schedules: dict[str, Choice | str]  # the fastest layout under each, or why there is none
+    modes: dict[str, Choice | None]  # with the schedule of the profile's dataflow
+    schedules: dict[str, Choice | str]  # by schedule: the fastest layout, or the reason why there is none
     search_s: float
-    draws: bool = False  # simulators on cores do, on GPUs
+    draws: bool = False  # simulators on cores render on GPUs
 
     @property
     def ranked(self) -> dict[str, Choice]:
@@ -86,12 +86,12 @@ class Planned:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Why the other modes do not fit."""
+        """Reasons why other modes do not fit."""
         return {mode: reasons.why_not(self.planner, mode) for mode in MODES[:3] if self.modes.get(mode) is None}
 
     @property
     def equal(self) -> list[str]:
-        """The modes that are predicted as fast as the fastest, which comes first."""
+        """The modes that are predicted equally fast, the fastest first."""
         return reasons.equal_to_the_fastest({mode: choice.price.seconds for mode, choice in self.ranked.items()})
 
     @property
@@ -119,8 +119,8 @@ def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> None:
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Plan from Python, as the command does; returns what plan.json says:
-    embodied.plan("pointmass_ppo", "cluster=16xCPU")."""
+    """Plan from Python, like the command. Returns the content of plan.json: embodied.plan("pointmass_ppo",
+    "cluster=16xCPU")."""
     return json.loads((compare_predictions(from_python(words)) / "plan.json").read_text())
 
 
@@ -158,7 +158,7 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
 
 
 def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
-    """The recipe, as it was when measured; None where a profile alone is planned."""
+    """The recipe, as it was measured; None if only a profile is given."""
     if not any(arg.startswith("recipe=") for arg in rest):
         if named is None or not all(arg.startswith(FOLDER) for arg in rest):
             raise ConfigError("nothing to plan: name a recipe (recipe=maniskill_ppo), or a profile; see --help")
@@ -169,7 +169,7 @@ def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
 
 
 def own_folder(rest: list[str]) -> Path:
-    """The folder of runs where no recipe says it."""
+    """The folder of runs without a recipe."""
     given = [arg.removeprefix(FOLDER) for arg in rest]
     return Path(given[-1] if given else RunSection.model_fields["dir"].default)
 
@@ -177,8 +177,8 @@ def own_folder(rest: list[str]) -> Path:
 def find_profile(
     named: str | None, config: RunConfig | None, topology: Topology, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[Profile, str]:
-    """The named profile, else one of this recipe: measured on such machines, or the newest. -> also its name. With a
-    recipe the profile gets the recipe's dataflow."""
+    """The named profile, else this recipe's profile of equal machines, else its newest; and its name. With a recipe the
+    profile gets the recipe's dataflow."""
     if named:
         path = packaged(named)
     else:
@@ -190,7 +190,7 @@ def find_profile(
 def why_not_measured(
     profile: Profile, topology: Topology, name: str, where: Mapping[str, Sequence[DeviceClass]] | None = None
 ) -> str:
-    """Names the missing measurements before this profile can price these machines; "" if none. `where`: the devices of
+    """Names the measurements that this profile lacks for these machines; "" if it lacks none. `where`: the devices of
     each role of the recipe."""
     classes = [c for c in topology.classes() if c.count]
     found = gather((str(on), role) for role, on in profile.missing(classes, where))
@@ -211,7 +211,7 @@ def why_not_measured(
 
 
 def packaged(name: str) -> Path:
-    """A file, or one of the profiles that come with the package."""
+    """The path of a profile: a file, or the name of a packaged profile."""
     inside = Path(assets.__file__).parent / "profiles" / f"{name}.json"
     return inside if inside.is_file() else Path(name)
 
@@ -226,8 +226,8 @@ def plan(
     draws: bool = False,
     not_periodic: str = NOT_PERIODIC,
 ) -> Planned:
-    """The fastest layout of every mode on the devices that the profile knows, with so much memory on each; and of every
-    schedule. `not_periodic`: why learners cannot take groups as they come, where they cannot."""
+    """The fastest layout of every mode and of every schedule, on the kinds of devices in the profile. `not_periodic`:
+    the reason why learners cannot process groups during the rollout, if any."""
     profile, classes = stored_profiles.with_memory(profile, topology, memory_gb)
     if homeless := [name for name in profile.costs if not any(profile.cost(name, c) for c in classes)]:
         known = ", ".join(sorted({kind for name in homeless for kind in profile.costs[name]}))
@@ -251,8 +251,8 @@ def plan(
 
 
 def under(planner: Planner, schedule: str, modes: dict[str, Choice | None]) -> Choice | str:
-    """The fastest layout under this schedule, or why there is none ("": it cannot be); of the planner's own it is among
-    its modes."""
+    """The fastest layout under this schedule, or the reason why there is none ("" if none is known). Under the
+    profile's own schedule it is the fastest mode."""
     dataflow = planner.dataflow
     if schedule == "periodic" and not dataflow.groups:
         return ""
@@ -324,7 +324,7 @@ def drawable(choice: Choice) -> bool:
 
 
 def mean_idle(planned: Planned, choice: Choice) -> float | None:
-    """The mean idle share over the devices of the classes in use."""
+    """The mean idle share of the devices in use."""
     if not drawable(choice):
         return None
     shares = reasons.idle_shares(planned.planner.pricer, choice.layout)
@@ -333,7 +333,7 @@ def mean_idle(planned: Planned, choice: Choice) -> float | None:
 
 
 def replays(planned: Planned) -> dict[str, Schedule]:
-    """Replayed, fastest first, where the cluster is small enough to be drawn."""
+    """Replays of the modes, fastest first; empty for clusters of more than MOST_REPLAYED devices."""
     return {
         f"{mode}: {layout_of(planned, choice)}": simulate(planned.planner.pricer, choice.layout)
         for mode, choice in planned.ranked.items()
@@ -393,7 +393,7 @@ def plan_page(planned: Planned, name: str) -> Block:
 
 
 def draw(schedules: dict[str, Schedule]) -> Block:
-    """A row per device, a colour per component: one chart under the other, on one time axis."""
+    """Charts with a row per device and a colour per component, on a common time axis."""
     longest = max(schedule.seconds for schedule in schedules.values()) or 1.0
     charts = []
     for title, schedule in schedules.items():
@@ -406,7 +406,7 @@ def draw(schedules: dict[str, Schedule]) -> Block:
 
 
 def shown_devices(schedule: Schedule) -> list[str]:
-    """All, or the first and last of each kind of use: a whole cluster shows what its kinds of devices do."""
+    """All devices; of a large cluster the first and last device of each kind of use."""
     used = [device for device in schedule.devices if device in schedule.busy_s]
     if len(used) <= MOST_ROWS:
         return used

@@ -62,7 +62,7 @@ def start(argv: list[str]) -> int:
 def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], None] = time.sleep) -> None:
     """Write the page every few seconds while one of the runs is running, until Ctrl-C."""
     running = any(map(is_running, folders))
-    write(folders, out, live=running)  # what cannot be read is refused before the line that promises pages
+    write(folders, out, live=running)  # errors come before the line that promises pages
     if running:
         print(f"written every {EVERY_S} s while the run is running; Ctrl-C ends this, not the run", flush=True)
     with suppress(KeyboardInterrupt):
@@ -73,8 +73,7 @@ def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], 
 
 
 def is_running(folder: Path) -> bool:
-    """True if this is a run's folder, or that of a group with a run, whose process is alive; or of runs that share
-    devices."""
+    """True if the folder belongs to a running run, a group with a running run, or running runs that share devices."""
     if is_share(folder):
         return share_goes_on(folder)
     runs = read_all([folder])
@@ -98,7 +97,7 @@ def write(folders: list[Path], out: Path | None, live: bool = False) -> Path:
 
 
 def read_all(folders: list[Path]) -> list[Run | SeedSet]:
-    """The runs, and the sets of seeds of groups, in the order in which they are named."""
+    """The runs, and the groups' sets of seeds, in the order of the command line."""
     found: list[Run | SeedSet] = []
     for folder in folders:
         found += sets_of(read_group(folder), beside_others=True) if is_group(folder) else [read_run(folder)]

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from embodied.policies.language.policy import LanguagePolicy
 
 PROTOCOL = ("env.", "policy.")
-SERVING = ("max_tokens", "max_length", "max_running", "cache_gb", "chat", "dtype")  # options that the command line has
-ANY_TEXT = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=True)  # of a model that was made for none
+SERVING = ("max_tokens", "max_length", "max_running", "cache_gb", "chat", "dtype")  # a language model's options
+ANY_TEXT = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=True)  # for models without an env
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def start(argv: list[str]) -> None:
     config = read([word for word in argv if word not in protocol])
     if config is None:
         return
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)
     check_device(config.device)
     if (language := find_language(config.checkpoint, named)) is not None:
@@ -85,7 +85,7 @@ def read(argv: list[str]) -> ServeConfig | None:
 
 
 def check_device(device: str) -> None:
-    """Raise ConfigError where the GPU is not there."""
+    """Raise ConfigError if the GPU does not exist."""
     if device == "cpu":
         return
     import torch
@@ -115,7 +115,7 @@ def load(config: ServeConfig, protocol: list[str]) -> Policy:
 
 
 def class_named(protocol: list[str]) -> str | None:
-    """The class of the user's that `policy.name=my_nets:Linear` names."""
+    """The user's class of `policy.name=my_nets:Linear`."""
     return next((word.partition("=")[2] for word in protocol if word.startswith("policy.name=")), None)
 
 
@@ -185,7 +185,7 @@ async def until_stopped(server: Any, config: ServeConfig, ready: Callable[[int],
 
 
 def find_language(checkpoint: str, named: str | None = None) -> PolicySource | None:
-    """The language model that is to be served; None where it is a policy of actions. `named`: the user's class."""
+    """The language model to serve; None for a robot policy. `named`: the user's class."""
     here = folder_of(checkpoint)
     family = published_family(here)
     if family and (options := POLICY_CONFIGS.get(family)) and options.speaks:
@@ -196,7 +196,7 @@ def find_language(checkpoint: str, named: str | None = None) -> PolicySource | N
 
 
 def with_options(config: LanguageConfig, words: list[str]) -> LanguageConfig:
-    """The model's options as these arguments change them."""
+    """The model's options, changed by these arguments."""
     values = parse(words, []).values
     if odd := [key for key in values if key.removeprefix("policy.") not in SERVING]:
         known = ", ".join(f"policy.{key}" for key in SERVING)

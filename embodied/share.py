@@ -87,7 +87,7 @@ def start(argv: list[str]) -> int:
 
 @dataclass
 class ShareOrder:
-    """The options of a command line."""
+    """The options of one command line."""
 
     runs: list[list[str]] = field(default_factory=list)  # the arguments of each run
     weights: tuple[float, ...] = ()
@@ -107,7 +107,7 @@ def read_order(argv: Sequence[str]) -> ShareOrder:
     for word in words:
         name = word.removeprefix("recipe=")
         if word.startswith("recipe=") or not ("=" in word or word.startswith("-")):
-            file = as_path(name)  # absolute, since join= and resume= may be run in another folder
+            file = as_path(name)  # absolute, since join= and resume= may be used in another folder
             order.runs.append([f"recipe={file.absolute() if file.is_file() else name}"])
         else:
             (order.runs[-1] if order.runs else common).append(word)
@@ -159,7 +159,7 @@ def new_runs(order: ShareOrder) -> SharedRuns:
 
 
 def named_devices(text: str, there: Topology) -> tuple[str, ...]:
-    """The devices that devices= names, with their names in gangs."""
+    """The devices of devices=, with their names in gangs."""
     try:
         slots = parse_devices(text)
     except PlacementError as err:
@@ -203,7 +203,7 @@ def write_prediction(shared: SharedRuns) -> None:
 
 
 def run_all(shared: SharedRuns) -> int:
-    """Start all unfinished runs, serve them until they end, and say how each ended."""
+    """Start all unfinished runs, serve them until they end, and print how each ended."""
     with lock_runs(shared.folder, RECORD), Interruption() as interruption:
         processes = SharedProcesses(shared)
         try:
@@ -236,7 +236,7 @@ def say_how_it_ended(shared: SharedRuns, interruption: Interruption) -> int:
 
 
 def ask_to_join(folder: Path, runs: list[list[str]]) -> int:
-    """Ask the command that runs this folder to add another run."""
+    """Ask the running command of this folder to add another run."""
     path = read_shared_runs(folder).socket
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:

@@ -44,7 +44,7 @@ def start(argv: list[str]) -> int:
 
 
 def call(*words: str | Mapping[str, Any]) -> RunGroup:
-    """Run a sweep from Python, as the command does, and return the group with its runs; of seeds alone, too:
+    """Run a sweep (or only several seeds) from Python, like the command. Returns the group with its runs:
     embodied.sweep("pointmass_ppo", "algo.lr=1e-4,1e-3", "seeds=0-2")."""
     argv = from_python(words)
     _, folder = run_several(argv, sweep=True)

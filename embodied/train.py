@@ -66,7 +66,7 @@ def start(argv: list[str]) -> int:
 
 
 def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> Run:
-    """Train from Python, as the command does, and return the run. Mistakes raise EmbodiedError.
+    """Train from Python, like the command, and return the run. User errors raise EmbodiedError.
 
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
@@ -82,7 +82,7 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
 
 
 def check_trains(loaded: Loaded, program: type[Workflow]) -> Loaded:
-    """Refuse a recipe that only evaluates published models, or that imitates; say which recipe or command to use."""
+    """Refuse a recipe of another command (evaluation of published models, imitation), and name the right command."""
     by_rl = any(where == COMMAND_LINE and key.startswith(BY_RL) for key, where in loaded.sources.items())
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
         raise ConfigError(
@@ -105,9 +105,8 @@ def follow(
     opened: Callable[[Path], None] = lambda folder: None,
     before: tuple[str, ...] = (),
 ) -> int:
-    """Open or continue a run folder, train as the recipe and the program say, and close the folder with what
-    happened. Returns the command's exit code; `opened` is called with the folder. `before` are the recipes of the runs
-    that wait for this one's policy."""
+    """Open or continue a run folder, train, and record the end in the folder. Returns the command's exit code; `opened`
+    is called with the folder. `before`: the recipes of the runs that wait for this run's policy."""
     config, plan = launch.planned(loaded.config, dry=loaded.dry_run, roles=roles_of_run(program, loaded.config))
     run, checkpoint = to_resume(loaded)
     code, start = choose_start(loaded, config, run, before)
@@ -123,7 +122,7 @@ def follow(
         print(launch.describe_saving(config))
         print(launch.describe_learner(config), end="")
         return 0
-    # From here on there is a folder, which says how the run ended.
+    # From here on the folder exists and records how the run ends.
     command = command_of(program)
     with Interruption() as interruption:
         folder = open_folder(loaded, command, run, checkpoint)
@@ -168,7 +167,7 @@ def newest_of(folder: RunFolder, error: WorkerFailed, lives: Supervisor, console
 
 
 def plan_without(error: WorkerFailed, loaded: Loaded, program: type[Workflow]) -> PlacementPlan:
-    """The plan for the nodes that the cluster still has; the error itself where there is none."""
+    """The plan for the cluster's remaining nodes. Raises the error again if there is no such plan."""
     try:
         return launch.planned(loaded.config, roles=program.roles)[1]
     except EmbodiedError as problem:
@@ -181,8 +180,8 @@ def to_resume(loaded: Loaded) -> tuple[Path | None, Path | None]:
     resume = loaded.config.resume
     if isinstance(resume, Path) and not resume.is_dir():
         raise CheckpointError(f"resume={resume}: no such run folder")
-    run = resume if isinstance(resume, Path) else None  # auto: loading the recipe has found none
-    if run is None or not any(run.glob("checkpoints/v[0-9]*")):  # it ended before its first one
+    run = resume if isinstance(resume, Path) else None  # resume=auto has found no run
+    if run is None or not any(run.glob("checkpoints/v[0-9]*")):  # it ended before its first checkpoint
         return run, None
     return run, newest(run)
 
@@ -190,8 +189,8 @@ def to_resume(loaded: Loaded) -> tuple[Path | None, Path | None]:
 def choose_start(
     loaded: Loaded, config: RunConfig, run: Path | None, before: tuple[str, ...]
 ) -> tuple[int, Path | None]:
-    """The folder of the policy that `run.start_from` names, or that the resumed run started from; None without one.
-    It may have to be trained first: returns the exit code of that, too."""
+    """The folder of the start policy: `run.start_from`, or the start of the resumed run; None without one. A start that
+    does not exist yet is trained first; its exit code is returned, too."""
     start = config.run.start_from
     if run and start and (kept := start_of_resumed(run, start)):
         return 0, kept
@@ -200,8 +199,8 @@ def choose_start(
 
 
 def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> tuple[int, Path | None]:
-    """The folder of the run that `run.start_from` names by its recipe, training it first if it does not exist; a dry
-    run only says so. Returns its exit code, too."""
+    """The run of the recipe in `run.start_from`, trained first if it does not exist; a dry run only prints the command.
+    Returns the exit code, too."""
     launch.say(first.describe())
     if first.folder:
         return 0, first.folder
@@ -231,7 +230,7 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
 
 
 def origin_of(start: Path, config: RunConfig, run: Path | None, checkpoint: Path | None) -> PolicySource | None:
-    """The policy to start from; None if the checkpoint of a resumed run holds everything needed."""
+    """The policy to start from; None if the resumed run's checkpoint is enough."""
     compared, judges = config.algo.kl_coef, config.roles.judge == "start"
     if checkpoint and not (compared or judges):
         return None
@@ -246,7 +245,7 @@ def origin_of(start: Path, config: RunConfig, run: Path | None, checkpoint: Path
 
 
 def open_folder(loaded: Loaded, command: str, run: Path | None, checkpoint: Path | None) -> RunFolder:
-    """A new folder, or that of the run to resume."""
+    """A new folder, or the resumed run's folder."""
     config = loaded.config
     if run is None:
         return RunFolder.create(config.run.dir, loaded.name, loaded.yaml, command)
@@ -265,10 +264,10 @@ def train(
     interruption,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """`origin` is the policy to start from, `checkpoint` that of this run to continue from."""
+    """The whole training. `origin`: the policy to start from; `checkpoint`: this run's checkpoint to continue from."""
     start = origin.folder if origin else None
     if checkpoint and config.run.start_from and not origin:
-        start = checkpoint / "policy"  # a run that had a start keeps that one's statistics of observations
+        start = checkpoint / "policy"  # a run with a start keeps the start's statistics of observations
     with launch.cluster(config, plan, folder.logs, folder.record_process, program) as cluster:
         loop = program(config, cluster, notify=partial(noted, folder, console), start_folder=start)
         if checkpoint:
@@ -314,14 +313,15 @@ def train(
 
 
 def fresh(loop: Workflow, folder: RunFolder) -> dict:
-    folder.log.keep_rows(0)  # of a run that was begun before, and not saved
+    folder.log.keep_rows(0)  # of an earlier start of this run without a checkpoint
     loop.publish(0)
     counters = ("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches")
     return {**dict.fromkeys(counters, 0), "train_s": 0.0}
 
 
 def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
-    """Continue from a checkpoint: weights, optimizer, env rows, counters; later metrics are dropped and made again."""
+    """Continue from a checkpoint: weights, optimizer, env rows, counters. Later metrics are dropped, since their
+    iterations are repeated."""
     state = read_counters(checkpoint)
     missing = folder.log.keep_rows(state["iteration"])
     sims = read_arrays(checkpoint / SIMS, CheckpointError)
@@ -366,7 +366,7 @@ def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console:
 
 
 def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
-    """A checkpoint of the version that acts, and fewer of the old ones."""
+    """Write a checkpoint of the acting version, and delete old checkpoints."""
     started, version = time.perf_counter(), state["version"]
     console.saved(loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)}))
     saves.saved(version, state["train_s"], time.perf_counter() - started)
@@ -381,7 +381,7 @@ def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, conso
 def saving_what_is_learned(
     loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console
 ) -> Iterator[None]:
-    """Save the learners' state before a run ends because a sim or policy worker failed for good."""
+    """If a sim or policy worker fails for good inside, save the learners' state before the run ends."""
     try:
         yield
     except WorkerFailed as err:
@@ -403,8 +403,8 @@ def save_what_is_learned(loop: EmbodiedLoop, state: dict, failed: str, folder: R
 
 
 def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:
-    """Evaluate the version that was saved, or resumed from, now or `beside` the next rollout; what an interruption
-    leaves is resumed with the run."""
+    """Evaluate the saved (or resumed) version now or `beside` the next rollout. An interrupted evaluation continues
+    when the run is resumed."""
     loop.act_with_newest()
     version = loop.version
     evaluation, checkpoint = folder.evaluation(version), folder.checkpoints / name_of(version)
@@ -427,7 +427,7 @@ def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, 
 
 
 def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: int) -> bool:
-    """True if the version that is resumed from should have been evaluated, and was not or only in part."""
+    """True if the resumed version still lacks its evaluation, or a part of it."""
     out, done = folder.evaluation(state["version"]), state["iteration"]
     if (out / RESULTS).is_file():
         return False
@@ -435,9 +435,9 @@ def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: in
 
 
 def evaluated_otherwise(config: RunConfig, folder: RunFolder, version: int) -> list[str]:
-    """Evaluation options, as arguments, that differ from those of this version's evaluation."""
+    """Evaluation options, as arguments, that differ from the stored evaluation of this version."""
     then: dict[str, Any] = {}
-    with suppress(EmbodiedError):  # which reports say
+    with suppress(EmbodiedError):  # reports name the error
         then = (read_results(folder.evaluation(version))[0].get("protocol") or {}).get("eval") or {}
     now = config.eval.model_dump(mode="json", exclude={"num_envs", "interleave", "reference"})
     return [f"eval.{key}={json.dumps(value)}" for key, value in now.items() if then.get(key, value) != value]

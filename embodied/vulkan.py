@@ -1,9 +1,8 @@
 """Put a software Vulkan driver into the user's cache folder if the machine has none: python -m embodied.vulkan
 
-Debian 12's own Mesa is too old for SAPIEN, but that of its backports is not. This package is downloaded with apt from
-the mirror that the machine already uses, and unpacked; no system file changes. The libraries that it needs are packages
-of Debian 12: root installs them, other users get their names. Newer distributions' own driver works. Standard library
-only.
+Debian 12's Mesa is too old for SAPIEN, but the Mesa of its backports works. Its package is downloaded with apt from the
+machine's mirror and unpacked; no system file changes. The libraries it needs are packages of Debian 12: root installs
+them, other users get their names. The drivers of newer distributions work. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from embodied.system import vulkan_driver
 # Libraries of SAPIEN and OpenCV, and their packages
 LIBRARIES = {"libGL.so.1": "libgl1", "libEGL.so.1": "libegl1", "libgthread-2.0.so.0": "libglib2.0-0"}
 PACKAGE = "mesa-vulkan-drivers"
-NOT_NEEDED = ("libc6", "libdrm-amdgpu1")  # there already; only for AMD cards, and newer than Debian 12's
+NOT_NEEDED = ("libc6", "libdrm-amdgpu1")  # always installed; only for AMD cards, and newer than Debian 12's
 TIMEOUT_S = 600
 
 
@@ -38,7 +37,7 @@ def main() -> int:
 
 
 def install() -> str:
-    """Make a driver available, and the libraries SAPIEN loads with it; returns a line that names the driver."""
+    """Install a driver and the libraries that SAPIEN loads with it. Returns a line that names the driver."""
     absent = [name for name in LIBRARIES if not vulkan_driver.loads(name)]
     if absent and shutil.which("apt-get"):
         apt_install([LIBRARIES[name] for name in absent], f"libraries SAPIEN needs ({', '.join(absent)})")
@@ -129,7 +128,7 @@ def download(folder: Path) -> Path:
 @dataclass(frozen=True)
 class Mirror:
     uri: str
-    options: str = ""  # "[signed-by=...] " as a source line writes it
+    options: str = ""  # "[signed-by=...] ", as in a source line
 
 
 def bookworm_mirror(etc: Path = Path("/etc/apt")) -> Mirror:
@@ -146,7 +145,7 @@ def bookworm_mirror(etc: Path = Path("/etc/apt")) -> Mirror:
 
 
 def read_mirror(text: str) -> Mirror | None:
-    """The first mirror of bookworm main in the text of a source list; None where there is none."""
+    """The first mirror of bookworm main in the text of a source list; None without one."""
     for line in text.splitlines():
         one_line = re.match(r"deb\s+(\[[^\]]*\]\s+)?(\S+)\s+bookworm\s+(.*)", line.strip())
         if one_line and "main" in one_line[3].split():

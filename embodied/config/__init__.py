@@ -1,9 +1,9 @@
-"""From a recipe and key=value words to one validated, frozen RunConfig, and the answers to mistakes in them.
+"""Turns a recipe and key=value arguments into one validated, frozen RunConfig, and explains mistakes in them.
 
-`recipe` loads one, `sections` and `key_tree` say what it may hold, `commands` what a command asks of it, `cli` reads
-words and `yaml_values` their values, `merge` puts files and words together, `recipe_files` and `base_recipe` find them;
-`published_models` knows the models of others and their recipes;
-`help` and `mistakes` are what a user is answered.
+`recipe` loads a recipe, `sections` and `key_tree` define its keys, `commands` the arguments of each command. `cli`
+reads arguments and `yaml_values` their values, `merge` merges files and arguments, `recipe_files` and `base_recipe`
+find recipes. `published_models` lists published models and their recipes; `help` and `mistakes` write the answers to
+users.
 """
 
 __all__ = [

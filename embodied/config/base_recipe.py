@@ -1,6 +1,6 @@
-"""Finds the recipe a command line starts from: the one it names, or that of the run it resumes or evaluates.
+"""Finds the base recipe of a command line: the named recipe, or the stored recipe of the run to resume or evaluate.
 
-An evaluation that names its env needs none.
+An evaluation with `env.name` needs no recipe.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from embodied.config.key_tree import Section
 
 CONFIG = "config.yaml"
-ENV = ("env", "env.name", "env.task")  # keys that say which env
+ENV = ("env", "env.name", "env.task")  # keys that choose the env
 WHICH_POLICY = "which policy? python -m embodied.evaluate checkpoint=runs/... or checkpoint=random env.name=NAME"
 
 
 def base_recipe(
     values: dict[str, Any], own: dict[str, tuple[str, ...]], command: Command, schema: Section, problems: list[str]
 ) -> str | None:
-    """The recipe that is named, else the one stored with the run to resume or evaluate; None where there is none."""
+    """The named recipe, else the stored recipe of the run to resume or evaluate; None without either."""
     if "recipe" in values:
         named = text("recipe", values.pop("recipe"), problems)
         if values.get("resume") == "auto" and (run := run_to_resume(named, values, command, schema)):
-            values["resume"] = str(run)  # as it was started, with what the command line said then
+            values["resume"] = str(run)  # the stored recipe contains the arguments of the first start
             return str(run / CONFIG)
         return named
     for stored in (values.get("resume"), *own.get("checkpoint", ())):
@@ -57,8 +57,7 @@ def base_recipe(
 
 
 def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema: Section) -> Path | None:
-    """The run that resume=auto resumes; None: a new one begins. The recipe's files may say its name and where it lies.
-    Prints which it is."""
+    """The run for resume=auto; None: a new run begins. The recipe may set run.name and run.dir. Prints the run."""
     from embodied.run.checkpoints import newest_run
 
     sources = recipe_sources(recipe, schema, [])
@@ -77,12 +76,12 @@ def run_to_resume(recipe: str, values: dict[str, Any], command: Command, schema:
 
 
 def usual_name(recipe: str, command: Command) -> str:
-    """The name of a recipe's runs where nothing gives them another."""
+    """The default name of a recipe's runs."""
     return "sft-" * (command.name == "sft") + Path(recipe).stem
 
 
 def without_recipe(command: Command, values: dict[str, Any]) -> list[Source]:
-    """The source of an evaluation without a recipe, which need not say how long to train."""
+    """The base of an evaluation without a recipe: it sets a length of training, which every config needs."""
     if command.name != "evaluate":
         return []
     policy = [(("policy", "name"), "language")] if values.keys() & {*ANSWERING} else []
@@ -90,19 +89,19 @@ def without_recipe(command: Command, values: dict[str, Any]) -> list[Source]:
 
 
 def has_options(values: dict[str, Any]) -> bool:
-    """True if the checkpoint takes its options from the command line: a class of the user's, a published model."""
+    """True if the checkpoint takes its options from the command line: a user's class or a published model."""
     mine = own_classes(values.get("checkpoint"))
     return values.get("policy.name", mine[0]) in mine if mine else bool(published(values))
 
 
 def own_classes(checkpoints: Any) -> list[str]:
-    """The policy classes of the user's among the checkpoints."""
+    """The user's policy classes among the checkpoints."""
     named = checkpoints if isinstance(checkpoints, list | tuple) else [checkpoints]
     return [name for name in named if isinstance(name, str) and is_class(name)]
 
 
 def is_class(checkpoint: str) -> bool:
-    """my_pkg.my_module:MyPolicy, unless there is a folder of this name."""
+    """True for my_pkg.my_module:MyPolicy, unless a folder has this name."""
     return ":" in checkpoint and not as_path(checkpoint).exists()
 
 
@@ -131,8 +130,9 @@ def protocol_recipe(family: str, env: Any, problems: list[str]) -> str | None:
 
 
 def stored_recipe(path: Path) -> Path | None:
-    """config.yaml of the run this folder is, or lies in (runs/NAME/checkpoints/VERSION/policy)."""
-    path = Path(os.path.realpath(path))  # resolve() fails where links lead in a circle
+    """The config.yaml of a run folder, or of the run that contains this folder
+    (runs/NAME/checkpoints/VERSION/policy)."""
+    path = Path(os.path.realpath(path))  # resolve() fails for circular links
     return next((at / CONFIG for at in [path, *path.parents[:3]] if (at / "run.json").is_file()), None)
 
 
@@ -151,7 +151,7 @@ def texts(key: str, value: Any, problems: list[str]) -> tuple[str, ...]:
 
 
 def no_recipe_in(checkpoints: tuple[str, ...], env_is_named: bool = False) -> list[str]:
-    """Problems of checkpoints that lie in no run; none where they exist and their env is named."""
+    """Problems of checkpoints outside runs; none if they exist and the env is named."""
     from embodied.run.checkpoints import no_policy_in
 
     problems, others = [], []

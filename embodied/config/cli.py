@@ -18,8 +18,8 @@ FLAGS = {"-h": "--help", "--help": "--help", "--cfg": "--cfg", "--dry-run": "--d
 
 
 def from_python(words: Sequence[str | Mapping[str, Any]]) -> list[str]:
-    """The arguments that a call from Python means: "pointmass_ppo", "algo.lr=1e-3" or {"algo.lr": 1e-3}. A word
-    without = can only be the first, and names the recipe."""
+    """The arguments of a call from Python: "pointmass_ppo", "algo.lr=1e-3" or {"algo.lr": 1e-3}. Only the first word
+    may lack a =; it names the recipe."""
     arguments = []
     for word in words:
         if isinstance(word, Mapping):
@@ -32,7 +32,7 @@ def from_python(words: Sequence[str | Mapping[str, Any]]) -> list[str]:
 
 @dataclass
 class Arguments:
-    """The parts of a command line; `problems` are the unreadable ones."""
+    """The parts of a command line; `problems` are messages about unreadable arguments."""
 
     flags: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Arguments:
 
 
 def parse(argv: list[str], recipes: list[str]) -> Arguments:
-    """Take a command line apart; `recipes` are names that may stand without `recipe=`, which is answered."""
+    """Parse a command line; for a name of `recipes` without `recipe=` the message suggests the key."""
     arguments = Arguments()
     for arg in argv:
         if arg in FLAGS:

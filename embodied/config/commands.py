@@ -1,4 +1,4 @@
-"""The commands that take a recipe: what each is for, which arguments are its own, and what has no effect in it."""
+"""The commands with a recipe: the purpose of each, its own arguments, and the sections without effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from embodied.policies.language.config import ANSWERING
 
 @dataclass(frozen=True)
 class Command:
-    """A command's own arguments: keys besides the recipe's, and sections that have no effect in it."""
+    """A command: its own arguments besides the recipe's keys, and the sections without effect."""
 
     name: str
     purpose: str

@@ -30,7 +30,7 @@ SEVERAL = {
 
 
 def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> str:
-    """The answer to --help; with words, only the keys that these name, or whose meaning has them."""
+    """The answer to --help; with words, only the keys with these words in name or meaning."""
     if words:
         return found_text(command, schema, words)
     first = next((key for key in command.own if key != "program"), "recipe")
@@ -56,7 +56,7 @@ def help_text(command: Command, schema: Section, words: Sequence[str] = ()) -> s
 
 
 def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
-    """The keys whose names contain these words; for a word in no name, the keys whose help contains it."""
+    """The keys with these words in their names; if no name has a word, the keys with it in their help."""
     every = entries(command, schema)
     keys = list(dict.fromkeys(key for key, _ in every))
     lines, chosen = [], {}
@@ -76,7 +76,7 @@ def found_text(command: Command, schema: Section, words: Sequence[str]) -> str:
 
 
 def recipe_lines() -> list[str]:
-    """The recipes by family, and how one is named."""
+    """The recipes by family, and the forms of recipe=."""
     lines = wrapped("recipe", "a name of these, one of recipes/tiny (python -m embodied.list), or path/to/my.yaml")
     for family, names in by_family(recipe_names(RECIPES, *BY_TASK)).items():
         lines += wrapped(f"  {family}", ", ".join(names))
@@ -102,7 +102,7 @@ def wrapped(key: str, text: str) -> list[str]:
 
 
 def entries(command: Command, schema: Section) -> dict[tuple[str, str], list[str]]:
-    """The variants of a section that share each (key, description)."""
+    """For each (key, description) of a section the variants that have it."""
     found: dict[tuple[str, str], list[str]] = {}
     for key, field, only in leaves(schema):
         if not command.ignores(key):
@@ -135,12 +135,12 @@ def name_of(kind: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """A default as YAML, which knows neither paths nor tuples."""
+    """A default as YAML, which has neither paths nor tuples."""
     return write_yaml(to_jsonable_python(value))
 
 
 def config_yaml(config: BaseModel, sources: dict[str, str], default: str = "") -> str:
-    """Nested YAML with one line per key and, as a comment, where the value came from."""
+    """Nested YAML with one line per key and the value's source as a comment."""
     return "\n".join(_lines(config, sources, default, "", "")) + "\n"
 
 

@@ -1,6 +1,6 @@
 """The keys that can be set, as a tree of the options models: for merging recipes, `--help` and "did you mean".
 
-A section is a key that holds other keys: one model, or several variants with different `name`s.
+A section is a key with subkeys: one model, or several variants with different `name`s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Section:
     discriminator: Any = None
 
     def tag(self, values: dict) -> str | None:
-        """The tag of the variant that these values select; None when their name is unknown."""
+        """The tag of the variant selected by these values; None if their name is unknown."""
         if len(self.variants) == 1:
             return next(iter(self.variants))
         pick = self.discriminator
@@ -32,13 +32,13 @@ class Section:
         return tag if tag in self.variants else None
 
     def field(self, key: str, values: dict | None = None) -> FieldInfo | None:
-        """The field of a key: that of the variant these values select if it has one, else of any variant."""
+        """The field of a key in the variant selected by these values, else in any variant."""
         first = self.variants.get(self.tag(values)) if values else None
         models = [*([first] if first else []), *self.variants.values()]
         return next((model.model_fields[key] for model in models if key in model.model_fields), None)
 
     def child(self, key: str) -> Section | None:
-        """The section below this key, if it is one."""
+        """The section at this key; None for other keys."""
         field = self.field(key)
         return section_of(field) if field else None
 
@@ -77,7 +77,7 @@ def root(model: type[BaseModel]) -> Section:
 
 
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Yields every key that can be set, its field, and the tag of the variant that has it ("" when all do)."""
+    """Yields every key, its field, and the tag of the variant with that key ("" for keys of all variants)."""
     for key in section.names():
         owners = [tag for tag, model in section.variants.items() if key in model.model_fields]
         below = section.child(key)
@@ -91,14 +91,14 @@ def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, FieldInfo,
 
 
 def path_mark(field: FieldInfo) -> BelongsToFile | None:
-    """The mark of a field that holds a path on this machine; None for other fields."""
+    """The mark of a field with a path on this machine; None for other fields."""
     kinds = [field.annotation, *get_args(field.annotation)]
     marks = [*field.metadata, *(mark for kind in kinds if get_origin(kind) is Annotated for mark in get_args(kind))]
     return next((mark for mark in marks if isinstance(mark, BelongsToFile)), None)
 
 
 def choices(annotation: Any) -> list[Any]:
-    """The fixed words a field takes, if any."""
+    """The allowed words of a field, if they are fixed."""
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     return [word for kind in get_args(annotation) for word in choices(kind)]

@@ -1,4 +1,4 @@
-"""Merges recipe files and arguments into one tree of values that remembers where each came from.
+"""Merges recipe files and arguments into one tree of values with the source of each.
 
 Later sources win: the recipe's base, the recipe, the command line. A plain value is replaced as a whole, a section key
 by key. Naming another variant of a section drops what earlier sources set for the old one.
@@ -41,21 +41,21 @@ class Tree:
     """The values of all sources so far, with their sources, and the mistakes."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)  # dotted key -> where it was set
+    sources: dict[str, str] = field(default_factory=dict)  # dotted key -> source
     problems: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)  # printed only if there are problems
-    evaluates: bool = False  # then the policy keeps the observations of its training
-    left_out: list[str] = field(default_factory=list)  # settings of the recipe for another task than the command line's
+    evaluates: bool = False  # an evaluation: the policy keeps the observations of its training
+    left_out: list[str] = field(default_factory=list)  # dropped settings for another task than the command line's
 
     def section(self, key: Key) -> dict | None:
-        """The values below a key; None where there are none."""
+        """The values below a key; None without any."""
         values = self.values
         for part in key:
             values = values.get(part) if isinstance(values, dict) else None
         return values if isinstance(values, dict) else None
 
     def put(self, key: Key, value: Any, where: str) -> None:
-        """Set a value and where it came from."""
+        """Set a value and its source."""
         self.drop(key)
         values = self.values
         for depth, part in enumerate(key[:-1], 1):
@@ -80,13 +80,13 @@ class Tree:
 
 
 def recipe_of_task(task: str) -> str | None:
-    """Our recipe with the settings of this task; None if it has none of its own."""
+    """The recipe for this task; None if the task has no recipe of its own."""
     recipes = {name: read_yaml(recipe_file(name).read_text(encoding="utf-8")) for name in recipe_names(*BY_TASK)}
     return next((name for name, values in recipes.items() if values["env"]["task"] == task), None)
 
 
 def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Source]:
-    """The recipe and everything it extends, base first. Problems with the files go to `problems`."""
+    """The recipe and its bases, the base first. Problems with the files are added to `problems`."""
     chain: list[Source] = []
     seen: list[Path] = []
     asked_by, folder = "", Path.cwd()
@@ -112,7 +112,7 @@ def recipe_sources(recipe: str, root: Section, problems: list[str]) -> list[Sour
 
 
 def find_recipe(recipe: str, folder: Path, asked_by: str, problems: list[str]) -> Path | None:
-    """The file of a recipe: a path (relative to `folder`) if it looks like one, else one of our recipes by name."""
+    """The file of a recipe: a path (relative to `folder`), or the name of a packaged recipe."""
     if "/" in recipe or recipe.endswith((".yaml", ".yml")):
         try:
             path = (folder / as_path(recipe)).resolve()
@@ -148,7 +148,7 @@ def display(path: Path) -> str:
 
 
 def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
-    """The mapping in a recipe file; empty where it cannot be read."""
+    """The mapping in a recipe file; empty if it cannot be read."""
     try:
         values = read_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as err:
@@ -170,10 +170,10 @@ def read_recipe(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def flatten(root: Section, values: dict, where: str, problems: list[str]) -> list[tuple[Key, Any]]:
-    """Nested sections as a list of (key, value). A dotted key in a file means the same as a nested one, a list of one
-    task the same as the task."""
+    """Nested sections as a list of (key, value). Dotted keys equal nested keys, and a list of one task equals the
+    task."""
     found: dict[Key, Any] = {}
-    first_below: dict[Key, Key] = {}  # a key that is set or lies above -> the first one set there
+    first_below: dict[Key, Key] = {}  # a key or prefix -> the first key set there
 
     def visit(prefix: Key, values: dict) -> None:
         for name, value in values.items():
@@ -185,7 +185,7 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
             if below and isinstance(value, dict):
                 visit(key, value)
             elif below and value is None and where != COMMAND_LINE:
-                continue  # a section without any key
+                continue  # an empty section
             elif below:
                 problems.append(f"{not_a_section_value(below, key, value)} (from {where})")
             elif has_no_finite_value(value):
@@ -202,7 +202,7 @@ def flatten(root: Section, values: dict, where: str, problems: list[str]) -> lis
 
 
 def prefixes(key: Key) -> list[Key]:
-    """The key and those above it."""
+    """The key and its prefixes."""
     return [key[:depth] for depth in range(1, len(key) + 1)]
 
 
@@ -233,7 +233,7 @@ def with_own_task(source: Source, tree: Tree) -> Source:
     simulator = None
     try:
         simulator = as_a_task(named)
-    except ConfigError as err:  # comes up again before a run; until then it explains other mistakes
+    except ConfigError as err:  # reported again before a run; until then it may explain other mistakes
         tree.doubts.append(str(err))
     if simulator in (None, values.get(ENV_NAME, before)):
         return source
@@ -246,7 +246,7 @@ def with_own_task(source: Source, tree: Tree) -> Source:
 
 
 def lay(tree: Tree, root: Section, source: Source) -> None:
-    """Lay one source over the tree."""
+    """Merge one source into the tree."""
     for key, value in source.values:
         if key[-1] == "name":
             switch(tree, root.at(key[:-1]), key[:-1], value)
@@ -271,7 +271,7 @@ def switch(tree: Tree, section: Section | None, prefix: Key, name: Any) -> None:
 
 
 def same_key(old: type, new: type, key: str) -> bool:
-    """True if both models have the key from a common base. `kwargs` belong to one class, whose name may differ."""
+    """True if both models inherit the key from a common base. `kwargs` belong to a single class."""
 
     def owner(kind: type) -> type | None:
         return next((base for base in kind.__mro__ if key in get_annotations(base)), None)
@@ -281,8 +281,8 @@ def same_key(old: type, new: type, key: str) -> bool:
 
 
 def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Source) -> None:
-    """Drop earlier settings that this value replaces: the alternatives of its key (`one_of`), and, if it names another
-    task or engine, the settings of the old one (`of_task`, `view_of_task`, `of_engine`)."""
+    """Drop earlier settings replaced by this value: alternatives of its key (`one_of`), and for another task or engine
+    the settings of the old one (`of_task`, `view_of_task`, `of_engine`)."""
     *above, name = key
     section, before = root.at(above), tree.section(tuple(above)) or {}
     if section is None:
@@ -305,13 +305,13 @@ def drop_superseded(tree: Tree, root: Section, key: Key, value: Any, source: Sou
 
 
 def settings(above: list[str], names: list[str], values: dict) -> list[str]:
-    """env.image_fov=60 for each of these."""
+    """`env.image_fov=60` for each of these keys."""
     return [f"{'.'.join([*above, name])}={write_yaml(values[name])}" for name in names]
 
 
 def own_path(root: Section, key: Key, value: Any, folder: Path) -> Any:
-    """The value; a path (or a task's file) is made relative to the folder of its source. A value that cannot be a path
-    stays unchanged, for the model to refuse."""
+    """The value; a path (or a task's file) is made relative to the folder of its source. An invalid path stays
+    unchanged and is refused by the model."""
     with suppress(BadPath):
         return _own_path(root, key, value, folder)
     return value

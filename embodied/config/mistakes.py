@@ -1,6 +1,6 @@
-"""One line for every mistake in a recipe or on the command line: key, value, reason, and where the value came from.
+"""One line for every mistake in a recipe or on the command line: key, value, reason, and source of the value.
 
-A typo is answered with the nearest key (`unknown_key`).
+For a typo the nearest key is suggested (`unknown_key`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from embodied.core.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from embodied.config.commands import Command
 
-MOST = 20  # mistakes that are shown
+MOST = 20  # largest number of shown mistakes
 
 
 def config_error(problems: Iterable[str]) -> ConfigError:
@@ -35,12 +35,12 @@ def config_error(problems: Iterable[str]) -> ConfigError:
 def explain(
     errors: list[ErrorDetails], root: Section, tree: Tree, incomplete: bool = False, command: Command | None = None
 ) -> list[str]:
-    """pydantic's errors, a line each. If a source could not be read (`incomplete`), missing keys are left out.
-    Searching for the intended key takes time, so only the first mistakes get more than a plain line."""
+    """pydantic's errors, a line each. If a source was unreadable (`incomplete`), missing keys are left out. Suggestions
+    take time, so only the first mistakes get them."""
     lines: list[str] = []
     above = {error["loc"][:depth] for error in errors for depth in range(len(error["loc"]))}
     for error in errors:
-        if error["loc"] in above or (incomplete and error["type"] == "missing"):  # what lies below says more
+        if error["loc"] in above or (incomplete and error["type"] == "missing"):  # an error below says more
             continue
         if len(lines) < MOST:
             lines += _explain(error, root, tree, command)
@@ -52,7 +52,7 @@ def explain(
 def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | None) -> list[str]:
     path = key_of(error["loc"], root)
     kind = error["type"]
-    if kind == "union_tag_invalid":  # a section of a name that no variant has
+    if kind == "union_tag_invalid":  # a section with an unknown name
         path, error = f"{path}.name", {**error, "input": error["ctx"]["tag"]}
     if kind == "extra_forbidden":
         set_below = [key for key in tree.sources if key == path or key.startswith(path + ".")]
@@ -68,7 +68,7 @@ def _explain(error: ErrorDetails, root: Section, tree: Tree, command: Command | 
 
 
 def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
-    """Says what is wrong with the value, and a value that works."""
+    """Says why the value is wrong, and names a value that works."""
     kind, value = error["type"], error["input"]
     if kind in ("literal_error", "union_tag_invalid"):
         known = [*dict.fromkeys(str(word) for word in allowed_words(path, root, tree))]
@@ -88,7 +88,7 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
 
 
 def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -> str:
-    """The answer to an unknown key: the nearest key of what is configured, or the variant that has this one."""
+    """The message for an unknown key, with the nearest known key or the variant that has this key."""
     if path == "recipe":
         return f"recipe: a recipe names its base with `extends`{came_from([path], tree)}"
     *above, name = path.split(".")
@@ -107,21 +107,21 @@ def unknown_key(path: str, root: Section, tree: Tree, command: Command | None) -
 
 
 def fields_of(path: list[str], root: Section, tree: Tree) -> list[str]:
-    """The fields of a value that is a map of fixed fields; none of another value."""
+    """The fields of a key whose value is a map with fixed fields; empty for other keys."""
     section = root.at(path[:-1])
     field = section.field(path[-1], tree.section(path[:-1])) if section and path else None
     return [*getattr(field.annotation, "__annotations__", ())] if field and is_typeddict(field.annotation) else []
 
 
 def chosen_variant(path: str, root: Section, tree: Tree) -> str | None:
-    """The tag of the variant that is configured for the section of a key."""
+    """The tag of the configured variant of a key's section."""
     above = path.split(".")[:-1]
     section = root.at(above)
     return section and section.tag(tree.section(above) or {})
 
 
 def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
-    """The fixed words that a key takes."""
+    """The allowed words of a key, if they are fixed."""
     *above, name = re.sub(r"(\.\d+)+$", "", path).split(".")  # without the place in a list
     section = root.at(above)
     if section is None:
@@ -133,7 +133,7 @@ def allowed_words(path: str, root: Section, tree: Tree) -> list[Any]:
 
 
 def key_of(loc: tuple[int | str, ...], root: Section) -> str:
-    """The dotted key of a pydantic location, which also holds the tags of variants."""
+    """The dotted key of a pydantic location, without the tags of variants."""
     parts: list[str] = []
     section: Section | None = root
     for part in map(str, loc):
@@ -145,12 +145,12 @@ def key_of(loc: tuple[int | str, ...], root: Section) -> str:
 
 
 def keys_in(text: str, tree: Tree) -> list[str]:
-    """The keys in a message that were set somewhere."""
+    """The keys in a message with a known source."""
     return [key for key in dict.fromkeys(re.findall(r"[a-z_]+(?:\.\w+)*", text)) if key in tree.sources]
 
 
 def came_from(keys: list[str], tree: Tree) -> str:
-    """` (from recipes/x.yaml)`: where the keys, or what is below them, were set."""
+    """` (from recipes/x.yaml)`: the sources of the keys and of their subkeys."""
     places = {}
     for key in keys:
         for known, where in tree.sources.items():

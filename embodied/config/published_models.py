@@ -1,4 +1,4 @@
-"""Models that others publish: where they are, the recipes that evaluate and train them, and their published rates.
+"""Published models: their hub ids, the recipes that evaluate and train them, and their published rates.
 
 The data are in assets/published_models.yaml.
 """
@@ -20,13 +20,13 @@ FILE = Path(assets.__file__).resolve().parent / "published_models.yaml"
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """A model, or one for each suite, and what its authors measured."""
+    """A model (or one for each suite), with its authors' success rates."""
 
     name: str
     family: str  # policy.name
     hub: str  # its id; {suite} is the suite's name with dashes
     evaluate: str  # the recipe with its evaluation protocol
-    train: tuple[str, ...]  # recipes that go on with it by RL
+    train: tuple[str, ...]  # recipes that train it further by RL
     episodes: int  # of each rate
     rates: dict[str, float]  # suite or task -> success in percent
     source: str
@@ -38,19 +38,19 @@ class PublishedModel:
 
 @cache
 def published_models() -> dict[str, PublishedModel]:
-    """All of them by name."""
+    """All published models by name."""
     found = read_yaml(FILE.read_text(encoding="utf-8"))
     return {name: PublishedModel(name, **{**about, "train": tuple(about["train"])}) for name, about in found.items()}
 
 
 def recipes_to_train(evaluation: str) -> list[str]:
-    """The RL recipes for models that this recipe evaluates; empty where it is no recipe of theirs."""
+    """The RL recipes for the models evaluated by this recipe; empty for other recipes."""
     found = [recipe for model in published_models().values() if model.evaluate == evaluation for recipe in model.train]
     return list(dict.fromkeys(found))
 
 
 def reference_of(name: str, task: str | Sequence[str]) -> tuple[PublishedModel, str]:
-    """The model that `eval.reference` names, and the suite that `env.task` is of."""
+    """The model of `eval.reference`, and the suite of `env.task`."""
     models = published_models()
     if name not in models:
         raise ConfigError(f"eval.reference={name!r}: there are {', '.join(models)}{nearest(name, models)}")

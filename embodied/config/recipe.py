@@ -1,8 +1,7 @@
 """The configuration of a run: recipe files, then `key=value` arguments, then validation by the model of every section.
 
-Each section's model lives beside the code that reads it; here are the options of the whole run, and checks across
-sections, such as whether groups fit into the envs and stages into the workers. Nothing imported from here needs torch,
-Ray or a simulator.
+Each section's model is beside the code that reads it. This module has the options of the whole run and the checks
+across sections, such as multiples of env rows and stages. Nothing imported here needs torch, Ray or a simulator.
 """
 
 from __future__ import annotations
@@ -77,11 +76,11 @@ class RunConfig(Strict):
     def _sections_fit(self, info: ValidationInfo) -> RunConfig:
         unused = (info.context or {}).get("unused", ())
         problems = [*broken_rules(ALWAYS, self), *self._uneven_stages()]
-        if "policy" not in unused and not isinstance(self.env, ExternalEnvConfig):  # which may be a text env of yours
+        if "policy" not in unused and not isinstance(self.env, ExternalEnvConfig):  # an external env may be a text env
             problems += self.language_gap(isinstance(self.env, TextConfig))
         if "algo" not in unused:
             odd = [*broken_rules(OF_ANSWERS, self)]
-            rest = self.with_values("algo", groups=None) if odd else self  # without what follows from this mistake
+            rest = self.with_values("algo", groups=None) if odd else self  # without consequences of this mistake
             problems += [*odd, *broken_rules(TRAINING, rest), *rest.algo.misfits(self.env.num_envs), *rest._too_much()]
         elif "sft" not in unused:
             problems += broken_rules(IMITATION, self)
@@ -95,10 +94,10 @@ class RunConfig(Strict):
         return self.pipeline.merge_rows or self.policy.merged_rows
 
     def with_values(self, section: str, **changes: Any) -> RunConfig:
-        """The same with other values in a section, which fit."""
+        """The config with other values in a section."""
         return self.model_copy(update={section: getattr(self, section).model_copy(update=changes)})
 
-    # What must fit together
+    # Checks across sections
 
     def language_gap(self, text: bool, works: str = "policy.name=language") -> list[str]:
         """The mistake if only one of policy and env uses text. `works` is the advice for text envs."""
@@ -256,11 +255,11 @@ IMITATION = (
 @dataclass(frozen=True)
 class Loaded:
     config: RunConfig
-    sources: dict[str, str]  # dotted key -> where it was set; other keys have their default
+    sources: dict[str, str]  # dotted key -> source; other keys have their default
     flags: frozenset[str]
     own: dict[str, tuple[str, ...]]  # the command's own arguments
-    recipe: str | None = None  # its name or file
-    left_out: tuple[str, ...] = ()  # lines on the recipe's settings for another task than the command line's
+    recipe: str | None = None  # name or file
+    left_out: tuple[str, ...] = ()  # lines on dropped settings for another task than the command line's
 
     @property
     def name(self) -> str:
@@ -278,15 +277,14 @@ class Loaded:
 
     @property
     def yaml(self) -> str:
-        """The resolved recipe, every key spelt out; loads to the same configuration from anywhere, as a run of its
-        own."""
+        """The resolved recipe with every key. It loads to the same configuration from any folder, as a new run."""
         from embodied.config.help import config_yaml
 
         return config_yaml(self.config.model_copy(update={"resume": None}), {})
 
 
 def load(argv: list[str], entry: str = "train") -> Loaded | None:
-    """The configuration that an argument list describes; None when --help or --cfg has answered already."""
+    """The configuration of an argument list; None if --help or --cfg was answered."""
     from embodied.config.help import config_yaml, help_text
 
     command = COMMANDS[entry]
@@ -316,7 +314,7 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
     own = {key: texts(key, values.pop(key), problems) for key in command.own if key in values}
     recipe = base_recipe(values, own, command, schema, problems)
     sources = recipe_sources(recipe, schema, problems) if recipe else without_recipe(command, values)
-    incomplete = bool(problems)  # then a missing key says nothing
+    incomplete = bool(problems)  # then missing keys are not reported
     if (mine := own_classes(own.get("checkpoint"))) and any(key.startswith("policy.") for key in values):
         values.setdefault("policy.name", mine[0])
     sources.append(Source(COMMAND_LINE, Path.cwd(), flatten(schema, values, COMMAND_LINE, problems)))
@@ -339,6 +337,6 @@ def _load(values: dict[str, Any], problems: list[str], flags: frozenset[str], co
 
 
 def instead(key: str) -> str:
-    """The command that a key without effect is for, where a section has one of its own."""
+    """The command for a key without effect, if its section belongs to another command."""
     section = key.partition(".")[0]
     return f", or run python -m embodied.{section}" if section in COMMANDS else ""

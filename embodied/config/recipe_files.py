@@ -1,4 +1,4 @@
-"""The recipes that come with the package, by name and by family. Only the standard library is needed: it is quick."""
+"""The packaged recipes by name and by family. Fast: only the standard library is imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from embodied import recipes
 
 RECIPES = Path(recipes.__file__).resolve().parent
 ENVS = Path(__file__).parents[1] / "envs"
-# Folders of recipes for a task of a simulator's each
+# Folders of recipes for single tasks, by simulator
 BY_TASK = tuple(sorted(at for at in RECIPES.iterdir() if (ENVS / at.name / "__init__.py").is_file()))
-TINY = RECIPES / "tiny"  # small models where others are large, for a quick look on a laptop
+TINY = RECIPES / "tiny"  # recipes with small models instead of large ones, for a laptop
 FOLDERS = (RECIPES, *BY_TASK, TINY)
 ENV_NAME = re.compile(r"""^env:[ ]*(?:\{[^}]*?|\n(?:[ ]+.*\n|\n)*?[ ]+)\bname:[ ]*["']?([\w.]+)""", re.M)
 BASE = re.compile(r"^extends:[ ]*(\S+)", re.M)
@@ -23,18 +23,18 @@ EVERY_RECIPE = "python -m embodied.list recipes says which there are"
 
 
 def recipe_names(*folders: Path) -> list[str]:
-    """Names of the recipes that come with the package, or of those in these folders; those of single tasks and tiny
-    ones last."""
+    """Names of the packaged recipes, or of the recipes in these folders; recipes of single tasks and tiny recipes come
+    last."""
     return [name for folder in folders or FOLDERS for name in sorted(path.stem for path in folder.glob("*.yaml"))]
 
 
 def recipe_file(name: str) -> Path:
-    """The file of one of our recipes."""
+    """The file of a packaged recipe."""
     return next(path for folder in FOLDERS if (path := folder / f"{name}.yaml").is_file())
 
 
 def env_of(recipe: str) -> str:
-    """The env that one of our recipes names, or the one it extends."""
+    """The env of a packaged recipe or of its base."""
     text = recipe_file(recipe).read_text(encoding="utf-8")
     if found := ENV_NAME.search(text):
         return found[1]
@@ -44,8 +44,8 @@ def env_of(recipe: str) -> str:
 
 @cache
 def family_of(env: str) -> str:
-    """What the recipes of an env are listed under: its name, the `FAMILY` that its folder says, or, without a folder of
-    its own, language. Read without importing it."""
+    """The family under which an env's recipes are listed: `FAMILY` in its folder, else the env's name; envs without a
+    folder are "language". Read without importing the env."""
     about = ENVS / env / "__init__.py"
     if not about.is_file():
         return LANGUAGE
@@ -54,7 +54,7 @@ def family_of(env: str) -> str:
 
 
 def by_family(names: list[str]) -> dict[str, list[str]]:
-    """The recipes of each family, those of the usual env first, those of language models last."""
+    """The recipes by family; the default env comes first, language models come last."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(family_of(env_of(name)), []).append(name)

@@ -1,4 +1,4 @@
-"""The sections of a recipe that are about the run as a whole."""
+"""The sections of a recipe for the whole run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embodied.core.options import LocalPath, PathOrRecipe, Strict, never_with, o
 from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
 from embodied.placement.placement_errors import PlacementError
 
-SCORERS = ("verifier", "reward_model", "judge")  # options that replace rewards, one at a time
+SCORERS = ("verifier", "reward_model", "judge")  # options that replace rewards; only one may be set
 
 
 class RolesSection(Strict):
@@ -64,11 +64,11 @@ class RolesSection(Strict):
 
     @property
     def scorer(self) -> str:
-        """Which of the options replaces rewards; empty where none does."""
+        """The option that replaces rewards; empty if none does."""
         return next((name for name in SCORERS if getattr(self, name)), "")
 
     def judge_policy(self, policy: Any) -> Any:
-        """The options of the judge's model and engine; servers (policy.engine=http) answer for the policy alone."""
+        """The options of the judge's model and engine; servers of policy.engine=http only serve the policy."""
         options: dict[str, Any] = {"value_head": False, "max_tokens": self.judge_tokens or policy.max_tokens}
         options |= {"engine": "transformers"} if policy.engine == "http" else {}
         if self.judge != "start":
@@ -192,11 +192,11 @@ class PipelineSection(Strict):
 
     @property
     def begins_early(self) -> bool:
-        """True if learners add gradients of a batch that is not complete."""
+        """True if learners add gradients while the batch is incomplete."""
         return self.schedule == "periodic"
 
 
-USUAL_VIDEOS = 4  # of an evaluation's first episodes, and of failures
+USUAL_VIDEOS = 4  # default number for first episodes, and for failures
 
 
 class EvalSection(Strict):
@@ -279,7 +279,7 @@ class CollectSection(Strict):
 
 
 def _readable(value: Any) -> str | dict[str, Any]:
-    """The `placement` key: a mode, or a map from roles to devices; `make_plan` applies it to a machine."""
+    """Checks the `placement` key: a mode, or a map from roles to devices. `make_plan` applies it to a machine."""
     if isinstance(value, dict):
         try:
             parse_map(value, more=True)

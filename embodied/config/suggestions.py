@@ -1,14 +1,15 @@
-"""Finds the key or word that was meant. Knows what other toolkits call our keys: Stable-Baselines3, CleanRL, rsl_rl,
-ManiSkill's scripts, RLinf, TRL.
+"""Finds the intended key or word. It also knows the names of our keys in Stable-Baselines3, CleanRL, rsl_rl,
+ManiSkill's scripts, RLinf and TRL.
 
-A mistyped key is answered with the nearest of ours by its last part, their words included: `learning_rat` is algo.lr.
+For a mistyped key the nearest key by its last part is suggested; other toolkits' names count: `learning_rat` is
+algo.lr.
 """
 
 from __future__ import annotations
 
 import difflib
 
-OURS = {  # our keys -> the words that mean them elsewhere; where two of our keys are meant, both
+OURS = {  # our keys -> names in other toolkits; a name may mean two keys
     "seed": "random_seed rng_seed manual_seed random_state seeds",
     "resume": "resume_from resume_path resume_from_checkpoint load_run",
     "placement": "num_workers n_workers num_processes n_jobs component_placement",
@@ -70,12 +71,12 @@ OURS = {  # our keys -> the words that mean them elsewhere; where two of our key
 }
 USUAL = {word: keys.split() for keys, words in OURS.items() for word in words.split()}
 TRUNCATES = ("top_p", "top_k")
-CLOSE = 0.8  # of difflib's ratio, for the last part of a key; 0.6 for a whole one
+CLOSE = 0.8  # limit of difflib's ratio, for the last part of a key; 0.6 for a whole key
 FAR = 0.6
 
 
 def meant(key: str, known: list[str]) -> list[str]:
-    """The keys among `known` that another toolkit's word, or ours misspelt, most likely means; the likeliest first."""
+    """The keys among `known` that a misspelt or foreign name most likely means; the likeliest first."""
     section, _, last = key.rpartition(".")
     word = as_word(last)
     if as_word(key) in known:
@@ -98,7 +99,7 @@ def meant(key: str, known: list[str]) -> list[str]:
 
 
 def in_section(section: str, keys: list[str], known: list[str]) -> list[str]:
-    """The known keys that these are: in that section if it has such, else as they are, else in another section."""
+    """The known keys among these: in that section if it has them, else as they are, else in another section."""
     ends = [key.rpartition(".")[2] for key in keys]
     mine = [one for end in ends if (one := f"{section}.{end}") in known] if section else []
     return mine or [key for key in keys if key in known] or [key for key in known if key.rpartition(".")[2] in ends]
@@ -109,7 +110,7 @@ def as_word(word: str) -> str:
 
 
 def hint(key: str, known: list[str]) -> str:
-    """`, did you mean 'algo.lr'?`, or nothing; of truncated sampling in rollouts, why there is none."""
+    """`, did you mean 'algo.lr'?`, or nothing; for top_p and top_k of rollouts, the reason why they do not exist."""
     section, _, last = key.rpartition(".")
     if section != "eval" and as_word(last) in TRUNCATES and f"eval.{as_word(last)}" in known:
         return (
@@ -121,5 +122,5 @@ def hint(key: str, known: list[str]) -> str:
 
 
 def usual(word: str) -> str:
-    """Our key for another toolkit's word, without a look at the recipe; else the word."""
+    """Our key for another toolkit's word, for any recipe; else the word."""
     return USUAL.get(as_word(word), [word])[0]

@@ -1,4 +1,4 @@
-"""YAML as people write it, with a safe loader: recipes, and the values of a command line.
+"""Simple YAML with a safe loader, for recipes and the values of a command line.
 
 Only true and false are booleans (`off` stays a word) and 1e-4 is a number. The same key twice is a mistake.
 """
@@ -14,7 +14,7 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML of words, numbers, lists and mappings, without aliases and duplicate keys."""
+    """Loads words, numbers, lists and mappings; refuses aliases and duplicate keys."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
     yaml_constructors: ClassVar[dict] = {
@@ -43,7 +43,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes what `Loader` reads back as the same value."""
+    """Writes text that `Loader` reads as the same value."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
 
@@ -66,7 +66,7 @@ for _kind in (Loader, Dumper):
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text; raises yaml.YAMLError where there is none."""
+    """The value of a YAML text; raises yaml.YAMLError for invalid text."""
     return deepcopy(_value(text))
 
 
@@ -85,7 +85,7 @@ def write_yaml(value: Any) -> str:
 
 
 def yaml_problem(err: yaml.YAMLError) -> str:
-    """The line and its mistake."""
+    """The line and mistake of a YAML error."""
     problem = getattr(err, "problem", None) or str(err)
     mark = getattr(err, "problem_mark", None)
     return f"line {mark.line + 1}: {problem}" if mark else problem

@@ -1,8 +1,10 @@
-"""What flows and what all share: carriers, observations, episodes, randomness, errors. Imports nothing else of ours.
+"""Data and tools of all packages: carriers, observations, episodes, randomness, errors. Imports no other package of
+ours.
 
-`types` has the carriers of robot programs, `conversations` those of text, `pictures` what these show, `arrays` the
-operations on observations, `rng` named random streams, `errors` what can go wrong, `request_queue` where requests wait,
-`options` and `files` the base of options and small files.
+`types` has the carriers of robot programs, `conversations` the carriers of text, `pictures` the pictures in
+conversations. `arrays` has operations on observations, `rng` named random streams, `errors` the exceptions,
+`request_queue` the queue of waiting requests. `options` is the base of options models, `files` reads and writes small
+files.
 """
 
 __all__ = ["arrays", "conversations", "errors", "files", "options", "pictures", "request_queue", "rng", "types"]

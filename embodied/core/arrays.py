@@ -1,9 +1,9 @@
-"""Arrays, and the observations made of them: the few operations that everything between envs and policies needs.
+"""Operations on arrays and observations, for all code between envs and policies.
 
-Arrays are numpy between processes and torch tensors where data stays on a device; these functions work with either,
-and import torch only where a tensor is asked for. An observation is a dict of arrays, or of dicts of arrays (images by
-camera), whose first axis counts env rows. Envs give and policies take "instruction" as a list of texts; in between it
-is an array, so every leaf is one.
+Arrays are numpy between processes, and torch tensors if data stays on a device. These functions work with both and
+import torch only for tensors. An observation is a dict of arrays, or of dicts of arrays (images by camera), whose first
+axis counts env rows. Envs and policies use lists of texts for "instruction"; between them it is an array, so every leaf
+is an array.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def tensor_of(array: Any, device: torch.device | str) -> torch.Tensor:
 
 
 def host(array: Any) -> np.ndarray:
-    """The array as numpy, copied from its device if it has one."""
+    """The array as numpy; a tensor is copied from its device."""
     return array.detach().cpu().numpy() if is_tensor(array) else np.asarray(array)
 
 
@@ -51,7 +51,7 @@ def copy_of(array: Any) -> Any:
 
 
 def as_type(array: Any, dtype: np.dtype) -> Any:
-    """The array in this dtype, where it is."""
+    """The array in this dtype, on its device."""
     if not is_tensor(array):
         return array.astype(dtype)
     import torch
@@ -68,7 +68,7 @@ def concatenate(arrays: Sequence[Any]) -> Any:
 
 
 def on_host(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays as numpy. Tensors are copied from their device all in one, in a type that holds every number."""
+    """The arrays as numpy. Tensors are copied from their device in one transfer, in a type that holds every number."""
     tensors = [array for array in arrays if is_tensor(array)]
     if len(tensors) < 2:
         return [host(array) for array in arrays]
@@ -97,7 +97,8 @@ def side_by_side(columns: Sequence[Any]) -> Any:
 
 
 def finite_rows(array: Any) -> np.ndarray:
-    """bool [N]: rows without NaN and infinities. If all of a tensor is finite, only one number leaves its device."""
+    """bool [N]: rows without NaN and infinities. If a whole tensor is finite, only one number is copied from its
+    device."""
     if not is_tensor(array):
         return np.isfinite(array).reshape(len(array), -1).all(axis=1)
     finite = array.isfinite()
@@ -107,18 +108,20 @@ def finite_rows(array: Any) -> np.ndarray:
 
 
 class FiniteChecks:
-    """Which rows of tensors held NaN or infinities, noted on their device and read for many decisions at once: reading
-    waits for all work of the device.
+    """Finds rows of tensors with NaN or infinities. Results stay on the device until they are read for many decisions
+    at once, since reading waits for all work of the device.
 
         checks.note("state", state)    in every decision
         checks.read()                  -> {"state": rows}, once for all
     """
 
     def __init__(self) -> None:
-        self.wrong: dict[tuple[str, int], Any] = {}  # by name and number of rows: [N], NaN of rows that held some
+        self.wrong: dict[
+            tuple[str, int], Any
+        ] = {}  # by name and number of rows: [N], NaN for rows with non-finite numbers
 
     def note(self, what: str, array: Any, but: Any = None) -> None:
-        """Rows in `but` (bool [N], a tensor) do not count. Asks a GPU for few operations: zero times NaN or infinity is
+        """Rows in `but` (bool [N], a tensor) are ignored. Needs few GPU operations: zero times NaN or infinity is
         NaN."""
         wrong = (array * 0).reshape(len(array), -1).sum(dim=1)
         if but is not None:
@@ -153,13 +156,13 @@ def load_training_state(net: torch.nn.Module, optimizer: torch.optim.Optimizer, 
     optimizer.load_state_dict(optimizer.state_dict() | {"state": kept})
 
 
-# "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": N texts; "privileged": [N,P], numbers that help to
-# learn and that no action may depend on
+# "state": [N,D]; "images": {camera: uint8 [N,H,W,3]}; "instruction": N texts; "privileged": [N,P], for the
+# learner only: no action may depend on it
 Observation = dict[str, Any]
 
 
 def map_obs(function: Callable, *observations: Observation) -> Observation:
-    """The function's result for every leaf; with several observations it is called with the leaves of the same name."""
+    """The function's result for every leaf. With several observations it gets the leaves of the same name."""
     mapped: Observation = {}
     for name, part in observations[0].items():
         parts = [obs[name] for obs in observations]
@@ -207,12 +210,12 @@ def is_text(part: Any) -> bool:
 
 
 def text_arrays(obs: Observation) -> Observation:
-    """The observation with its texts as an array, as it travels."""
+    """The observation with its texts as an array, as it is sent."""
     return map_obs(lambda part: np.array(part, object) if is_text(part) else part, obs)
 
 
 def text_lists(obs: Observation) -> Observation:
-    """The observation with its texts as a list, as envs give and policies take it."""
+    """The observation with its texts as a list, the form of envs and policies."""
     return map_obs(lambda part: list(part) if is_text(part) else part, obs)
 
 
@@ -221,7 +224,7 @@ def num_rows(obs: Observation) -> int:
 
 
 def take_rows(obs: Observation, index: Any) -> Observation:
-    """These rows, or whatever else an index selects of every array."""
+    """The rows of every array that an index selects."""
     return map_obs(lambda array: array[index], obs)
 
 

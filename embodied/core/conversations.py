@@ -1,14 +1,14 @@
-"""What flows between text envs and language policies: conversations as token streams.
+"""Carriers between text envs and language policies: conversations as token streams.
 
 A token is a decision. A conversation is the env's messages and the policy's answers, in turns, as one stream of tokens
-with a mask that is False for the env's tokens. Text becomes tokens at the policy alone, and what is a token once is
-never encoded again: a later turn only appends.
+with a mask that is False for the env's tokens. Only the policy encodes text, and tokens are never encoded again: a
+later turn only appends tokens.
 
 Prompt "5 6 7", answer "8 9", the env's reply "3", answer "2": tokens 5 6 7 8 9 3 2, mask F F F T T F T.
 
-A message may show pictures, which are named (`core.pictures`). A picture fills as many places of the stream as the
-policy makes of it, and the token of such a place is -1 - its number within the picture. With a picture of three
-places before "5 6": tokens -1 -2 -3 5 6. So each -1 begins a picture, and their names in order say the rest.
+A message may show pictures by name (`core.pictures`). The policy decides how many places of the stream a picture fills.
+The token of a place is -1 minus its number within the picture: with a picture of three places before "5 6", tokens are
+-1 -2 -3 5 6. So each -1 begins a picture; the names are kept separately, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Message = dict[str, Any]
 Said = str | tuple[Message, ...]  # text that is continued as it is, or messages that a chat template puts into words
 
 
-FIRST_PLACE = -1  # the token of a picture's first place; its next ones are -2, -3
+FIRST_PLACE = -1  # the token of a picture's first place; its next places are -2, -3
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # as Qwen and Hermes write a call
 
 
@@ -38,7 +38,7 @@ def parts_of(message: Message) -> list[dict[str, str]]:
 
 
 def pictures_in(said: Said) -> tuple[str, ...]:
-    """The names of the pictures that are shown, in order."""
+    """The names of the shown pictures, in order."""
     messages = () if isinstance(said, str) else said
     return tuple(part["image"] for each in messages for part in parts_of(each) if part["type"] == "image")
 
@@ -63,14 +63,14 @@ def is_content(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """How a policy's actions or tokens are drawn. Robot policies know the temperature alone. Tokens are drawn from
-    logits divided by the temperature (0: the likeliest token), among the `top_k` likeliest (0: all) and the fewest of
-    these whose probabilities reach `top_p`."""
+    """How a policy's actions or tokens are sampled. Robot policies only use the temperature. Tokens are drawn from
+    logits divided by the temperature (0: the likeliest token), among the `top_k` likeliest (0: all), restricted to the
+    smallest set whose probabilities reach `top_p`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    stream: str = "train"  # of random numbers, train or eval
+    stream: str = "train"  # stream of random numbers: train or eval
     logprob_temperature: float = 1.0
     """That of the log-probs that come with answers, of all tokens: in rollouts the one that tokens are drawn at, since
     losses compare with them."""
@@ -92,48 +92,48 @@ class WrittenTokens:
 class Prompt:
     """A conversation that a policy worker has to continue: its earlier tokens, and the env's new message."""
 
-    number: int  # of the request, unique within its source and round
+    number: int  # number of the request, unique within its source and round
     episode: int  # EpisodeSpec.index: with a token's place in the stream it keys the token's noise
     said: Said  # the new message; empty if an interrupted answer continues
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [n], the conversation before it
-    pictures: tuple[str, ...] = ()  # that `tokens` show
-    max_tokens: int | None = None  # of the answer; None: the policy's own limit
-    override: SamplingRule | None = None  # None: that of the round
-    has_more_turns: bool = False  # whether the env may reply to the answer, and ask for another one
-    written: WrittenTokens | None = None  # of the answer, by a worker that had to stop
+    pictures: tuple[str, ...] = ()  # pictures in `tokens`
+    max_tokens: int | None = None  # limit of the answer; None: the policy's own limit
+    override: SamplingRule | None = None  # None: the round's rule
+    has_more_turns: bool = False  # True if the env may reply to the answer and ask for another one
+    written: WrittenTokens | None = None  # beginning of the answer, by a worker that had to stop
 
 
 @dataclass(frozen=True)
 class PromptBatch:
     """Prompts of one sim worker, to a policy worker."""
 
-    source: str  # where the answers go, as in `ActRequest`
+    source: str  # receiver of the answers, as in `ActRequest`
     prompts: tuple[Prompt, ...]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens after a prompt's `tokens`: the env's message, encoded, and the answer. P + A tokens; none if the
+    """The tokens after a prompt's `tokens`: the encoded message of the env, and the answer. P + A tokens; none if the
     message left no room for an answer."""
 
-    number: int  # of the request
+    number: int  # number of the request
     tokens: np.ndarray  # int32 [P + A]
     logprobs: np.ndarray  # float32 [A], of the answer's tokens at SamplingRule.logprob_temperature
-    version: int  # of the weights
-    text: str  # the answer in words, without the token that ends it
-    pieces: tuple[str, ...] = ()  # the answer token by token in words, where somebody reads it
-    truncated: bool = False  # it was cut off: max_tokens, or no room for more
-    dropped: str = ""  # why the answer cannot be used (a log-prob was NaN): then it counts for nothing
+    version: int  # version of the weights
+    text: str  # the answer as text, without its end token
+    pieces: tuple[str, ...] = ()  # the text of each token, if it is recorded
+    truncated: bool = False  # cut off by max_tokens or the model's length
+    dropped: str = ""  # reason why the answer is unusable (a log-prob was NaN) and ignored
 
     @property
     def num_sampled(self) -> int:
-        """A, tokens that the policy chose."""
+        """A, the number of sampled tokens."""
         return len(self.logprobs)
 
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """Answers to some of a source's prompts, as they are ready."""
+    """Finished answers to some prompts of a source."""
 
     source: str
     completions: tuple[Completion, ...]
@@ -141,11 +141,11 @@ class CompletionBatch:
 
 @dataclass(frozen=True)
 class Vacancy:
-    """An engine begins to take prompts, or has answered some."""
+    """An engine's message that it takes prompts, or has answered some."""
 
-    engine: str  # as it is called while it serves
-    room: int  # conversations that it can have at a time
-    answered: tuple[tuple[str, int], ...] = ()  # source and number of the prompts that it has answered
+    engine: str  # its name in this round
+    room: int  # largest number of conversations at a time
+    answered: tuple[tuple[str, int], ...] = ()  # source and number of answered prompts
     unfinished: tuple[tuple[tuple[str, int], WrittenTokens], ...] = ()  # the answers that it had begun when it stopped
 
 
@@ -156,4 +156,4 @@ class EvaluationShare:
     episodes: tuple[EpisodeSpec, ...]
     rule: SamplingRule
     recording: Recording
-    notes: Any  # the Channel that hears of their ends
+    notes: Any  # the Channel for reports of ended episodes

@@ -10,17 +10,17 @@ import difflib
 import re
 from collections.abc import Iterable
 
-# Control characters but tab and newline, and half surrogate pairs, which stand for bytes that are no UTF-8.
+# Control characters except tab and newline, and half surrogate pairs, which stand for bytes that are no UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Text of foreign origin as any file, terminal and page takes it: what cannot be printed is shown as an escape."""
+    """Foreign text in a form for any file, terminal and page: unprintable characters become escapes."""
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class EmbodiedError(Exception):
-    """Something the user can act on: the text says what happened, where, and what to try."""
+    """An error that the user can fix: the text says what happened, where, and what to try."""
 
     exit_code = 1
 
@@ -53,11 +53,11 @@ class NothingToLearn(EmbodiedError):
 
 
 class EvaluationStopped(EmbodiedError):
-    """Somebody asked for its end before every episode was played."""
+    """An evaluation was stopped before all its episodes had ended."""
 
 
 class Unusable(EmbodiedError):
-    """A worker made something unusable: numbers that are not finite, or a wrong shape. A fresh worker may do better."""
+    """A worker produced unusable results: non-finite numbers, or a wrong shape. A new worker may not fail."""
 
 
 class NotFinite(Unusable):
@@ -69,13 +69,13 @@ class WrongShape(Unusable):
 
 
 class StaleWeights(EmbodiedError):
-    """A worker was to act with weights that are not, or no longer, the current version."""
+    """A worker's weights are not the current version."""
 
 
 class WorkerFailed(EmbodiedError):
     """A worker raised an exception or its process died. Carries the worker's name and the first cause."""
 
-    lost_state = False  # a process ended that held what only checkpoints hold besides: a learner's
+    lost_state = False  # True: a learner's process ended, and only checkpoints still have its state
 
     def __init__(self, worker: str, cause: str) -> None:
         super().__init__(f"{worker}: {cause}")
@@ -84,7 +84,7 @@ class WorkerFailed(EmbodiedError):
 
 
 class ChannelClosed(EmbodiedError):
-    """The other side of a channel is gone: no more items will come, or nobody will take them."""
+    """The other side of a channel has ended: no more items will come or be taken."""
 
     def __init__(self, channel: str, peer: str, cause: str) -> None:
         super().__init__(f"channel {channel!r} was closed by {peer}: {cause}")
@@ -98,11 +98,11 @@ class DeadlineExceeded(EmbodiedError):
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5, before: str = "; ", count: int = 1) -> str:
-    """ "; did you mean ...?" with at most `count` known names, or nothing where none is near."""
+    """ "; did you mean ...?" with at most `count` similar names, or nothing."""
     near = difflib.get_close_matches(name, list(known), count, cutoff)
     return f"{before}did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def in_a_line(err: BaseException) -> str:
-    """An exception with its kind, in one line."""
+    """An exception with its type, in one line."""
     return printable(" ".join(f"{type(err).__name__}: {err}".split()))

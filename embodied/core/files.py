@@ -1,4 +1,4 @@
-"""Reads files that other programs may have written, and writes small ones in one step.
+"""Reads files of other programs, and writes small files atomically.
 
 A damaged file becomes an error that names it.
 """
@@ -33,7 +33,7 @@ DAMAGE = (
 
 
 class BadPath(ConfigError, ValueError):
-    """A text that can be no path."""
+    """A text that cannot be a path."""
 
 
 def as_path(text: str | Path) -> Path:
@@ -49,7 +49,7 @@ def as_path(text: str | Path) -> Path:
 
 @contextmanager
 def reading(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str = "") -> Iterator[None]:
-    """Turns whatever goes wrong while this file is read and parsed into an error of this kind, with this advice."""
+    """Turns every error while this file is read and parsed into an error of this kind, with this advice."""
     try:
         yield
     except DAMAGE as err:
@@ -57,7 +57,7 @@ def reading(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str =
 
 
 def in_words(err: Exception) -> str:
-    """An exception in a line."""
+    """An exception in one line."""
     if isinstance(err, OSError) and err.strerror:
         return err.strerror
     text = printable(" ".join(str(err).split()))[:300]
@@ -65,7 +65,7 @@ def in_words(err: Exception) -> str:
 
 
 def read_object(path: Path, kind: type[EmbodiedError] = EmbodiedError, advice: str = "") -> dict[str, Any]:
-    """The mapping that a JSON file holds."""
+    """The mapping in a JSON file."""
     with reading(path, kind, advice):
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -101,12 +101,12 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def encode(text: str) -> bytes:
-    """UTF-8, with escapes for half surrogate pairs, which stand for bytes that are none; they stay valid in JSON."""
+    """UTF-8 with escapes for half surrogate pairs, which stand for other bytes; the result is valid in JSON."""
     return text.encode("utf-8", "backslashreplace")
 
 
 def flush(path: Path) -> None:
-    """Have a file's or folder's content reach the disk."""
+    """Write a file's or folder's content to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

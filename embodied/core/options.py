@@ -1,16 +1,16 @@
-"""The base of every options model: frozen, no unknown keys, no number or text that breaks whatever reads it. Free of
-torch: `--help` stays fast.
+"""The base of every options model: frozen, without unknown keys, overflowing numbers or NUL characters. Free of torch:
+`--help` stays fast.
 
-Rules between options stand as data beside the options that they refuse, and one function checks them:
+Rules between options are data beside the refused options, and one function checks them:
 
     rules = (
         only_with("ratio_cap", {"clip": ("aipo", "tis")}),
         never_with("pools", {"prompts": "epochs"}, "it repeats some prompts; leave one of them out"),
     )
 
-A rule names options: "lr epochs" means both, refused where they differ from their defaults; {"epochs": 1} means this
-value, a tuple any of its values, and a function the values of which it holds (`bool`: any that is set). Where options
-have to be compared with each other, a model has a plain function instead (`Strict.conflicts`).
+A rule names options: "lr epochs" means both, refused if they differ from their defaults. {"epochs": 1} means this
+value, a tuple any of its values, a function the values for which it is true (`bool`: any set value). Options that must
+be compared with each other are checked by a plain function instead (`Strict.conflicts`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ CHANGED = object()  # stands for every value but the default
 
 @dataclass(frozen=True)
 class Rule:
-    """Refuses each of the `refused` options if all conditions in `others` hold, or if one of them does not hold."""
+    """Refuses each of the `refused` options if all conditions in `others` hold, or, for `only_with`, if one of them
+    fails."""
 
     refused: Mapping[str, Any]
     others: Mapping[str, Any]
     where_all_hold: bool
-    advice: str  # why, and what to write instead
+    advice: str  # the reason, and a value that works
 
     def broken(self, config: Any, section: str) -> str:
-        """The rule with the values of this configuration; empty where it is kept."""
+        """The message with the values of this configuration; empty if it keeps the rule."""
         given = [key for key, values in self.refused.items() if holds(config, key, values)]
         against = [key for key, values in self.others.items() if holds(config, key, values) == self.where_all_hold]
         if not given or (len(against) < len(self.others) if self.where_all_hold else not against):
@@ -60,12 +61,12 @@ class Rule:
 
 
 def only_with(refused: str | Mapping[str, Any], needed: Mapping[str, Any], advice: str = "") -> Rule:
-    """These options need all of the `needed` options."""
+    """These options are refused unless all `needed` conditions hold."""
     return Rule(options(refused), needed, False, advice)
 
 
 def never_with(refused: str | Mapping[str, Any], others: Mapping[str, Any], advice: str = "") -> Rule:
-    """These options are impossible if all of the `others` hold."""
+    """These options are refused if all `others` hold."""
     return Rule(options(refused), others, True, advice)
 
 
@@ -74,7 +75,8 @@ def options(refused: str | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def broken_rules(rules: tuple[Rule, ...], config: Any, section: str = "") -> Iterator[str]:
-    """The rules that a configuration breaks. `section`: what stands before its keys in a message, such as `algo.`."""
+    """Messages for the rules broken by a configuration. `section`: the prefix of its keys in messages, such as
+    `algo.`."""
     return filter(None, (rule.broken(config, section) for rule in rules))
 
 
@@ -89,7 +91,7 @@ def holds(config: Any, key: str, values: Any) -> bool:
 
 
 def setting(config: Any, key: str, section: str) -> str:
-    """`algo.epochs=1`; for a property, which cannot be set, the name of its owner."""
+    """`algo.epochs=1`; for a property the name of its owner, since properties cannot be set."""
     owner, name = owner_of(config, key)
     shown = name if name in type(owner).model_fields else "name"
     return f"{section}{key.removesuffix(name)}{shown}={written(getattr(owner, shown))}"
@@ -104,7 +106,7 @@ def owner_of(config: Any, key: str) -> tuple[Any, str]:
 
 
 def written(value: Any) -> str:
-    """A value as a recipe has it."""
+    """A value as it is written in a recipe."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple | list):
@@ -113,7 +115,7 @@ def written(value: Any) -> str:
 
 
 class Strict(BaseModel):
-    # Building a model costs milliseconds, and --help looks at their fields only: each is built when it is first used.
+    # Building a model takes milliseconds, and --help only needs its fields: models are built on first use.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, defer_build=True)
 
     one_of: ClassVar[tuple[str, ...]] = ()  # alternative keys: a later source that sets one unsets the other ones
@@ -124,7 +126,7 @@ class Strict(BaseModel):
 
     of_engine: ClassVar[tuple[str, ...]] = ()  # likewise, to `engine`
 
-    section: ClassVar[str] = ""  # what stands before these keys in messages, such as `algo.`
+    section: ClassVar[str] = ""  # prefix of these keys in messages, such as `algo.`
 
     rules: ClassVar[tuple[Rule, ...]] = ()  # between these options; a base class's rules also apply
 
@@ -171,13 +173,13 @@ def check_size(name: str, value: float) -> None:
 
 
 def types_of(annotation: Any) -> list[Any]:
-    """The types that an annotation is made of, `X | None` and `Annotated[X, ...]` taken apart."""
+    """The types in an annotation; `X | None` and `Annotated[X, ...]` are unwrapped."""
     parts = [part for part in get_args(annotation) if isinstance(part, type) or get_args(part)]
     return [annotation, *(kind for part in parts for kind in types_of(part))]
 
 
 def variants(union: Any) -> dict[str, type[Any]]:
-    """The models of a section that holds one of several, by tag."""
+    """The models of a section with several variants, by tag."""
     return {mark.tag: model for model, mark in map(get_args, get_args(get_args(union)[0]))}
 
 
@@ -188,7 +190,7 @@ def one_or_several(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Requirement:
-    """The packages that one env, policy or part needs beyond the core."""
+    """The packages of one env, policy or part, beyond the core."""
 
     packages: tuple[str, ...] = ()  # distributions
     extra: str = ""  # the extra of embodied-loop that installs them

@@ -1,8 +1,8 @@
-"""Pictures that conversations show. An episode names a picture, and whoever needs it loads it by its name: policy
-workers, learners and reports. So no pixels travel with a conversation.
+"""Pictures in conversations. An episode names a picture; policy workers, learners and reports load it by its name. So
+conversations are sent without pixels.
 
-A name is the path of a file, `data:image/png;base64,...` for a small picture that travels all the same, or a drawing of
-this module with its random seed: `drawn:count?seed=7&pixels=48`.
+A name is the path of a file, `data:image/png;base64,...` for a small picture within its name, or a drawing of this
+module with its random seed: `drawn:count?seed=7&pixels=48`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
-MOST_PIXELS = 2**25  # of a picture that is decoded
+MOST_PIXELS = 2**25  # largest size of a decoded picture
 DRAWN = re.compile(r"drawn:(\w+)\?seed=(\d+)&pixels=(\d+)")
 DATA = re.compile(r"data:image/[\w.+-]+;base64,")
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 230), "yellow": (240, 220, 60)}
@@ -66,7 +66,7 @@ def shown(name: str) -> str:
 
 
 def data_url(picture: np.ndarray) -> str:
-    """The picture itself as a name."""
+    """A name that contains the picture."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -83,7 +83,7 @@ def drawing(kind: str, seed: int, pixels: int) -> str:
 
 
 def draw(kind: str, seed: int, pixels: int = 48) -> tuple[Image, str]:
-    """A square drawing with this many pixels a side, and the answer to the question that belongs to its kind."""
+    """A square drawing with this many pixels a side, and the answer to its kind's question."""
     from PIL import Image, ImageDraw
 
     if kind not in DRAWINGS:
@@ -96,7 +96,7 @@ def draw(kind: str, seed: int, pixels: int = 48) -> tuple[Image, str]:
 
 
 def draw_dots(pen: ImageDraw, rng: np.random.Generator, pixels: int) -> str:
-    """Dots of one colour, in some of nine cells; the answer is how many."""
+    """Dots of one colour, in some of nine cells; the answer is their number."""
     count, cell = int(rng.integers(1, MOST_DOTS + 1)), pixels / 3
     colour = list(COLOURS.values())[rng.integers(len(COLOURS))]
     for place in rng.permutation(9)[:count]:

@@ -1,8 +1,8 @@
-"""Where the requests of a player wait until a policy worker takes them.
+"""The queue of a player's requests that wait for a policy worker.
 
-Nobody assigns requests. Participating workers take waiting requests as far as they have room, about equally many rows
-each. The requests of a worker that dies or leaves wait again. An answer depends on the request alone, so any worker may
-give it, and a second answer to the same request is ignored.
+Workers pull: participating workers take waiting requests while they have room, about equally many rows each. If a
+worker dies or leaves, its requests wait again. An answer depends only on the request, so any worker may give it, and a
+second answer to the same request is ignored.
 
     queue = RequestQueue()
     queue.workers({"policy-0": inf, "policy-1": inf})
@@ -26,10 +26,10 @@ from typing import Any
 class Waiting:
     """A request, or a part of one; `request.cut(rows)` makes a part of more than one row."""
 
-    key: Hashable  # by which its answer is known
+    key: Hashable  # identifies its answer
     request: Any
     rows: int = 1
-    conversation: Hashable = None  # that it continues, best on the worker with its cache
+    conversation: Hashable = None  # conversation to continue, if possible on the worker with its cache
     goes_on: bool = False  # another request of this conversation may follow
 
     def split(self, count: int) -> tuple[Waiting, Waiting]:
@@ -44,46 +44,46 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self.waiting: deque[Waiting] = deque()
-        self.taken: dict[str, dict[Hashable, Waiting]] = {}  # by worker, in the order in which it took them
-        self.most: dict[str, float] = {}  # by worker that takes more, the rows that it may have at a time
-        self.kept_by: dict[Hashable, str] = {}  # conversation -> the worker that has it in its cache
+        self.taken: dict[str, dict[Hashable, Waiting]] = {}  # by worker, in the order of taking
+        self.most: dict[str, float] = {}  # by active worker: its largest number of rows
+        self.kept_by: dict[Hashable, str] = {}  # conversation -> the worker with its cache
 
     def put(self, *requests: Waiting) -> None:
         self.waiting += requests
 
     def drop(self, unwanted: Callable[[Waiting], bool]) -> None:
-        """Forget requests that wait and that nobody wants answered any more."""
+        """Forget cancelled waiting requests."""
         self.waiting = deque(one for one in self.waiting if not unwanted(one))
 
     def workers(self, most: Mapping[str, float], others: Collection[str] = ()) -> None:
-        """Set the workers that take requests, each with its largest number of rows. `others` only finish their own
-        requests; all other workers' requests wait again, in front."""
+        """Set the active workers, each with its largest number of rows. Workers in `others` only finish their requests.
+        Requests of all remaining workers wait again, in front."""
         self.most = dict(most)
         for gone in [worker for worker in self.taken if worker not in most and worker not in others]:
             self.waiting.extendleft(reversed(self.taken.pop(gone).values()))
 
     def give_back(self, key: Hashable) -> None:
-        """A worker cannot answer a request that it has taken: it waits again, in front."""
+        """A worker returns a request that it cannot answer: it waits again, in front."""
         for had in self.taken.values():
             if (one := had.pop(key, None)) is not None:
                 self.waiting.appendleft(one)
 
     def answered(self, key: Hashable) -> bool:
-        """Forget a request: its answer has come. False if no worker has it: that is a second answer."""
+        """Forget an answered request. False if no worker has it: then this is a second answer."""
         return any(had.pop(key, None) is not None for had in self.taken.values())
 
     @property
     def unanswered(self) -> int:
-        """The number of requests that wait or that a worker has."""
+        """The number of waiting and taken requests."""
         return len(self.waiting) + sum(map(len, self.taken.values()))
 
     def load(self, worker: str) -> int:
-        """Rows that a worker has."""
+        """The number of rows of a worker's requests."""
         return sum(one.rows for one in self.taken.get(worker, {}).values())
 
     def take(self) -> dict[str, list[Waiting]]:
-        """The requests that workers take now. A conversation continues on the worker that has it cached, if there is
-        room. Other rows are divided equally, neighbours together."""
+        """The requests that workers take now. A conversation continues on the worker with its cache, if there is room.
+        Other rows are divided equally, neighbouring rows together."""
         if not self.waiting or not self.most:
             return {}
         loads = {worker: self.load(worker) for worker in self.most}
@@ -113,8 +113,8 @@ class RequestQueue:
 
 
 def level(loads: Mapping[str, int], most: Mapping[str, float], rows: int) -> dict[str, int]:
-    """Deal rows to workers so that all have about as many, and none more than `most`: 5 rows to loads 0, 3 and 3 with
-    room for 4 each are dealt 4, 1 and 0."""
+    """Distribute rows so that workers have about equally many, and none more than `most`: of 5 rows, workers with loads
+    0, 3 and 3 and room for 4 each get 4, 1 and 0."""
     given = dict.fromkeys(loads, 0)
     has = dict(loads)
     while rows and (free := [worker for worker in has if has[worker] < most[worker]]):

@@ -22,18 +22,18 @@ def stream(name: str) -> int:
 
 
 def generator(seed: int, *names: str | int) -> np.random.Generator:
-    """A generator of its own for one purpose: `generator(seed, "shuffle", iteration, epoch)`."""
+    """A separate generator for one purpose: `generator(seed, "shuffle", iteration, epoch)`."""
     key = [stream(name) if isinstance(name, str) else name for name in names]
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *key])))
 
 
 def permutation(seed: int, iteration: int, epoch: int, num_units: int) -> np.ndarray:
-    """The numbers of all units, shuffled by the run's seed, the iteration and the epoch alone."""
+    """The numbers of all units, in an order that depends only on the run's seed, the iteration and the epoch."""
     return generator(seed, "shuffle", iteration, epoch).permutation(num_units)
 
 
 def minibatches(order: np.ndarray, size: int) -> list[np.ndarray]:
-    """Consecutive slices of `size` units; the last one is smaller where they do not divide."""
+    """Consecutive slices of `size` units; the last slice may be smaller."""
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
@@ -87,7 +87,7 @@ _K0, _K1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 
 
 def episode_seeds(seed: int, stream_name: str, turns: np.ndarray) -> np.ndarray:
-    """int64 [n]: the seeds of a stream's episodes of these turns."""
+    """int64 [n]: the seeds of a stream's episodes at these turns."""
     if len(turns) < FEW or turns.max() >= 2**32:
         return np.array([episode_seed(seed, stream_name, turn) for turn in turns.tolist()], np.int64)
     words = [seed >> shift & 0xFFFFFFFF for shift in range(0, max(seed.bit_length(), 1), 32)]
@@ -95,20 +95,23 @@ def episode_seeds(seed: int, stream_name: str, turns: np.ndarray) -> np.ndarray:
     first = philox64(seed_keys([np.array([word], np.uint32) for word in words] + [turns.astype(np.uint32)]))
     product = (first & _LOW) * np.uint64(SEED_BOUND)
     seeds = (product >> _SHIFT).astype(np.int64)
-    for row in np.flatnonzero((product & _LOW) < 2**32 % SEED_BOUND):  # NumPy draws again, to be fair to every number
+    for row in np.flatnonzero(
+        (product & _LOW) < 2**32 % SEED_BOUND
+    ):  # NumPy draws again, so that all numbers are equally likely
         seeds[row] = episode_seed(seed, stream_name, int(turns[row]))
     return seeds
 
 
 @lru_cache(maxsize=1024)
 def episode_seed(seed: int, stream_name: str, turn: int) -> int:
-    """The seed of a group's episodes, which begin alike and ask for it one after the other."""
+    """The seed of a group's episodes, which have equal initial states. Cached, since they ask for it one after the
+    other."""
     return int(generator(seed, "episode", stream_name, turn).integers(SEED_BOUND))
 
 
 def seed_keys(entropy: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """NumPy's SeedSequence of each row, four or more words of uint32 [n], or [1] where all rows have the same: two keys
-    of uint64 [n]."""
+    """NumPy's SeedSequence for each row. Input: four or more words, uint32 [n], or [1] for a common word. Output: two
+    keys, uint64 [n]."""
     sixteen, factor = np.uint32(16), 0x43B0D7E5
 
     def scrambled(value: np.ndarray, step: int) -> np.ndarray:
@@ -133,7 +136,7 @@ def seed_keys(entropy: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def philox64(keys: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """The first word of Philox4x64-10, as NumPy counts, for each pair of keys: uint64 [n]."""
+    """The first word of NumPy's Philox4x64-10 for each pair of keys: uint64 [n]."""
     key0, key1 = keys
     c0, c1, c2, c3 = np.eye(4, 1, dtype=np.uint64)
     with np.errstate(over="ignore"):

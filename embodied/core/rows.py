@@ -1,4 +1,4 @@
-"""Rows of a data set on disk: JSONL, parquet, or a folder that the package `datasets` wrote (or that holds such files).
+"""Rows of a data set on disk: JSONL, parquet, or a folder with such files or written by the package `datasets`.
 
 Parquet and the arrow files of such a folder are read by pyarrow, if it is installed; `datasets` itself is not needed.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from embodied.core.errors import ConfigError
 
 KINDS = ("*.parquet", "*.arrow", "*.jsonl")  # kinds of files in a folder; the first kind found is read
-Row = tuple[str, dict[str, Any]]  # its place, for messages; and its content
+Row = tuple[str, dict[str, Any]]  # place for messages, content
 
 
 def read_rows(path: Path) -> Generator[Row]:

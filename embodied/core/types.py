@@ -1,8 +1,8 @@
-"""What flows between workers: small frozen carriers with their shapes.
+"""Carriers between workers: small frozen dataclasses with their shapes.
 
 Letters used everywhere: N envs, T decisions, C env steps per decision (the action chunk), A action dimensions. Arrays
-are numpy between processes; float arrays keep the run's dtype. Functions that join and divide trajectories are at the
-end.
+are numpy between processes; float arrays keep the run's dtype. Functions for joining and dividing trajectories are at
+the end.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Array = Any  # numpy array, or a torch tensor where data stays on a GPU
 
 
 class EpisodeSpec(NamedTuple):
-    """An episode that an env row plays. The driver owns the list; `index`, unique in a run, keys its randomness.
-    A tuple, because a reset makes thousands."""
+    """An episode of an env row. The driver owns the list; `index`, unique in a run, keys its randomness. A tuple,
+    because a reset makes thousands."""
 
     task: str
-    init_state_id: int  # which stored initial state, for simulators that have them; otherwise -1
+    init_state_id: int  # number of the stored initial state; -1 for simulators without them
     seed: int  # drives the random initial state
     index: int  # type: ignore[assignment]  # hides the tuple's method
     question: int = -1  # of a text env's training questions, with algo.prompts=epochs; -1: `seed` draws it
@@ -39,26 +39,26 @@ class EpisodeSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class EpisodeList:
-    """An endless list of episodes, whose tasks take turns; `stream` separates training from evaluation.
+    """An endless list of episodes with alternating tasks; `stream` separates training from evaluation.
 
-    The k-th episode of a task has the same seed, and the same stored initial state, whatever the other tasks are.
-    A fixed horizon (PPO): env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim
-    workers nor the order in which envs finish changes any episode. In groups: every initial state is played by as many
-    episodes in a row as a group has, by whatever env is free. Evaluation: a fixed list, from a stream of its own.
+    The k-th episode of a task has the same seed, and the same stored initial state, with any other tasks. A fixed
+    horizon (PPO): env e plays episodes e, e + E, e + 2E, ... for E envs in total, so neither the number of sim workers
+    nor the order in which envs finish changes any episode. Groups: as many consecutive episodes as a group has share an
+    initial state; any free env plays them. Evaluation: a fixed list from a separate stream.
     """
 
     seed: int
     stream: str  # "train" or "eval"
     tasks: tuple[str, ...]
-    stored_states: int = 0  # stored initial states of every task, taken in order; 0: none are used
-    group_size: int = 1  # episodes in a row that begin alike
+    stored_states: int = 0  # stored initial states of every task, used in order; 0: none
+    group_size: int = 1  # consecutive episodes with the same initial state
     questions: tuple[int, ...] = ()  # of each task, asked once in an epoch, in an order shuffled anew; empty: drawn
 
     def __getitem__(self, index: int) -> EpisodeSpec:
         return self.at(np.array([index]))[0]
 
     def _question(self, turn: int, task: int) -> int:
-        """Of three questions, turns 0 to 2 are epoch 0 and may ask 2 0 1; turns 3 to 5 are epoch 1."""
+        """With three questions, turns 0 to 2 are epoch 0 and may ask 2 0 1; turns 3 to 5 are epoch 1."""
         epoch, place = divmod(turn, self.questions[task])
         return int(shuffled(self.seed, self.tasks[task], epoch, self.questions[task])[place])
 
@@ -86,9 +86,9 @@ def shuffled(seed: int, task: str, epoch: int, count: int) -> np.ndarray:
 
 
 def head_start(env_ids: np.ndarray, max_episode_steps: int) -> np.ndarray:
-    """The part of its step limit that counts as used when all envs of a staggered run begin together: int [N].
+    """The env steps that each env of a staggered run has already used of its step limit at the start: int [N].
 
-    Multiples of the golden ratio spread evenly over the envs of each sim worker, however many there are.
+    Multiples of the golden ratio are spread evenly over the envs of each sim worker, for any number of envs.
     """
     return (env_ids * GOLDEN_RATIO % 1 * max_episode_steps).astype(np.int64)
 
@@ -127,9 +127,9 @@ class EnvSpec:
     max_episode_steps: int = 0
     has_success: bool = False
     control_hz: float = 20.0  # frames per second of a video at one frame per env step
-    text: bool = False  # it speaks: tokens are decisions, a step is a turn
+    text: bool = False  # a text env: decisions are tokens, a step is a turn
     pictures: bool = False  # its messages may show pictures
-    backend: str = ""  # which physics the env resolved to, recorded with every result
+    backend: str = ""  # the env's resolved physics backend, recorded with every result
 
     def __post_init__(self) -> None:
         for camera, size in self.images.items():
@@ -144,10 +144,9 @@ class EnvSpec:
 class ChunkResult:
     """The outcome of one decision: C env steps of every env.
 
-    `mask[n, c]` is True while env n was still running before step c; after its episode is over the rest of the chunk
-    has reward 0, mask False and success frozen. `obs` is the observation after the chunk; for a row that finished
-    inside the chunk it is the observation at the finish (its final observation), since rows are reset only later, by
-    `reset`.
+    `mask[n, c]` is True if env n was running before step c. After the end of an episode the rest of the chunk has
+    reward 0, mask False and the last success. `obs` is the observation after the chunk; for a row that ended inside the
+    chunk it is its final observation, since rows are only reset later, by `reset`.
 
     Two envs, chunk of 3, env 1 terminates at its second step with reward 5:
         rewards    [[1, 1, 1], [1, 5, 0]]
@@ -160,11 +159,11 @@ class ChunkResult:
     terminated: np.ndarray  # bool [N, C]
     truncated: np.ndarray  # bool [N, C]
     mask: np.ndarray  # bool [N, C]
-    success: Array | None  # bool [N, C]; None for envs that have no success
+    success: Array | None  # bool [N, C]; None for envs without success
 
     @property
     def done(self) -> np.ndarray:
-        """[N]: the episode ended inside this chunk."""
+        """bool [N]: the episode ended inside this chunk."""
         return (self.terminated | self.truncated).any(axis=1)
 
 
@@ -173,7 +172,7 @@ class ChunkResult:
 
 @dataclass(frozen=True)
 class NoiseSpec:
-    """The randomness one decision of one env needs: `width` independent numbers of this kind."""
+    """The random numbers for one decision of one env: `width` independent numbers of this kind."""
 
     kind: str  # "normal" or "uniform"
     width: int
@@ -194,7 +193,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True)
 class EpisodeResult:
-    """One finished episode, as counted by training metrics and written to episodes.csv."""
+    """One finished episode, for training metrics and episodes.csv."""
 
     index: int
     task: str
@@ -206,23 +205,23 @@ class EpisodeResult:
     success_at_end: bool | None
     success_at_reset: bool | None = None
     error: str = ""
-    truncated: bool | None = None  # whether an answer was cut off; None for envs that do not speak
-    tokens: int = 0  # that a policy which speaks chose
-    prompt_tokens: int = 0  # of the first prompt
-    all_tokens: int = 0  # of the whole conversation
-    places: int = 0  # of these, the picture tokens
+    truncated: bool | None = None  # True if an answer was cut off; None for simulators
+    tokens: int = 0  # sampled tokens of a language policy
+    prompt_tokens: int = 0  # tokens of the first prompt
+    all_tokens: int = 0  # tokens of the whole conversation
+    places: int = 0  # picture tokens among these
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Consecutive decisions of R sequences, one sequence after the other, with all the learner needs: K decisions.
+    """K consecutive decisions of R sequences, one sequence after the other, with all inputs of the learner.
 
-    A sequence is what one env row played in a rollout, or a piece of it (its id is the row's; one episode may follow
-    another), or one whole episode (its id is the episode's index). With two decisions of sequence 3 and one of
+    A sequence is an env row's decisions in a rollout or in a piece of it (its id is the row's number; it may span
+    several episodes), or one whole episode (its id is the episode's index). With two decisions of sequence 3 and one of
     sequence 5, `ids` is [3, 5], `lengths` [2, 1], K = 3, and row 2 of every array is the only decision of sequence 5.
 
-    `values` is V(obs) at act time and `next_values` V of what followed: of the final observation where the episode was
-    truncated inside the decision, else of the next observation. Algorithms without values have None.
+    `values` is V(obs) at act time. `next_values` is V of the final observation if the episode was truncated inside the
+    decision, else V of the next observation. Algorithms without values have None.
     """
 
     ids: np.ndarray  # int [R], ascending
@@ -233,32 +232,32 @@ class Trajectory:
     rewards: np.ndarray  # [K, C], of each env step
     terminated: np.ndarray  # bool [K, C]: the episode ended in this env step
     truncated: np.ndarray  # bool [K, C]: the step limit cut the episode off in this env step
-    mask: np.ndarray  # bool [K, C]: env steps that were played; False after the end of an episode
+    mask: np.ndarray  # bool [K, C]: executed env steps; False after the end of an episode
     versions: np.ndarray  # int [K], the policy version that acted
     episodes: np.ndarray  # int [K], EpisodeSpec.index
     values: np.ndarray | None = None  # [K]
     next_values: np.ndarray | None = None  # [K]
-    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...], what `forward` needs besides actions
+    replay: dict[str, np.ndarray] = field(default_factory=dict)  # [K, ...], inputs of `forward` besides actions
     source: str = ""  # who sends it: worker, stage and round, as in `ActRequest`; of whole episodes worker#transfer
-    first: int = 0  # the first decision of this piece, counted in the rollout
-    last: bool = True  # whether the rollout ends with it
+    first: int = 0  # number of this piece's first decision in the rollout
+    last: bool = True  # True for the rollout's last piece
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Sequences that a learner rank learns from: env rows of a rollout, or episodes of a group. Their sources put the
-    trajectories into the channel in which the driver announces them so."""
+    """A unit of training data for a learner rank: env rows of a rollout, or episodes of a group. The driver announces
+    it in the rank's channel; its sources put the trajectories into the same channel."""
 
-    sources: tuple[str, ...]  # that have sent them, as in `Trajectory`
+    sources: tuple[str, ...]  # senders, as in `Trajectory`
     ids: np.ndarray  # int [S], ascending
-    advantages: np.ndarray | None = None  # [S], where episodes are compared in groups
-    scores: np.ndarray | None = None  # [S], returns, of whole episodes
-    is_padding: bool = False  # another rank's, for passes through the network that count nothing
+    advantages: np.ndarray | None = None  # [S], for algorithms with groups
+    scores: np.ndarray | None = None  # [S], returns of whole episodes
+    is_padding: bool = False  # a copy of another rank's unit, for passes without effect
 
 
 @dataclass(frozen=True)
 class BatchEnd:
-    """An iteration learns from no more units."""
+    """The last message of a batch: no more units follow."""
 
     iteration: int
     total: int
@@ -268,19 +267,19 @@ class BatchEnd:
 ForLearner = Trajectory | Unit | BatchEnd  # items of a learner's channel: from players or roles, and the driver
 
 
-# What roles send each other while they collect
+# Messages between roles during a rollout
 
 
 @dataclass(frozen=True)
 class ActRequest:
-    """A player's request, or some rows of one: what should these N env rows do next?
+    """A player's request for the next actions of N env rows, or a part of such a request.
 
     `final_obs` are the last observations of rows `final_rows`, whose episodes were truncated in the previous decision;
     only their values are needed. With `value_only` the same holds for `obs` (the end of a rollout).
     """
 
-    source: str  # where the answer goes, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
-    number: int  # of the request in its round
+    source: str  # receiver of the answer, e.g. "sim-0/1#7" (sim worker 0, stage 1, in round 7 of the run)
+    number: int  # number of the request in its round
     obs: Observation
     episodes: Array  # int [N]
     decisions: Array  # int [N]
@@ -288,8 +287,8 @@ class ActRequest:
     final_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # int, ascending
     value_only: bool = False
     checked_later: bool = False  # whether a last, `value_only` request of its source asks for the check of all answers
-    first: int = 0  # row of the whole request that these begin with
-    rule: SamplingRule | None = None  # how actions are drawn; None: as the round says
+    first: int = 0  # number of the first row within the whole request
+    rule: SamplingRule | None = None  # how actions are sampled; None: the round's rule
 
     @property
     def rows(self) -> int:
@@ -297,11 +296,11 @@ class ActRequest:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """By which the answer is known."""
+        """Identifies the answer."""
         return self.number, self.first, self.rows
 
     def cut(self, rows: range) -> ActRequest:
-        """A request of these rows alone."""
+        """A request for these rows only."""
         part = slice(rows.start, rows.stop)
         final = (self.final_rows >= rows.start) & (self.final_rows < rows.stop)
         return replace(
@@ -318,7 +317,7 @@ class ActRequest:
 @dataclass(frozen=True)
 class ActReply:
     source: str
-    key: tuple[int, int, int]  # of the request
+    key: tuple[int, int, int]  # key of the request
     output: PolicyOutput | None  # None for value_only
     values: np.ndarray  # [N]
     final_values: np.ndarray | None
@@ -327,15 +326,15 @@ class ActReply:
 
 @dataclass(frozen=True)
 class Servers:
-    """The policy workers of a source's next requests, each with its channel of requests.
+    """The policy workers for a source's next requests, each with its request channel.
 
-    Every replacement has a new name, so the requests of a worker that is not named here wait again.
+    Every replacement has a new name, so the requests of workers not named here wait again.
     """
 
     source: str
     channels: dict[str, Any]
     others: frozenset[str] = frozenset()  # workers that only finish their own requests
-    replies: Any = None  # the Channel of the answers, where a source begins to ask
+    replies: Any = None  # the Channel for the answers, for a source's first request
 
 
 Route = tuple[Servers, ...]
@@ -347,33 +346,33 @@ earlier round is taken for an answer."""
 class Merging:
     """The limits within which a policy worker answers requests of several sim workers together."""
 
-    rows: int = 1  # env rows that are answered together at most; a request of more is answered by itself
-    wait_s: float = 0.0  # how long a request waits for other sims' requests
+    rows: int = 1  # largest number of env rows answered together; a larger request is answered alone
+    wait_s: float = 0.0  # largest wait of a request for other sims' requests
 
 
 @dataclass(frozen=True)
 class Note:
-    """A sim worker's report to the driver, made as things happen, so that it is known should the worker die."""
+    """A sim worker's immediate report to the driver, which survives the worker's death."""
 
     source: str
-    begun: tuple[int, ...] = ()  # indices of the episodes that begin now
+    begun: tuple[int, ...] = ()  # indices of beginning episodes
     finished: tuple[EpisodeResult, ...] = ()
     warning: str = ""  # for the user
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The videos and buffers that are kept of an evaluation's episodes, besides their outcomes."""
+    """The videos and buffers recorded of an evaluation's episodes."""
 
     video_episodes: frozenset[int] = frozenset()  # indices of the recorded episodes
     videos: Path | None = None  # the folder of their videos
-    failures_only: bool = False  # whether other videos are thrown away
+    failures_only: bool = False  # True: videos of successes are deleted
     overlay: bool = False  # instruction, step, reward, value and success in every frame
     cameras: bool = False  # the policy's cameras, beside the scene
     buffers: Path | None = None  # the folder in which every episode is recorded for a dataset
-    noise: float = 0.0  # deviation of the noise on played actions, not on recorded ones
-    seed: int = 0  # of that noise
-    recorders: tuple[Callable[..., Any], ...] = ()  # that keep all this; the sim worker makes one of each
+    noise: float = 0.0  # deviation of the noise on executed actions; recorded actions are without noise
+    seed: int = 0  # seed of that noise
+    recorders: tuple[Callable[..., Any], ...] = ()  # recorder classes; the sim worker constructs one of each
 
 
 @dataclass(frozen=True)
@@ -384,9 +383,9 @@ class RolloutStats:
     finished: tuple[EpisodeResult, ...]  # episodes that ended in this rollout
     step_s: float
     reset_s: float
-    wait_s: float  # for the policy's answers
-    problems: tuple[str, ...] = ()  # of other episodes that ended: why each counts for nothing
-    samples: tuple[dict[str, Any], ...] = ()  # conversations to be written down, as in samples.jsonl
+    wait_s: float  # seconds of waiting for the policy's answers
+    problems: tuple[str, ...] = ()  # reason for each discarded episode
+    samples: tuple[dict[str, Any], ...] = ()  # conversations for samples.jsonl
     ends: tuple[tuple[int, float], ...] = ()  # of conversations: sampled tokens, and seconds since the rollout began
 
 
@@ -394,7 +393,7 @@ FIELDS = ("actions", "logprobs", "rewards", "terminated", "truncated", "mask", "
 DECISIONS = (*FIELDS, "values", "next_values")  # arrays with a row per decision, besides `obs` and `replay`
 
 
-# Trajectories taken apart and put together
+# Dividing and joining trajectories
 
 
 def decisions_of(trajectory: Trajectory) -> Observation:
@@ -428,7 +427,7 @@ def join_units(units: Sequence[Unit]) -> Unit:
 
 
 def choose(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, source: str = "") -> Trajectory:
-    """A copy of these sequences, in this order; all of them are returned as they are."""
+    """A copy of these sequences, in this order. All sequences in their order are returned without a copy."""
     ids = np.array(ids, np.int64)
     if np.array_equal(ids, trajectory.ids):
         return replace(trajectory, source=source)
@@ -442,8 +441,8 @@ def choose(trajectory: Trajectory, ids: Sequence[int] | np.ndarray, source: str 
 
 
 def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.ndarray, np.ndarray, Observation]:
-    """Ids, lengths and one tree of arrays, sequence after sequence, of decisions in the order in which they were taken:
-    each of several sequences, their ids [n] and a tree of arrays [n, ...]. The list is emptied on the way."""
+    """Sorts decisions by sequence: returns ids, lengths and one tree of arrays, sequence after sequence. A
+    decision has the ids [n] of its sequences and a tree of arrays [n, ...]; the list, in order of time, is emptied."""
     first = decisions[0][0]
     if (np.diff(first) > 0).all() and all(np.array_equal(ids, first) for ids, _ in decisions):
         return first, np.full(len(first), len(decisions)), in_rows(decisions)
@@ -462,10 +461,11 @@ def in_sequences(decisions: list[tuple[np.ndarray, Observation]]) -> tuple[np.nd
 
 
 def in_rows(decisions: list[tuple[np.ndarray, Observation]]) -> Observation:
-    """The same for decisions of the same sequences: tensors on a device stay there, without an index from the host."""
+    """`in_sequences` for decisions that all have the same sequences: tensors stay on their device, without an index
+    from the host."""
     count, steps = len(decisions[0][0]), len(decisions)
     room = map_obs(lambda array: room_for(array, count * steps), decisions[0][1])
-    table = map_obs(lambda array: array.reshape(count, steps, *array.shape[1:]), room)  # of the same memory
+    table = map_obs(lambda array: array.reshape(count, steps, *array.shape[1:]), room)  # a view of the same memory
     while decisions:
         write(table, (slice(None), len(decisions) - 1), decisions.pop()[1])
     return room
@@ -478,8 +478,8 @@ def env_blocks(num_envs: int, ranks: int) -> list[range]:
 
 
 def rows_of_sims(num_envs: int, num_sims: int, num_tasks: int) -> list[np.ndarray]:
-    """The env rows of each sim worker: neighbours, or, if the number of tasks divides the rows, rows of as few tasks as
-    possible, since row e then always plays task e % num_tasks.
+    """The env rows of each sim worker. If the rows are a multiple of the tasks, row e always plays task e % num_tasks,
+    and a worker gets rows of as few tasks as possible; else it gets consecutive rows.
 
     Six rows of three tasks for two sims: 0 3 1 and 4 2 5.
     """
@@ -490,8 +490,8 @@ def rows_of_sims(num_envs: int, num_sims: int, num_tasks: int) -> list[np.ndarra
 
 
 def deal_by_task(tasks: Sequence[Any] | np.ndarray, num_sims: int) -> list[list[int]]:
-    """The places in this list that each sim worker gets. Tasks have equal parts of the workers, so a worker has the
-    same few tasks in every list that names all tasks, however often it names each."""
+    """The indices of this list that each sim worker gets. Tasks get equal shares of the workers, so a worker has the
+    same few tasks in every list with all tasks, independent of how often each occurs."""
     names, task, counts = np.unique(np.asarray(tasks), return_inverse=True, return_counts=True)
     dealt: list[list[int]] = [[] for _ in range(num_sims)]
     for number, count in enumerate(counts.tolist()):
