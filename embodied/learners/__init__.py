@@ -1,8 +1,8 @@
 """The learner's worker and its computations.
 
-`worker` is the role, `rollout_buffer` the pieces that come to it, `train_batch` its batch, `update` an iteration of RL,
-`divided_passes` passes that several ranks run together, `bc` and `text_imitation` imitation (of `examples`), `model`
-the trained policy, with Adam, `sharding` weights split over several ranks, which communicate through
+`worker` is the role. `rollout_buffer` collects the pieces it receives, `train_batch` makes its batch, `update` runs an
+iteration of RL, `divided_passes` the passes that several ranks run together. `bc` and `text_imitation` imitate
+(`examples`). `model` is the trained policy with Adam, `sharding` splits weights over ranks, which communicate through
 `embodied/runtime/collective.py`. `throughput` measures the training of language models.
 """
 

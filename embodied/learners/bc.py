@@ -1,8 +1,8 @@
 """Behaviour cloning: the learner of demonstrations instead of trajectories.
 
-An item is one env step of a demonstration with the actions of the decision that would begin there (a chunk; actions
-after the end do not count). Ranks own blocks of whole episodes and take the same steps. Images are decoded once into an
-unnamed file, which disappears with the process; states and actions are small and stay in memory.
+An item is one env step of a demonstration and the chunk of actions from there on; actions after the end do not count.
+Ranks own blocks of whole episodes and take the same steps. Images are decoded once into an unnamed file, which
+disappears with the process; states and actions are small and stay in memory.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ImitationLearner(LearnerWorker):
         return float(len(minibatch))
 
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """The sum that is divided by this count."""
+        """The sum to be divided by this count."""
         return mean_of_items(losses, mask)
 
     def _passes(self, minibatch: np.ndarray) -> int:
@@ -158,9 +158,9 @@ class Demonstrations:
         self.spec, self.horizon, self.first, self.total = spec, horizon, first, total
         self.image_cache: DemoImages | None = None
         self._states, self._actions = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32)
-        self._keyframes = np.zeros(0, np.int64)  # of each item, the next
-        self._texts: list[str] = []  # of each episode
-        self._ends = np.zeros(0, np.int64)  # of each episode, in items
+        self._keyframes = np.zeros(0, np.int64)  # next keyframe of each item
+        self._texts: list[str] = []  # instruction of each episode
+        self._ends = np.zeros(0, np.int64)  # end of each episode, in items
 
     def __len__(self) -> int:
         return len(self._actions)
@@ -184,7 +184,8 @@ class Demonstrations:
         self._keyframes = np.concatenate(keyframes) + np.repeat(self._ends - lengths, lengths)
 
     def batch(self, items: Tensor) -> dict[str, Any]:
-        """The targets of these items for `Policy.imitate`: the actions from each item on, and which of them exist."""
+        """The targets of these items for `Policy.imitate`: the actions from each item on, and a mask of existing
+        actions."""
         rows = items.numpy()
         episodes = np.searchsorted(self._ends, rows, side="right")
         steps = rows[:, None] + np.arange(self.horizon)
@@ -220,7 +221,7 @@ def next_keyframes(actions: np.ndarray) -> np.ndarray:
 
 
 class DemoImages:
-    """uint8 [items, H, W, 3] of each camera, on disk."""
+    """Images on disk: uint8 [items, H, W, 3] for each camera."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], items: int, folder: Path | None) -> None:
         self.shapes = shapes
@@ -265,8 +266,7 @@ class DemoImages:
 
 
 def sft_factor(config: SFTConfig, step: int, steps: int, total: int) -> float:
-    """Learning rates are multiplied by it at the `step`-th gradient step of a run of `total`, `steps` of them in a pass
-    over the data.
+    """The factor on learning rates at gradient step `step` of `total`, with `steps` per pass over the data.
 
     Cosine with lr 1, final_lr 0.1, 1 step to warm up and 5 in all: 0.5, 1, 0.1 + 0.45 * (1 + cos(pi / 4)) = 0.868,
     0.55, 0.232.

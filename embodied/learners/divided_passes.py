@@ -1,4 +1,4 @@
-"""Passes that learner ranks run together, if a sequence is divided over several (learner.sequence_degree).
+"""Passes that several learner ranks run together, if sequences are divided over ranks (learner.sequence_degree).
 
 A sequence is the content of one pass: conversations that share a prompt, or several short ones. All ranks exchange the
 lengths of their sequences, compute the same table of passes from them, and run their passes in its order. Helping ranks
@@ -29,7 +29,7 @@ from embodied.runtime.rank_groups import PendingTensor, RankGroup
 if TYPE_CHECKING:
     from embodied.learners.train_batch import RankBatch
 
-TOLD = ("actions", "mask", "lengths", "groups")  # of conversations, sent to helping ranks
+TOLD = ("actions", "mask", "lengths", "groups")  # arrays of conversations that are sent to helping ranks
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class SharedPass:
     """A sequence that several ranks compute together, with the tokens to send."""
 
     group: RankGroup
-    owner: int  # the place in the group of the rank that has the loss
-    number: int  # in the table
-    order: deque[int]  # of this rank's shared passes that have not begun
+    owner: int  # the owner's place in the group; it computes the loss
+    number: int  # number in the table
+    order: deque[int]  # numbers of this rank's remaining shared passes
     sizes: tuple[int, int, int]  # tokens, conversations, and numbers that spell the names of its pictures
     told: PendingTensor
 
@@ -65,13 +65,13 @@ class SharedPass:
 class Pass:
     """The items of one forward pass."""
 
-    items: Tensor  # of this rank's batch; none if it helps with another rank's sequence
+    items: Tensor  # items of this rank's batch; none if it helps with another rank's sequence
     counts: bool = True  # False: padding
     shared: SharedPass | None = None
 
     @property
     def is_own(self) -> bool:
-        """True if it has this rank's items, or padding."""
+        """True if it has this rank's items or padding."""
         return self.shared is None or self.shared.owner == self.shared.group.place
 
     def inputs(self, batch: RankBatch) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Pass:
 
 
 class PassTable:
-    """Decides, together with all ranks, which passes ranks run together."""
+    """Decides, equally on all ranks, which passes several ranks run together."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PassTable:
         rank: int,
         policy: Policy,
     ) -> None:
-        """`groups` are this rank's by degree."""
+        """`groups`: this rank's groups, by degree."""
         self.groups, self.collective, self.rank = groups, collective, rank
         self.degrees = [1, *groups] if config.sequence_degree == "auto" else [config.sequence_degree]
         self.device, self.cost = policy.device, PassCost(*policy.pass_cost())

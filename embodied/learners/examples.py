@@ -1,4 +1,4 @@
-"""Answered conversations to learn from: a text env's own solutions, or the lines of a file. Free of torch."""
+"""Examples for imitation: a text env's own solutions, or the rows of a file. Free of torch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def example_of(row: dict[str, Any], where: str, data: Path) -> Example:
 
 
 def said_in(content: Any) -> Said:
-    """The text of a row's prompt or messages, or its question as env.name=math asks it."""
+    """The prompt or messages of a row, or its question in the form of env.name=math."""
     asked = [key for key in ("prompt", "messages", "question", "problem") if content.get(key) is not None]
     if len(asked) != 1:
         raise ValueError('it should have either "prompt" or "messages" or "question"')

@@ -1,9 +1,8 @@
-"""How much memory a large policy needs, counted on torch's meta device: nothing is allocated and nothing computed.
+"""Counts a large policy's memory on torch's meta device, without allocating or computing.
 
-Activations are counted as the network saves them for its backward pass, without a formula. Trained weights of half
-precision cost 20 bytes more each (a float32 copy, its gradient, Adam's two moments, and the vector in which gradients
-travel), and a learner that holds shards of them still adds up the whole float32 gradient, unless
-learner.reduce_each_pass is set.
+Activations are counted while the network saves them for its backward pass, without a formula. A trained half-precision
+weight takes 20 more bytes (a float32 copy, its gradient, Adam's two moments, and the vector for the all-reduce). A
+learner with shards still accumulates the whole float32 gradient, unless learner.reduce_each_pass is set.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 EXACT = 4  # bytes of a float32
 NUMBERS, FELT = 7, 8  # numbers of an arm's action and of its state
 SPOKEN_TO = EnvSpec(ActionSpec(1), instruction=True, max_episode_steps=1, text=True)
-PROMPT = 64  # tokens besides image tokens; an instruction has about half as many
+PROMPT = 64  # tokens besides image tokens, about twice as many as in an instruction
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,14 @@ class Memory:
     num_trained: int
     weights: int
     training: int  # gradients, Adam's moments, and copies in float32
-    activations: int  # of one microbatch
+    activations: int  # activations of one micro-batch
     reference: int = 0  # a copy of the trained weights, for the divergence
     trained: int = 0  # of `weights`, the trained ones
-    gathered: int = 0  # weights that a learner with shards holds unsharded: the largest block, and those outside blocks
+    gathered: int = (
+        0  # weights that a learner with shards holds unsharded: the largest block, and weights outside blocks
+    )
     gradient: int = 0  # in float32, that a learner with shards adds up unsharded: all of it, or a block's
-    acting: int = 0  # keys and values of one env row
+    acting: int = 0  # KV cache of one env row
 
     @property
     def total(self) -> int:
@@ -54,7 +55,7 @@ class Memory:
         """Bytes of each of `ranks` learners with shards: for its rows the weights (trained ones in float32), two
         moments and twice the gradient, and the unsharded part of the gradient."""
         rows = self.weights - self.trained + 5 * EXACT * self.num_trained
-        rows += self.weights if self.reference else 0  # of the reference, which then shares no weights with the policy
+        rows += self.weights if self.reference else 0  # a reference with shards shares no weights with the policy
         return rows // ranks + self.gradient + self.gathered + self.activations
 
     def __str__(self) -> str:
@@ -66,8 +67,8 @@ class Memory:
 
 
 def estimate(config: RunConfig, items: int = 1) -> Memory | None:
-    """Memory of a recipe's learner, found without its simulator and its model's folder; None for small policies. An
-    iteration has `items` items, if no option says how many are computed together."""
+    """Memory of a recipe's learner, counted without simulator and model folder; None for small policies. `items`: the
+    items of an iteration, used if no option sets the micro-batch."""
     from embodied.envs import env_class
     from embodied.policies import policy_class
 
@@ -92,7 +93,7 @@ def spec_of_arm(config: RunConfig) -> EnvSpec:
 
 
 def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memory:
-    """Memory of training a policy on a microbatch of the learner's inputs; the policy loses its weights."""
+    """Memory of training a policy on a micro-batch of these inputs; the policy loses its weights."""
     parameters = list(policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     weights, blocks = num_bytes(parameters), [num_bytes(block.parameters()) for block in policy.blocks()]
@@ -110,7 +111,7 @@ def count(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> Memo
 
 
 def whole_gradient(policy: Policy, config: LearnerConfig) -> int:
-    """Bytes of the gradients that a learner with shards holds whole at a time."""
+    """Bytes of gradients that a learner with shards holds unsharded at a time."""
     every, *blocks = (
         EXACT * sum(p.numel() for p in part.parameters() if p.requires_grad) for part in (policy, *policy.blocks())
     )
@@ -118,22 +119,23 @@ def whole_gradient(policy: Policy, config: LearnerConfig) -> int:
 
 
 def acting_bytes(policy: Policy, config: LearnerConfig) -> int:
-    """Keys and values of one env row, of policies that keep them, or of the longest conversation."""
+    """Bytes of the KV cache of one env row, or of the longest conversation."""
     if policy.speaks:
         return longest_conversation(policy, config) * policy.token_bytes
     return policy.row_bytes(PROMPT)
 
 
 def training_bytes(p: Tensor) -> int:
-    """Bytes per trained number: gradient, two moments, the gradients' exchange; and for half precision a copy."""
+    """Bytes per trained weight: gradient, two moments, the vector for the all-reduce, and for half precision a float32
+    copy."""
     size = EXACT if p.dtype in HALVES else p.element_size()
     return size * (5 if p.dtype in HALVES else 4)
 
 
 def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -> int:
-    """The bytes that the forward pass keeps for the backward pass, in the policy's own precision; weights are not
-    counted again. If activations are recomputed, the backward pass holds those of one block at a time. "places" of the
-    inputs are places of pictures, which also pass through the vision tower."""
+    """The bytes that the forward pass keeps for the backward pass, in the policy's precision, without weights. If
+    activations are recomputed, the backward pass holds one block's activations at a time. "places" of the inputs are
+    picture tokens, which also pass through the vision tower."""
     policy, inputs = policy.to("meta"), {**inputs}
     places = inputs.pop("places", 0)
     kept, largest_block = kept_by_pass(policy, inputs, places)
@@ -144,10 +146,10 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
 
 
 def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[int, int]:
-    """The bytes that a forward pass keeps, and those that the largest of its blocks keeps."""
+    """The bytes that a forward pass keeps, and the bytes of its largest block."""
     weights = {p.untyped_storage()._cdata for p in policy.parameters()}
     seen: dict[int, Tensor] = {}
-    totals: list[int] = []  # where blocks begin and end
+    totals: list[int] = []  # totals at the beginning and end of blocks
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata not in weights:
@@ -172,15 +174,15 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
 
 
 def longest_conversation(policy: Policy, config: LearnerConfig) -> int:
-    """The largest number of tokens of a conversation: `policy.max_length`; if unset, those of a pack, unless the engine
-    reserves room for all positions of the model."""
+    """The largest number of tokens of a conversation: `policy.max_length`. If that is unset: the size of a pack, or all
+    positions of the model if the engine reserves room for them."""
     if policy.config.max_length or policy.config.engine == "vllm":
         return policy.max_length
     return min(policy.max_length, config.pack_tokens)
 
 
 def longest_pass(policy: Policy, config: LearnerConfig) -> int:
-    """Most tokens of a learner's pass: a pack, or its part of a longer conversation."""
+    """The largest number of tokens of a learner's pass: a pack, or its part of a longer conversation."""
     degree = 1 if config.sequence_degree == "auto" else config.sequence_degree
     return max(config.pack_tokens, -(-longest_conversation(policy, config) // degree))
 
@@ -193,7 +195,7 @@ def conversations(tokens: int) -> dict[str, Any]:
 
 
 def made_up(policy: Policy, rows: int) -> dict[str, Any]:
-    """Inputs of the right shapes for a policy that sees images and reads an instruction."""
+    """Inputs with the right shapes for a policy with images and an instruction."""
     spec, chunk = policy.spec, policy.config.chunk
     obs: Observation = {"images": {name: np.zeros((rows, *size), np.uint8) for name, size in spec.images.items()}}
     obs["instruction"] = ["put the black bowl on the plate"] * rows

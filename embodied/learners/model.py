@@ -1,5 +1,5 @@
-"""The policy as the learner trains it: precision, compilation, frozen features, and Adam over its trained weights. The
-gradient is summed over all learner ranks and clipped as a whole.
+"""The policy in training: precision, compilation, frozen features, and Adam over its trained weights. The gradient is
+summed over all learner ranks and clipped as a whole.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from embodied.runtime.tensor_bytes import (
     write_safetensors,
 )
 
-KEPT_BYTES = 4 * 2**30  # most host memory for frozen parts' features of an iteration's observations
+KEPT_BYTES = 4 * 2**30  # limit of host memory for an iteration's frozen features
 FILE, SHARD = "optimizer.safetensors", "optimizer-{}-of-{}.safetensors"
 MASTER = "master"
-NORM_PART = 2**20  # numbers whose squares are summed in their own precision, to five digits
+NORM_PART = 2**20  # numbers whose squares are summed in their own precision, exact to five digits
 
 
 class Model:
     def __init__(self, policy: Policy, config: LearnerConfig, tick: Callable[[], None] = lambda: None) -> None:
-        """`tick` says "still alive" before every pass."""
+        """`tick` sends a sign of life before every pass."""
         self.policy = policy
         self.config = config
         self.tick = tick
         first = next(policy.parameters())
         self.device = first.device.type
-        self.dtype = torch.promote_types(first.dtype, torch.float32)  # of losses, and of gradients on their way
-        self.collective: Collective = Alone()  # with the ranks that must run a sharded network equally often
-        self.table: PassTable | None = None  # where ranks run passes together
+        self.dtype = torch.promote_types(first.dtype, torch.float32)  # dtype of losses and exchanged gradients
+        self.collective: Collective = Alone()  # ranks that must run a sharded network equally often
+        self.table: PassTable | None = None  # set if ranks run passes together
         self.graphed: Any = None  # gradient steps that were recorded (`update.GraphedSteps`), or False: they cannot be
         self.first_backward: float | None = None  # when it began, by time.perf_counter; of the update since it was None
         if config.checkpoint_activations:
@@ -63,11 +63,11 @@ class Model:
 
     @property
     def pack_tokens(self) -> int:
-        """Tokens of conversations that pass through the network at once."""
+        """Size of a language model's micro-batch in tokens."""
         return self.config.pack_tokens * (1 if self.table is None else self.table.degrees[0])
 
     def begin_pass(self) -> None:
-        """A recorded pass begins: forward and backward."""
+        """Called before a recorded pass (forward and backward)."""
         self.tick()
         self.first_backward = self.first_backward or perf_counter()
 
@@ -79,13 +79,13 @@ class Model:
         return Scores(*(None if part is None else part.to(self.dtype) for part in parts))
 
     def cast(self) -> AbstractContextManager:
-        """In this context matrix products have learner.precision."""
+        """Inside, matrix products have learner.precision."""
         if self.config.precision != "bf16":
             return nullcontext()
         return torch.autocast(self.device, torch.bfloat16, cache_enabled=not self.graphed)
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """`last`: the last pass of its gradient step. Only then do ranks with shards sum their gradients, unless
+        """Backward pass. Ranks with shards sum their gradients only in the `last` pass of a gradient step, unless
         learner.reduce_each_pass is set."""
         if self.first_backward is None:
             self.first_backward = perf_counter()
@@ -95,7 +95,7 @@ class Model:
 
     @torch.no_grad()
     def features(self, obs: Observation) -> dict[str, Tensor]:
-        """`Policy.frozen_features`, in the host's memory, since those of a whole iteration are large."""
+        """`Policy.frozen_features`, in the host's memory, since the features of a whole iteration are large."""
         self.tick()
         with self.cast():
             return {name: tensor.cpu() for name, tensor in self.policy.frozen_features(obs).items()}
@@ -113,21 +113,21 @@ class Model:
         return -(-count // (self.config.micro_batch_size or max(count, 1)))
 
     def most_passes(self, passes: int) -> int:
-        """The passes of the rank that needs most, if all ranks must run the network equally often."""
+        """The largest number of passes over the ranks, if all must run the network equally often."""
         if not self.config.shard:
             return 0
         return max(int(row[0]) for row in self.collective.gather(np.array([passes])))
 
     def micro_batches(self, items: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        """Parts of the items, and whether they count: padding does not, and fills up missing passes."""
+        """The items' micro-batches, with False for padding, which fills up missing passes."""
         size = self.config.micro_batch_size or max(len(items), 1)
         parts = [(part, True) for part in items.split(size) if len(part)]
         return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
 
 
 class FrozenFeatures:
-    """Features that frozen parts of the policy compute from observations, once for all epochs of an update, if all of
-    them can be kept."""
+    """Features from frozen parts of the policy, computed once for all epochs of an update if all of them fit into
+    memory."""
 
     def __init__(self, model: Model, num_items: int) -> None:
         self.model, self.num_items = model, num_items
@@ -162,7 +162,7 @@ def recompute(policy: Policy) -> None:
 
 
 def compile_blocks(policy: Policy) -> None:
-    """Compile its blocks if it names some, which is easier than a whole policy."""
+    """Compile the policy's blocks if it names some, which is faster than compiling the whole policy."""
     if next(policy.parameters()).device.type == "cpu" and not shutil.which("g++"):
         raise ConfigError("learner.compile=true needs a C++ compiler; install g++ or leave it out")
     torch._inductor.config.compile_threads = 1  # no additional pool of processes
@@ -173,13 +173,13 @@ def compile_blocks(policy: Policy) -> None:
 class PolicyOptimizer:
     """Adam over the policy's trainable parameters.
 
-    Ranks that hold all weights exchange their gradients as one flat vector; ranks that hold shards have them summed by
-    FSDP already and exchange only numbers. Weights of half precision are trained in float32, the master: a copy, or if
-    they are sharded the shards themselves.
+    Ranks with all weights exchange their gradients as one flat vector. Between ranks with shards FSDP has already
+    summed gradients, so they only exchange statistics. Half-precision weights are trained in float32 (master weights):
+    a copy, or the shards themselves.
     """
 
     def __init__(self, policy, algo, collective: Collective, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-        """`dtypes`: of published weights that differ from the learner's."""
+        """`dtypes` of published weights, where they differ from the learner's."""
         rates = learning_rates(algo)
         groups = {name: [p for p in group if p.requires_grad] for name, group in policy.parameter_groups().items()}
         names = {id(p): name for name, p in policy.named_parameters()}
@@ -196,13 +196,12 @@ class PolicyOptimizer:
         self.adam = Adam(masters, algo.adam_eps, algo.adam_betas, algo.weight_decay)
         self.max_grad_norm = algo.max_grad_norm
         self.sizes = [master.numel() for master in self.masters]
-        self.summed: Tensor | None = None  # memory that steps reuse: new pages would cost as much as the copy
+        self.summed: Tensor | None = None  # memory reused by all steps: new pages would cost as much as the copy
         self.fixed = False  # gradients are added up in that memory
 
     def exchange(self, stats: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
-        """Sum the gradients and these numbers over all ranks, and clear the gradients; Returns the sums of the numbers
-        and the norm of the whole gradient, which is divided by `count` if that was not known before. Both stay on the
-        device."""
+        """Sum the gradients and these numbers over all ranks, and clear the gradients. Returns the sums of the numbers,
+        and the norm of the whole gradient after its division by `count`, if given. Both stay on the device."""
         parts = [self._gradient(p, m).view(-1) for p, m in zip(self.params, self.masters, strict=True)]
         if self.sharded:
             self.flat = torch.cat(parts)
@@ -217,7 +216,8 @@ class PolicyOptimizer:
         return self.split(self.collective.sum(torch.cat(parts, out=self.summed)), count)
 
     def split(self, flat: Tensor, count: float | None = None) -> tuple[Tensor, Tensor]:
-        """Given the whole gradient and the sums of numbers behind it, these sums and the gradient's norm."""
+        """Split the exchanged vector: returns the sums of numbers at its end, and the norm of the gradient before
+        them."""
         size = sum(self.sizes)
         self.flat = flat[:size]
         if count is not None:
@@ -225,8 +225,8 @@ class PolicyOptimizer:
         return flat[size:], norm_of(self.flat)
 
     def fix_gradients(self, num_stats: int) -> Tensor:
-        """From now on add gradients up, from zeros, in memory with a fixed address; returns the memory after them for
-        `num_stats` numbers. `forget_gradients` undoes this."""
+        """From now on accumulate gradients in memory with a fixed address. Returns the memory behind it for `num_stats`
+        numbers. `forget_gradients` undoes this."""
         self.forget_gradients()
         self.fixed, self.summed = True, self.masters[0].new_zeros(sum(self.sizes) + num_stats)
         for p, master, part in zip(
@@ -258,7 +258,7 @@ class PolicyOptimizer:
                 yield f"{name}/{key}", value
 
     def masters_aside(self) -> list[Tensor]:
-        """The masters that are copies, not the parameters' own memory."""
+        """The master weights that are copies, not the parameters' own memory."""
         return [master for p, master in zip(self.params, self.masters, strict=True) if p.dtype in HALVES]
 
     def tensors(self) -> list[Tensor]:
@@ -266,7 +266,7 @@ class PolicyOptimizer:
         return [*self.masters_aside(), *(value for state in self.adam.state.values() for value in state.values())]
 
     def forget_gradients(self) -> None:
-        """Frees the gradients, which are not needed between updates."""
+        """Free the gradients, which are not needed between updates."""
         self.flat, self.summed, self.fixed = None, None, False
         self.adam.forget_gradients()
         for p in self.params:
@@ -277,15 +277,15 @@ class PolicyOptimizer:
         return ~torch.stack([torch.isfinite(master).all() for master in self.masters]).all()
 
     def save(self, folder: Path, rank: int = 0) -> None:
-        """Write the state into a folder of a checkpoint. Ranks with shards each write a file with their rows, if all of
-        them see the checkpoint; else rank 0 writes one file of whole tensors."""
+        """Write the state into a folder of a checkpoint. Each rank with shards writes a file with its rows, if all
+        ranks see the folder; else rank 0 writes one file of whole tensors."""
         shards = 1
         if self.sharded:
             seen = np.concatenate(self.collective.gather(np.array([float(folder.parent.is_dir())])))
             shards = len(seen) if seen.all() else 1
         whole = self.sharded and shards == 1
         if rank and shards == 1:
-            deque(self._stored(whole), maxlen=0)  # takes part
+            deque(self._stored(whole), maxlen=0)  # takes part in gathering
             return
         specs = {key: spec for name, p in self._named() for key, spec in self._specs(name, p, whole).items()}
         folder.mkdir(parents=True, exist_ok=True)
@@ -294,7 +294,7 @@ class PolicyOptimizer:
         )
 
     def load(self, folder: Path) -> None:
-        """Load the state that any number of ranks wrote."""
+        """Load the state written by any number of ranks."""
         where, (first, stored) = dict(self._named()), read_shards(folder)
         wanted = [f"{name}/{key}" for name, p in where.items() for key in self._state(name, p)]
         if lacking := [key for key in wanted if key not in stored]:
@@ -359,8 +359,8 @@ def read_shards(folder: Path) -> tuple[Path, dict[str, list[Blob]]]:
 
 
 class Adam:
-    """Torch's fused Adam, with its state by parameter. The class `torch.optim.Adam` calls the same function, but making
-    one imports torch's compiler: 1.7 s of a core at every learner's start (torch 2.13)."""
+    """Torch's fused Adam, with its state by parameter. The class `torch.optim.Adam` calls the same function, but its
+    constructor imports torch's compiler: 1.7 s of a core at every learner's start (torch 2.13)."""
 
     def __init__(
         self,
@@ -369,7 +369,7 @@ class Adam:
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
     ) -> None:
-        """The decay is AdamW's: it acts on the weights, not on their gradients."""
+        """The weight decay is AdamW's: it acts on the weights, not on their gradients."""
         self.groups, self.eps, self.betas, self.weight_decay = groups, eps, betas, weight_decay
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for group in groups for p in group}
 
@@ -404,7 +404,7 @@ class Adam:
             p.grad = None
 
     def state_of(self, p: Tensor) -> dict[str, Tensor]:
-        """The averages of a parameter's gradients, which are zeros before its first step."""
+        """The moments of a parameter's gradients, zeros before its first step."""
         if not (state := self.state[p]):
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
             state["exp_avg"] = torch.zeros_like(p)
@@ -419,7 +419,7 @@ def norm_of(flat: Tensor) -> Tensor:
 
 
 def master_of(p: Tensor) -> Tensor:
-    """The tensor that Adam changes: the parameter's own memory, or a float32 copy that collects its gradients too."""
+    """The tensor that Adam changes: the parameter itself, or a float32 copy that also accumulates gradients."""
     own = local(p).detach()
     if p.dtype not in HALVES:
         return own
@@ -435,12 +435,12 @@ def master_of(p: Tensor) -> Tensor:
 
 
 def learning_rates(config: AlgoConfig | SFTConfig) -> dict[str, float]:
-    """The learning rates of a policy's groups of parameters. GRPO and imitation have no value function to learn."""
+    """The learning rates of a policy's parameter groups. GRPO and imitation train no value function."""
     if isinstance(config, GRPOConfig | SFTConfig):
         return {"policy": config.lr, "value": 0.0}
     return {"policy": config.lr, "value": config.lr if config.value_lr is None else config.value_lr}
 
 
 def lr_factor(schedule: str, progress: float) -> float:
-    """Learning rates are multiplied by it; `progress` is 0 before the first iteration, 1 after the last."""
+    """The factor on learning rates; `progress` is 0 before the first iteration, 1 after the last."""
     return min(1.0, max(0.0, 1.0 - progress)) if schedule == "linear" else 1.0

@@ -1,8 +1,8 @@
-"""The pieces of rollouts and whole episodes of a learner rank's batch: joined by source, and encoded by frozen parts of
-the policy as they arrive.
+"""Collects a learner rank's batch from pieces of rollouts and whole episodes. Pieces are joined by source, and frozen
+parts of the policy encode them as they arrive.
 
-Learners on devices of their own do this while the rollout is in progress. Frozen features do not depend on trained
-weights and are computed in fixed micro-batches, so the division into pieces cannot change the result.
+Learners on separate devices do this during the rollout. Frozen features do not depend on trained weights and are
+computed in fixed micro-batches, so the division into pieces cannot change the result.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from embodied.core.types import Array, BatchEnd, ForLearner, Trajectory, Unit, j
 from embodied.learners.model import FrozenFeatures, Model
 from embodied.runtime import Channel, Timers
 
-NO_DEADLINE = float("inf")  # episodes take their time; a channel closes where the run fails
+NO_DEADLINE = float("inf")  # episodes may be long; if the run fails, the channel closes
 
 
 class RolloutBuffer:
-    """The pieces of one batch that have arrived."""
+    """The received pieces of one batch."""
 
     def __init__(self, batch_size: int = 1, horizon: int = 0) -> None:
-        """`batch_size` is about how many items are encoded together; rollouts in pieces have `horizon` decisions."""
+        """`batch_size`: approximate number of items encoded together; `horizon`: decisions of a rollout in pieces."""
         self.horizon = horizon
         self.batch_size = batch_size
-        self.whole: dict[str, Trajectory] = {}  # by source, its trajectory, or room for it
-        self.have: dict[str, int] = {}  # decisions of it that have come
-        self.seen: dict[str, int] = {}  # decisions of it that are encoded
+        self.whole: dict[str, Trajectory] = {}  # by source: its trajectory, or memory for it
+        self.have: dict[str, int] = {}  # by source: number of received decisions
+        self.seen: dict[str, int] = {}  # by source: number of encoded decisions
         self.features: FrozenFeatures | None = None
         self.rows = np.empty(0, np.int64)  # env rows whose observations are encoded, sorted
-        self.end: BatchEnd | None = None  # when no more units follow
+        self.end: BatchEnd | None = None  # set when no more units follow
 
     def add(self, piece: Trajectory) -> None:
         source, end = piece.source, piece.first + int(piece.lengths.max())
@@ -53,14 +53,14 @@ class RolloutBuffer:
         return all(s in self.whole and self.have[s] == self.whole[s].lengths.max() for s in sources)
 
     def take(self, sources: Iterable[str]) -> Trajectory:
-        """The trajectories of these sources, joined; they are forgotten."""
+        """Remove and return the joined trajectories of these sources."""
         return join([self.whole.pop(source) for source in sources])
 
     def units(
         self, channel: Channel, batch: int, timers: Timers, piece_came: Callable[[], None] = lambda: None
     ) -> Iterator[Unit]:
-        """The units of a batch, each when all of it has come, up to its `end`; `piece_came` is called when the buffer
-        has more. Other pieces of this batch are forgotten: their sims died before all had come."""
+        """Yields each unit of a batch when all its data have arrived, until the batch's `end`. `piece_came` is called
+        after every piece. Remaining pieces are dropped: their sims died before sending all of them."""
         expected: list[Unit] = []
         while self.end is None or expected:
             with timers.measure("wait"):
@@ -80,7 +80,7 @@ class RolloutBuffer:
                 channel.get(key=batch, timeout_s=0.0)
 
     def encode(self, model: Model, rows: np.ndarray) -> None:
-        """Frozen features of all whole microbatches that have come, of the rank's env rows `rows` (sorted)."""
+        """Encode all complete micro-batches of the rank's env rows `rows` (sorted)."""
         for source, whole in self.whole.items():
             horizon = int(whole.lengths[0])
             if self.features is None:
@@ -96,7 +96,7 @@ class RolloutBuffer:
                 self.seen[source] = part.stop
 
     def encoded(self, ids: np.ndarray) -> dict[str, Tensor]:
-        """Frozen features of these rows; the missing rows were lost with their sim worker."""
+        """Frozen features of these rows; rows of a dead sim worker are missing."""
         assert self.features is not None
         if len(ids) == len(self.rows):
             return self.features.kept
@@ -106,19 +106,19 @@ class RolloutBuffer:
 
 
 def items_of(rows: Sequence[int] | np.ndarray, decisions: range, horizon: int) -> np.ndarray:
-    """These decisions of these rows, where every row has `horizon` of them."""
+    """The items of these decisions and rows, if every row has `horizon` decisions."""
     return (np.array(rows)[:, None] * horizon + np.array(decisions)).ravel()
 
 
 def room_for_all(piece: Trajectory, horizon: int) -> Trajectory:
-    """Room for a rollout that begins with this piece."""
+    """Memory for a rollout that begins with this piece."""
     count = len(piece.ids) * horizon
     room = map_decisions(lambda array: room_for(array, count), piece)
     return replace(piece, lengths=np.full_like(piece.lengths, horizon), last=True, **room)
 
 
 def copied(array: Array) -> Array:
-    """A tensor with contiguous memory of its own, on the device where the array is; texts stay an array."""
+    """A contiguous copy as a tensor on the array's device; texts stay an array."""
     if is_tensor(array):
         return array.clone(memory_format=torch.contiguous_format)
     copy = np.array(array, order="C")
@@ -126,8 +126,8 @@ def copied(array: Array) -> Array:
 
 
 def sent(arrays: Mapping[str, Array], device: str) -> dict[str, Tensor]:
-    """Copies of the arrays as tensors on this device. Each copy to a GPU waits for it, so all numpy arrays go in one,
-    in a type that holds every number."""
+    """Copies of the arrays as tensors on this device. Each transfer to a GPU waits for it, so all numpy arrays are sent
+    in one transfer, in a type that holds every number."""
     tensors = {name: copied(array) for name, array in arrays.items()}
     small = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
     if device != "cpu" and small:
@@ -139,7 +139,7 @@ def sent(arrays: Mapping[str, Array], device: str) -> dict[str, Tensor]:
 
 
 def take(array: Array, items: Tensor) -> Array:
-    """These items of an array. An array in the host's memory needs `items` there, too; items are sent to other devices
+    """These items of an array. For an array in host memory `items` must be there, too. Items for a device are sent
     without waiting."""
     if not is_tensor(array):
         return array[items.numpy()]

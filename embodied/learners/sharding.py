@@ -1,11 +1,11 @@
 """Weights split over the learner ranks by FSDP2: every rank holds some rows of every tensor and of its optimizer state.
 
 A block's whole weights exist only while it computes. Trained half-precision weights are sharded in float32 and cast to
-half precision for computing; float32 parts (a value head) stay float32. Gradients accumulate whole, in float32, and are
-summed over ranks once a step or, with learner.reduce_each_pass, after every pass. Weights that leave the learner
-(policy folders, published versions) are joined tensor by tensor, in their original precision; each rank writes its own
-file of the optimizer's state. (`torch.distributed.checkpoint` would send pickled plans between ranks, and a rank's
-socket trusts whoever reaches it.)
+half precision for computing; float32 parts (a value head) stay float32. Gradients accumulate unsharded, in float32, and
+are summed over ranks once a step or, with learner.reduce_each_pass, after every pass. Weights in policy folders and
+published versions are joined tensor by tensor, in their original precision. Each rank writes its own file of the
+optimizer's state. (`torch.distributed.checkpoint` would send pickled plans between ranks, and a rank's socket accepts
+every connection.)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def form_shards(rendezvous: RendezvousFile | RendezvousAddress, rank: int, world_size: int, device: str) -> None:
-    """Meet the ranks that `shard` splits weights over."""
+    """Form the process group over which `shard` splits weights."""
     import torch.distributed as dist
 
     rendezvous.use_interface()
@@ -71,7 +71,9 @@ def shard(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo can only add, and FSDP would scale float32 on the way
+            module.set_force_sum_reduction_for_comms(
+                True
+            )  # gloo can only sum, and FSDP would scale float32 gradients otherwise
 
 
 def leave() -> None:
@@ -82,7 +84,7 @@ def leave() -> None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor. A process that never imported that class, a slow import, has none."""
+    """True for a DTensor. Its class is slow to import, so a process without the import has no DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -93,7 +95,7 @@ def local_weights(policy: nn.Module) -> list[Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's rows; for a tensor that is not sharded the tensor itself."""
+    """This rank's rows; for an unsharded tensor the tensor itself."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -107,7 +109,7 @@ def rows_of(tensor: Tensor) -> slice:
 
 
 def join_rows(shards: Sequence[Blob], rows: slice) -> Tensor:
-    """These rows of a tensor that is stored in shards; only shards that have some of them are read.
+    """These rows of a tensor that is stored in shards; only shards with such rows are read.
 
     Rows 2 to 5 of shards of 3 rows each: row 2 of the first, rows 0 and 1 of the second."""
     if len(shards) == 1:
@@ -140,7 +142,7 @@ def whole_tensors(
 
 
 def load_whole(policy, tensors: dict[str, Tensor]) -> None:
-    """Replace all weights by this rank's parts of whole tensors, which may be read only when they are used."""
+    """Replace all weights by this rank's parts of whole tensors, which may be read lazily."""
     policy.check_names(tensors)
     with torch.no_grad():
         for name, mine in policy.state_dict(keep_vars=True).items():

@@ -1,7 +1,7 @@
-"""Imitation for policies that speak: every answer is predicted token by token, given all earlier text.
+"""Imitation for language policies: predicts every token of an answer, given all earlier text.
 
-An item is one conversation, and each rank writes down its own block of them, from the run's seed or from a file: no
-text travels. The loss is the mean over the answers' tokens of a minibatch, however ranks and passes share them.
+An item is one conversation. Each rank generates its own block of them from the run's seed or from a file, so no text is
+sent. The loss is the mean over the answers' tokens of a minibatch, independent of their division into ranks and passes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from embodied.learners.train_batch import owned
 
 class TextImitationLearner(ImitationLearner):
     def __init__(self, env: Any, *learner: Any) -> None:
-        """`env` are the options of the text env whose prompts it learns to answer."""
+        """`env`: the options of the text env with the prompts."""
         super().__init__(*learner)
         self.env = env
 
     def open_data(self) -> int:
-        """Write down this rank's conversations as tokens; -> how many conversations there are, over all ranks."""
+        """Encode this rank's conversations as tokens. Returns the number of conversations of all ranks."""
         if not hasattr(self.policy, "tokenizer"):
             raise ConfigError(
                 f"policy.name={self.policy_config.name} is not a language model; try policy.name=language"
@@ -42,7 +42,7 @@ class TextImitationLearner(ImitationLearner):
         mine = env_blocks(total, self.world_size)[self.rank]
         found = solved(self.env, self.seed, mine) if given is None else given[mine.start : mine.stop]
         self.demos = ExampleTokens(self.policy, found, mine.start, total)
-        self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # of all ranks' conversations
+        self.sizes = np.concatenate(self.collective.gather(self.demos.sizes))  # sizes of all ranks' conversations
         self.blocks = self.blocks_of_ranks()
         return total
 
@@ -62,13 +62,13 @@ class TextImitationLearner(ImitationLearner):
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
     def _packs(self, items: np.ndarray) -> list[slice]:
-        """The groups of these conversations, of whatever rank, that go through the network together."""
+        """The packs of these conversations, which may belong to any rank."""
         return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
 
 
 def packs(lengths: list[int], most: int) -> list[slice]:
-    """Consecutive conversations of at most so many tokens, and longer ones by themselves: they share nothing. Lengths
-    3 2 4 9 1 with at most 6: 3 2, 4, 9, 1."""
+    """Packs of consecutive conversations with at most `limit` tokens; a longer conversation is a pack by itself.
+    Lengths 3 2 4 9 1 with at most 6: 3 2, 4, 9, 1."""
     cuts, held = [0], 0
     for number, length in enumerate(lengths):
         if number > cuts[-1] and held + length > most:
@@ -79,7 +79,7 @@ def packs(lengths: list[int], most: int) -> list[slice]:
 
 
 class ExampleTokens:
-    """The conversations of one rank as tokens; `first` is the number of its first among all `total`."""
+    """The conversations of one rank as tokens; `first` is the number of its first conversation among all `total`."""
 
     def __init__(self, policy: Any, examples: Sequence[Example], first: int, total: int) -> None:
         self.first, self.total = first, total
@@ -91,7 +91,7 @@ class ExampleTokens:
             tokens.append(stream)
             masks.append(mask)
         lengths = np.array([len(stream) for stream in tokens], np.int64)
-        # [R, 2]: the tokens of each conversation, and those of them that are learned.
+        # [R, 2]: the number of tokens of each conversation, and of its trained tokens.
         self.sizes = np.stack([lengths, [int(mask.sum()) for mask in masks]], axis=1)
         self.ends = np.cumsum(lengths)
         self.tokens, self.mask = np.concatenate(tokens), np.concatenate(masks)
@@ -122,8 +122,7 @@ def pictures_of(example: Example) -> tuple[str, ...]:
 
 
 def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
-    """A conversation's tokens, int64 [n], and which of them are to be learned: the answers, each with a token that
-    ends it.
+    """A conversation's tokens, int64 [n], and a mask of the trained tokens: the answers, each with its end token.
 
     "5+6=" answered by "11" as characters with the stop token 0: 5 + 6 = 1 1 0, mask F F F F T T T.
     """
@@ -140,7 +139,7 @@ def written(tokenizer: Any, example: Example) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_length(policy: Any, tokens: np.ndarray, mask: np.ndarray, which: str) -> None:
-    """Refuse an example that the policy could not say: its answers are too long, or all of it is."""
+    """Refuse an example that is too long for the policy, in an answer or as a whole."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     longest = int((edges[1::2] - edges[::2]).max())
     if (limit := policy.config.max_tokens) and longest > limit:

@@ -1,7 +1,7 @@
-"""How fast a language model is trained: tokens a second, and MFU, the share of what its devices can compute.
+"""The training speed of a language model: tokens a second, and MFU, the share of its devices' peak rate.
 
-MFU counts two operations for each product of the forward pass and four of the backward pass, of frozen weights too,
-and nothing for what is computed twice. What a device can compute is measured once: the best rate of a matrix product.
+MFU counts two operations for each product of the forward pass and four of the backward pass, also for frozen weights.
+Recomputed activations do not count. A device's peak rate is measured once, as the best rate of a matrix product.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from embodied.learners.model import Model
 from embodied.runtime.collective import Collective
 
-SIDES = {"cuda": 4096}  # of the matrices that are multiplied
+SIDES = {"cuda": 4096}  # side of the multiplied matrices
 TRIES = 5
 
 
 class Throughput:
-    """The seconds of a learner's updates, and what its network did in them."""
+    """The seconds of a learner's updates, and the operations of its network in them."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.seconds, self.peak = model, 0.0, 0.0
@@ -33,7 +33,7 @@ class Throughput:
         self.seconds += perf_counter() - started
 
     def numbers(self, collective: Collective) -> dict[str, float]:
-        """Of all ranks since the last call, which take part; {} for policies that do not speak."""
+        """Numbers for the log over all ranks since the last call; all ranks take part. {} for robot policies."""
         if not self.model.policy.speaks:
             return {}
         tokens, products = self.model.policy.take_work()
@@ -54,7 +54,7 @@ class Throughput:
 
 @torch.no_grad()
 def peak_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations a second of a product of two large matrices, the best of a few."""
+    """Operations a second of a product of two large matrices, the best of several tries."""
     side = SIDES.get(device, 512)
     one, best = torch.full((side, side), 0.01, dtype=dtype, device=device), float("inf")
     for _ in range(TRIES):

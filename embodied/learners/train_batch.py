@@ -1,12 +1,12 @@
 """The batch of one learner rank: items of trajectories, each with its advantage.
 
-An item is a decision, in text a token. Minibatches deal *units*: items, or for language policies whole groups of
+An item is a decision, in text a token. Minibatches consist of *units*: items, or for language policies whole groups of
 conversations, which share a prompt and pass through the network together. A rank has any set of sequences. Units are
 numbered by their sequences' ids over all ranks, and statistics are computed over all ranks in that order: neither the
 owner of a sequence nor the order of arrival changes the result.
 
-PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups. Of a
-conversation only the sampled tokens count (`envs/text/worker.py` marks them). Its values are computed once, by the
+PPO estimates advantages from values along a sequence; GRPO and its relatives compare whole episodes within groups. Only
+the sampled tokens of a conversation count (`envs/text/worker.py` marks them). Its values are computed once, by the
 weights at the start of the update, since engines have no value head.
 """
 
@@ -34,7 +34,7 @@ from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 
 OF_ITEMS = "logprobs mask current of advantages weights values returns reference proximal masked".split()
-REFERENCE = "reference_logprobs"  # in `Trajectory.replay`: [K, C, A], where a role of its own has computed them
+REFERENCE = "reference_logprobs"  # in `Trajectory.replay`: [K, C, A], if a separate role has computed them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,32 +45,32 @@ class RankBatch:
     actions: Tensor
     logprobs: Tensor
     mask: Tensor
-    current: Tensor  # bool [items], taken with the weights that the update starts from
+    current: Tensor  # bool [items]: sampled with the weights at the start of the update
     replay: dict[str, Tensor]
-    of: Tensor  # int [items], 0, 1, ...: decisions of one episode, or tokens of one conversation, have the same number
-    numbers: np.ndarray  # int [units], ascending: each unit's number over all ranks; -1: counts nothing
-    groups: np.ndarray | None = None  # int [units], of conversations: which may share a prompt
-    group_size: int = 1  # units that minibatches keep together
-    # Of all ranks
+    of: Tensor  # int [items]: number of the item's episode or conversation, from 0
+    numbers: np.ndarray  # int [units], ascending: each unit's number over all ranks; -1: padding
+    groups: np.ndarray | None = None  # int [units], of conversations: equal for conversations with a common prompt
+    group_size: int = 1  # units that stay together in a minibatch
+    # Over all ranks
     num_units: int = 0
-    num_items: int = 0  # that count
-    weight_sum: float = 0.0  # of their weights
+    num_items: int = 0  # counted items
+    weight_sum: float = 0.0  # sum of their weights
     loss_count: float = 0.0  # divisor of the whole batch's loss
-    # What items are worth
+    # Targets of items
     advantages: Tensor | None = None  # [items]
     weights: Tensor | None = None  # [items]
-    values: Tensor | None = None  # [items], at act time; where a value function learns
+    values: Tensor | None = None  # [items], at act time; if a value function is trained
     returns: Tensor | None = None  # [items]
-    reference: Tensor | None = None  # [items, C, A], log-probs where the divergence from them counts in the loss
+    reference: Tensor | None = None  # [items, C, A], log-probs of the reference, if the loss has a divergence term
     proximal: Tensor | None = None  # [items, C, A], log-probs at the start of the update, for ratios
-    masked: Tensor | None = None  # bool [items], left out of the policy's loss
-    metrics: dict[str, float] = field(default_factory=dict)  # of the data
+    masked: Tensor | None = None  # bool [items]: left out of the policy's loss
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the data
 
     def __len__(self) -> int:
         return len(self.mask)
 
     def part(self, items: Tensor) -> RankBatch:
-        """These items, as the loss asks for them: without what passes through the network."""
+        """These items with the arrays of the loss, without the network's inputs."""
         there = items.to(self.mask.device, non_blocking=True)
         known = {name: getattr(self, name) for name in OF_ITEMS}
         taken = {name: take(tensor, there) for name, tensor in known.items() if tensor is not None}
@@ -84,18 +84,18 @@ class RankBatch:
 
     @property
     def own_units(self) -> Tensor:
-        """The units that count: none where the rank has a copy of what another one learns from."""
+        """The counted units; none if the rank only has a copy of another rank's unit."""
         return torch.from_numpy(np.flatnonzero(self.numbers >= 0))
 
-    # Dealing
+    # Distributing
 
     def order(self, seed: int, iteration: int, epoch: int) -> np.ndarray:
-        """The units of all ranks in the order in which an epoch takes them: groups are shuffled, not torn."""
+        """The units of all ranks in the order of an epoch: groups are shuffled as a whole."""
         groups = permutation(seed, iteration, epoch, self.num_units // self.group_size)
         return (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
 
     def owned(self, minibatches: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
-        """Local numbers of the units of each minibatch that this rank has, on the device where all of the batch is."""
+        """For each minibatch the local numbers of this rank's units, on the batch's device."""
         found = [owned(minibatch, self.numbers) for minibatch in minibatches]
         units = torch.from_numpy(np.concatenate(found))
         there = self.mask.device
@@ -104,12 +104,12 @@ class RankBatch:
         return units.split([len(part) for part in found])
 
     def divisor(self, units: int) -> float:
-        """The divisor of the loss of a minibatch of so many units. Together minibatches add up to the gradient of the
-        batch, whichever units meet in one."""
+        """The divisor of the loss of a minibatch of `units` units. The minibatches' gradients sum to the gradient of
+        the batch, for any division into minibatches."""
         return (self.loss_count or 1.0) * units / self.num_units
 
     def stats_divisor(self, units: int) -> float:
-        """The divisor of the statistics of a minibatch of so many units."""
+        """The divisor of the statistics of a minibatch of `units` units."""
         return (self.weight_sum or 1.0) * units / self.num_units
 
     # Passing through the network
@@ -128,13 +128,13 @@ class RankBatch:
         return inputs | {"pictures": [name for name in take(self.obs["picture"], items) if name]}
 
     def observed(self, items: Tensor) -> Observation:
-        """The observations of these items, as policies take them."""
+        """The observations of these items, in the form for policies."""
         return text_lists(map_obs(lambda part: take(part, items), self.obs))
 
     def passes(self, model: Model, units: Tensor, size: int | None = None) -> list[Pass]:
-        """Items of these units, part by part. If all ranks must run the network equally often, a rank with fewer passes
-        adds padding, which does not count. `size` items at a time if the learner's options leave that open. If ranks
-        divide sequences, some passes help with sequences of other ranks."""
+        """The micro-batches of these units. If all ranks must run the network equally often, a rank with fewer passes
+        adds padding. `size`: the micro-batch size if no option sets it. If ranks divide sequences, some passes help
+        with sequences of other ranks."""
         if self.groups is None:
             parts = list(units.split(model.config.micro_batch_size or size or len(units))) if len(units) else []
             padding = torch.zeros(1, dtype=torch.int64)
@@ -146,7 +146,7 @@ class RankBatch:
         return [Pass(part) for part in parts] + [Pass(padding, counts=False)] * missing
 
     def _packs(self, model: Model, units: Tensor) -> list[Tensor]:
-        """Tokens of these conversations, pack by pack, in the order of conversations."""
+        """The tokens of these conversations in packs, in the order of conversations."""
         if not len(units):
             return []
         begins = np.cumsum(np.bincount(self.of.cpu(), minlength=len(self.numbers) + 1))
@@ -159,7 +159,7 @@ class RankBatch:
     # Learning
 
     def teaching(self, units: Tensor) -> Tensor:
-        """The units with a counted item: whole conversations may be left out."""
+        """The units with a counted item; some conversations have none."""
         if self.groups is None:
             return units
         return units[torch.from_numpy(np.bincount(self.of.cpu(), self.mask[:, 0].cpu()) > 0)[units]]
@@ -176,8 +176,8 @@ class RankBatch:
         return loss_sum(scores.logprobs, scores.entropy, scores.values, items, config)
 
     def corrected(self, model: Model, config: AlgoConfig) -> RankBatch:
-        """The same batch with all log-probs under the weights that the update starts from: for items that are stale, or
-        sampled by an engine whose log-probs differ numerically."""
+        """The same batch with log-probs recomputed by the weights at the start of the update: for stale items, or for
+        an engine whose log-probs differ numerically."""
         proximal = logprobs_of(model, self, config)
         masked = None
         if config.episode_mask != "none":
@@ -193,13 +193,14 @@ class RankBatch:
 
 
 def owned(minibatch: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """The places in `numbers` (ascending) of a minibatch's units that are among them, in the minibatch's order."""
+    """The indices in `numbers` (ascending) of a minibatch's units, in the minibatch's order; units of other ranks are
+    skipped."""
     at = np.minimum(np.searchsorted(numbers, minibatch), len(numbers) - 1)
     return at[numbers[at] == minibatch]
 
 
 def step_items(config: AlgoConfig, units: int) -> int:
-    """Units per gradient step, of so many in an iteration."""
+    """Units per gradient step, given the units of an iteration."""
     return min(config.minibatch_size or units, units)
 
 
@@ -207,18 +208,19 @@ class AllRanks:
     """The sequences of all ranks, in the order of their ids."""
 
     def __init__(self, unit: Unit, collective: Collective) -> None:
-        """This rank has the sequences of `unit`."""
+        """`unit` has this rank's sequences."""
         self.collective, self.num_own = collective, 0 if unit.is_padding else len(unit.ids)
         ids = np.concatenate(collective.gather(unit.ids[: self.num_own]))
         self.order = np.argsort(ids)
-        self.places = np.searchsorted(ids[self.order], unit.ids)  # of this rank's among all
+        self.places = np.searchsorted(ids[self.order], unit.ids)  # indices of this rank's sequences among all
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """A row for every sequence; this rank has these."""
+        """The rows of all sequences, given this rank's rows."""
         return np.concatenate(self.collective.gather(rows[: self.num_own]))[self.order]
 
     def moments(self, numbers: np.ndarray, lengths: np.ndarray, exists: np.ndarray) -> Moments:
-        """Moments of the numbers [K] of all sequences that exist (bool [K]); `lengths` are of this rank's sequences."""
+        """Moments over all sequences of the numbers [K] with `exist` (bool [K]); `lengths` are the lengths of this
+        rank's sequences."""
         cuts = np.cumsum(lengths)[:-1]
         parts = zip(np.split(numbers, cuts), np.split(exists.astype(numbers.dtype), cuts), strict=True)
         return merge_moments(self.gather(np.array([moments(*part) for part in parts])))
@@ -236,11 +238,11 @@ def build_batch(
     model: Model,
     reference: Model | None = None,
 ) -> RankBatch:
-    """The sequences of this rank's `unit` as items with their advantages, before an update that starts from this
-    version of the weights; all ranks take part."""
+    """The sequences of this rank's `unit` as items with their advantages, before an update from this version of the
+    weights; all ranks take part."""
     speaks, lengths, all_ranks = model.policy.speaks, trajectory.lengths, AllRanks(unit, collective)
     trained = trained_tokens(trajectory, config) if speaks else np.ones(len(trajectory.versions), bool)
-    # Units, items that count, and episodes or conversations with such items, of every sequence
+    # Of every sequence: units, counted items, and episodes or conversations with counted items
     of, sequence = episodes_within(trajectory), np.repeat(np.arange(len(lengths)), lengths)
     sizes = np.bincount(of, trained)
     begins = np.flatnonzero(np.diff(of, prepend=-1))
@@ -258,7 +260,7 @@ def build_batch(
         weight_sum=weight_sum,
         loss_count=num_units * model.policy.config.max_tokens if config.weighting == "constant" else weight_sum,
     )
-    # Log-probs of the reference, and values of a policy that speaks
+    # Log-probs of the reference, and values of a language policy
     metrics, divergence = {}, None
     if num_items:
         metrics = staleness(version - trajectory.versions[trained & (all_ranks.num_own > 0)], collective)
@@ -276,7 +278,7 @@ def build_batch(
         worth, more = judged(trajectory, unit, values, trained, divergence, config, all_ranks)
     else:
         worth, more = compared_in_groups(trajectory, unit, trained, divergence, config, all_ranks)
-    # What items are worth, as tensors
+    # The targets of items, as tensors
     worth["weights"] = trained / np.maximum(sizes, 1)[of] if by_episode else trained
     if isinstance(config, PPOConfig) and not speaks:
         more["train/explained_variance"] = explained_variance(worth["returns"], worth["values"], model.dtype)
@@ -287,7 +289,7 @@ def build_batch(
 def items_of(
     trajectory: Trajectory, config: AlgoConfig, model: Model, trained: np.ndarray, version: int = -1
 ) -> RankBatch:
-    """The decisions of a trajectory (`trained` ones count), as items of a single rank."""
+    """The decisions of a trajectory as items of a single rank; `trained` marks counted ones."""
     speaks, lengths = model.policy.speaks, trajectory.lengths
     mask, current = host(trajectory.mask) & trained[:, None], (trajectory.versions == version) & trained
     taken = {"actions": trajectory.actions, "logprobs": trajectory.logprobs, "mask": mask, "current": current}
@@ -313,8 +315,7 @@ def numbered(units: np.ndarray, of_all: np.ndarray, all_ranks: AllRanks) -> np.n
 
 
 def trained_tokens(trajectory: Trajectory, config: AlgoConfig) -> np.ndarray:
-    """Bool [K], tokens that count: the policy chose them, and their conversation is not left out for being cut off
-    (algo.truncated)."""
+    """Bool [K]: trained tokens. They are sampled, and with algo.truncated=mask their conversation is not truncated."""
     sampled = np.array(trajectory.mask[:, 0])
     if config.truncated == "mask":
         starts = np.cumsum(trajectory.lengths) - trajectory.lengths
@@ -324,7 +325,7 @@ def trained_tokens(trajectory: Trajectory, config: AlgoConfig) -> np.ndarray:
 
 
 def episodes_within(trajectory: Trajectory) -> np.ndarray:
-    """Int [K], counted from 0: decisions of one sequence that belong to the same episode have the same number.
+    """Int [K]: the number of each decision's episode, counted from 0 over all sequences.
 
     Two sequences of episodes 7, 7, 9 and 9, 9: 0, 0, 1 and 2, 2.
     """
@@ -335,7 +336,7 @@ def episodes_within(trajectory: Trajectory) -> np.ndarray:
 
 
 def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
-    """The age in versions of the decisions of all ranks, `ages` [K] on this one: the mean, the largest, and the share
+    """The staleness in versions of all ranks' decisions (`ages` [K] on this rank): the mean, the largest, and the share
     of each age."""
     rows = np.stack(np.unique(ages, return_counts=True), axis=1)
     known_ages, counts = np.concatenate(collective.gather(rows)).T
@@ -348,7 +349,7 @@ def staleness(ages: np.ndarray, collective: Collective) -> dict[str, float]:
 
 
 def estimated_on_host(trajectory: Trajectory) -> Trajectory:
-    """The trajectory with what advantages are estimated from as numpy, of a device in one copy."""
+    """The trajectory with rewards and values as numpy, copied from a device in one transfer."""
     names = [name for name in ("rewards", "values", "next_values") if getattr(trajectory, name) is not None]
     return replace(trajectory, **dict(zip(names, on_host([getattr(trajectory, name) for name in names]), strict=True)))
 
@@ -362,8 +363,8 @@ def judged(
     config: PPOConfig,
     all_ranks: AllRanks,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Advantages, returns and values [K], and what to log. Decisions pay for their `divergence` [K] from the
-    reference as they begin."""
+    """Advantages, returns and values [K], and numbers for the log. The `divergence` [K] from the reference is
+    subtracted from a decision's first reward."""
     lengths, metrics, speaks = trajectory.lengths, {}, unit.scores is not None
     rewards = earned(trajectory, unit.scores, trained) if speaks else np.array(trajectory.rewards, np.float64)
     if divergence is not None:
@@ -377,14 +378,15 @@ def judged(
         advantages, returns = gae_of(trajectory, rewards, config)
     if config.normalize_advantages:
         advantages = normalize(advantages, all_ranks.moments(advantages, lengths, trained))
-    if speaks and trajectory.values is not None:  # a critic's, who has learned from them
+    if speaks and trajectory.values is not None:  # values of a critic, which trains itself
         return {"advantages": advantages}, metrics
     return {"advantages": advantages, "returns": returns, "values": values}, metrics
 
 
 def earned(trajectory: Trajectory, scores: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    """Rewards [K, 1] of conversations with these scores [R]. A turn's reward is earned by its last token. The
-    difference between a score and these rewards (an answer too long, or cut off) is earned by the last token."""
+    """Rewards [K, 1] of conversations with these scores [R]. A turn's reward is on its last token. The difference
+    between the score and the sum of rewards (penalties for long or truncated answers) is on the conversation's last
+    token."""
     lengths = trajectory.lengths
     rewards = np.where(trained, trajectory.rewards[:, 0], 0.0).astype(np.float64)
     paid = np.add.reduceat(rewards, np.cumsum(lengths) - lengths)
@@ -395,7 +397,7 @@ def earned(trajectory: Trajectory, scores: np.ndarray, trained: np.ndarray) -> n
 
 
 def gae_of(trajectory: Trajectory, rewards: np.ndarray, config: PPOConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns [K]; shorter sequences are padded with decisions that nobody played."""
+    """Advantages and returns [K]; shorter sequences are padded with masked decisions."""
     lengths = trajectory.lengths
     ends, rows = np.cumsum(lengths), np.arange(len(lengths))
     at = np.arange(lengths.sum()) - np.repeat(ends - lengths, lengths), np.repeat(rows, lengths)
@@ -424,8 +426,8 @@ def compared_in_groups(
     config: AlgoConfig,
     all_ranks: AllRanks,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Advantages [K], and what to log. Where decisions pay for their `divergence` [K] from the reference, scores less
-    the divergences that follow are compared with divergences of all decisions of the iteration."""
+    """Advantages [K], and numbers for the log. With a `divergence` [K] from the reference, scores minus the following
+    divergences are compared, over all decisions of the iteration."""
     lengths = trajectory.lengths
     if divergence is None:
         return {"advantages": np.repeat(unit.advantages, lengths)}, {}
@@ -445,7 +447,7 @@ def explained_variance(returns: np.ndarray, values: np.ndarray, dtype: torch.dty
 
 
 def divergences(batch: RankBatch, reference: Tensor) -> np.ndarray:
-    """[items], by how much an item was likelier when it was taken than under the reference, in nats."""
+    """[items]: the log-prob of an item when it was sampled minus its log-prob under the reference, in nats."""
     differences = torch.where(batch.mask[:, :, None], batch.logprobs - reference, 0.0)
     return differences.sum((1, 2)).double().cpu().numpy()
 
@@ -465,7 +467,7 @@ def scores_of(model: Model, batch: RankBatch, size: int, which: Callable[[Scores
 
 
 def frozen_features(model: Model, batch: RankBatch, size: int) -> dict[str, Tensor]:
-    """Computes the features of the items' observations that no epoch changes; empty where they do not fit."""
+    """Computes the frozen features of the items' observations; empty if they do not fit into memory."""
     features = FrozenFeatures(model, len(batch))
     for items in torch.arange(len(batch)).split(model.config.micro_batch_size or size):
         features.add(batch.observed(items), items)
@@ -475,7 +477,7 @@ def frozen_features(model: Model, batch: RankBatch, size: int) -> dict[str, Tens
 
 
 def moments_of(trajectory: Trajectory, moments: Callable[[Observation], np.ndarray | None]) -> np.ndarray | None:
-    """The observation moments of the sequences, a row each; None for policies that track none."""
+    """The observation moments, a row per sequence; None for policies without an observation normaliser."""
     rows: dict[int, np.ndarray] = {}
     starts = np.cumsum(trajectory.lengths) - trajectory.lengths
     for length in np.unique(trajectory.lengths):
@@ -490,7 +492,7 @@ def moments_of(trajectory: Trajectory, moments: Callable[[Observation], np.ndarr
 
 
 def by_step(array: Array, rows: Any, count: int) -> Array:
-    """These rows [count * T, ...], sequence after sequence, as [T, count, ...]; only images are not copied."""
+    """These rows [count * T, ...], sequence after sequence, as [T, count, ...]; images are not copied."""
     found = array[rows].reshape(count, -1, *array.shape[1:]).swapaxes(0, 1)
     if found.ndim > 3:
         return found

@@ -1,8 +1,8 @@
-"""One update: the same sequence of gradient steps on every rank, to which each rank adds its units.
+"""One update: the same gradient steps on every rank, each over all ranks' units.
 
-The gradient and the step's statistics travel between ranks as one vector. With gradient accumulation
+The gradient and the step's statistics are exchanged between ranks as one vector. With gradient accumulation
 (pipeline.schedule=periodic), sums of gradients and statistics are divided once, by counts that are known after the last
-unit: the step equals that of the gathered units, in any order of arrival.
+unit. So the step equals a step with all units at once, in any order of arrival.
 """
 
 from __future__ import annotations
@@ -29,43 +29,45 @@ from embodied.policies.base import Scores
 from embodied.runtime.collective import Collective
 from embodied.runtime.device_graphs import record
 
-SMALL = 10_000_000  # weights of a policy whose steps are recorded on a GPU
-MISMATCH = ("mismatch_k3", "mismatch_error")  # of log-probs with those at act time, in the first step
+SMALL = 10_000_000  # largest number of weights of a policy with recorded steps
+MISMATCH = ("mismatch_k3", "mismatch_error")  # log-probs compared with act time, in the first step
 
 
 @dataclass(frozen=True)
 class StepSums:
     """The statistics of a gradient step, for the log."""
 
-    sums: Tensor  # float64, on the device: statistics, summed over all ranks, and the gradient's norm
+    sums: Tensor  # float64, on the device: statistics summed over all ranks, and the gradient's norm
     epoch: int
     units: int
     divisor: float
     more: dict[str, float]
 
     def numbers(self, names: Sequence[str], sums: list[float]) -> dict[str, float]:
-        """The statistics of these names, given the sums as they were read."""
+        """The statistics by name, given the sums read from the device."""
         *totals, norm = sums
         numbers = {name: total / self.divisor for name, total in zip(names, totals, strict=True)}
         return numbers | {"grad_norm": norm} | self.more
 
 
 class GradientSteps:
-    """The gradient steps of one update: gradients and statistics are added up, and exchanged for each step."""
+    """The gradient steps of one update: accumulates gradients and statistics, and exchanges them for each step."""
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
         self.model, self.optimizer, self.config = model, optimizer, config
         self.names = (*loss_terms(config), *model.policy.own_losses, *MISMATCH)
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
-        # The gap and k3 of a decision, and the error of a conversation
+        # Largest gap and k3 of a decision, and largest error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
-        self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # of losses, statistics and units
-        self.broken = torch.zeros((), device=model.device)  # 1 from the first step on whose numbers are not finite
+        self.counts = torch.zeros(
+            3, dtype=torch.float64, device=model.device
+        )  # divisors: of losses, of statistics, and units
+        self.broken = torch.zeros((), device=model.device)  # 1 from the first step with non-finite numbers on
         self.steps: list[StepSums] = []
 
     def add(self, batch: RankBatch, units: Tensor, divisor: float = 1.0) -> None:
         """Add the gradient of these units' loss, divided by `divisor`. Before the first step, log-probs are compared
-        with those at act time."""
+        with the log-probs at act time."""
         model = self.model
         passes = batch.passes(model, batch.teaching(units))
         for number, each in enumerate(passes, 1):
@@ -107,13 +109,13 @@ class GradientSteps:
             torch.maximum(self.largest, found, out=self.largest)
 
     def add_all(self, batch: RankBatch) -> None:
-        """Add one batch of several; the divisors of the sums add up, too."""
+        """Add one of several batches; the divisors are summed, too."""
         self.add(batch, batch.own_units)
         self.counts += self.counts.new_tensor([batch.loss_count, batch.weight_sum, batch.num_units])
 
     def step(self, end: BatchEnd, epoch: int, units: int, divisor: float, count: float | None = None) -> None:
         """Take a step with all ranks for a minibatch of `units` units. Statistics are divided by `divisor`, and the
-        gradient by `count` if that was not known before."""
+        gradient by `count`, if given."""
         sums = self.exchange(self.lr_factor(end), count)
         more = self.model.policy.end_step(self.optimizer.collective.sum)
         self.steps.append(StepSums(sums, epoch, units, divisor, more))
@@ -123,8 +125,8 @@ class GradientSteps:
         return self.take_step(*self.optimizer.exchange(self.sums, count), lr_factor)
 
     def take_step(self, totals: Tensor, norm: Tensor, lr_factor: float | Tensor) -> Tensor:
-        """Take a step by the summed gradients; returns `StepSums.sums`. The device checks that these are finite:
-        otherwise this step and all later ones leave the weights unchanged."""
+        """Take a step with the summed gradients; returns `StepSums.sums`. The device checks that these are finite:
+        otherwise this step and all later steps leave the weights unchanged."""
         sums = torch.cat([totals.double(), norm.view(1)])
         torch.maximum(self.broken, (~sums.isfinite().all()).float(), out=self.broken)
         self.optimizer.step(norm, lr_factor, self.broken)
@@ -162,7 +164,7 @@ class GradientSteps:
         return {f"train/{name}": float(np.mean([row[name] for row in history])) for name in names} | metrics
 
     def read(self, steps: list[StepSums], *more: Tensor) -> tuple[list[dict[str, float]], list[float]]:
-        """The statistics of these steps, and more numbers from the device, read in one transfer."""
+        """The statistics of these steps, and further numbers from the device, read in one transfer."""
         width = len(self.names) + 1
         read = torch.cat([*(step.sums for step in steps), *(each.double() for each in more)]).tolist()
         rows = [read[i * width : (i + 1) * width] for i in range(len(steps))]
@@ -173,8 +175,8 @@ class GradientSteps:
 
 
 class GraphedSteps(GradientSteps):
-    """Gradient steps that are recorded once, for all updates: a pass for each size of padded minibatches, and the step.
-    Ranks sum their gradients in between."""
+    """Gradient steps recorded once for all updates: a pass for each size of padded minibatches, and the step. Ranks sum
+    their gradients in between."""
 
     def __init__(self, model: Model, optimizer: PolicyOptimizer, config: AlgoConfig) -> None:
         super().__init__(model, optimizer, config)
@@ -196,7 +198,7 @@ class GraphedSteps(GradientSteps):
         return self.optimizer.summed is self.room and self._addresses() == self.addresses
 
     def begin(self, batch: RankBatch) -> None:
-        """Begin an update, and record the statistics of its beginning."""
+        """Begin an update with empty statistics; missing graphs are recorded."""
         self.steps = []
         self.room.zero_()
         self.largest.fill_(-math.inf)
@@ -239,7 +241,7 @@ class GraphedSteps(GradientSteps):
         self.learn_from(scores, fixed.batch, 1.0, fixed.own_weight, fixed.divisor, counts=fixed.counts)
 
     def _recorded(self, work: Callable[[], None]) -> Any:
-        """The graph of this work. Recording changes no weights, since steps of a broken update change none."""
+        """The graph of this work. Recording changes no weights, since the update counts as broken meanwhile."""
         changed = (self.room, self.largest, self.broken)
         before = [tensor.clone() for tensor in changed]
         self.broken.fill_(1.0)
@@ -257,8 +259,7 @@ class GraphedSteps(GradientSteps):
 def steps_of(
     model: Model, optimizer: PolicyOptimizer, config: AlgoConfig, batch: RankBatch
 ) -> tuple[GradientSteps, RankBatch]:
-    """Gradient steps for this batch, recorded ones if learner.graphs says so, and the batch in the form that they
-    need."""
+    """Gradient steps for this batch (recorded if learner.graphs allows it), and the batch in the form for them."""
     reason = why_not_graphs(model, config, batch)
     if reason and model.config.graphs == "on":
         raise ConfigError(f"learner.graphs=on: {reason}; try learner.graphs=auto")
@@ -283,7 +284,7 @@ def steps_of(
 
 
 def why_not_graphs(model: Model, config: AlgoConfig, batch: RankBatch) -> str:
-    """Why gradient steps for this batch are not recorded; "" if they are."""
+    """The reason why gradient steps for this batch are not recorded; "" if they are."""
     options, policy = model.config, model.policy
     if options.graphs == "off" or model.graphed is False:
         return "they are off"
@@ -320,12 +321,13 @@ def update_policy(
 
 
 def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:
-    """Given `approx_kl` of an epoch (all ranks, measured before each gradient step) divided by its number of items."""
+    """True if the update should stop, given the mean `approx_kl` of an epoch over all ranks, measured before each
+    gradient step."""
     return target_kl is not None and mean_kl > target_kl
 
 
 def check_divisor(model: Model, config: AlgoConfig) -> None:
-    """Refuse losses that are not divided by a count known only at the end of a batch."""
+    """Refuse losses whose divisor is not a count over the whole batch."""
     if (own := model.policy.own_losses) and config.weighting == "episode":
         raise ConfigError(
             f"pipeline.schedule=periodic divides all losses by one count, with algo.weighting=episode that of the "
@@ -334,7 +336,7 @@ def check_divisor(model: Model, config: AlgoConfig) -> None:
 
 
 def check_version(played: Trajectory, version: int) -> None:
-    """Refuse episodes that were played with another version of the weights than the learner has."""
+    """Refuse episodes played with another version of the weights than the learner's."""
     if odd := {*played.versions[played.mask.any(axis=1)].tolist()} - {version}:
         raise EmbodiedError(
             f"episodes {played.ids[0]} to {played.ids[-1]} were played with version {min(odd)} of the weights, but "
@@ -343,7 +345,7 @@ def check_version(played: Trajectory, version: int) -> None:
 
 
 def mismatch_of(part: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The distance of the log-probs [b, C, A] of these items from those at act time.
+    """The difference of the log-probs [b, C, A] of these items from the log-probs at act time.
 
     k3 [b], per decision: the sum of r - 1 - log r over its numbers, whose mean is KL(acted || now). The gap [b] in nats
     is the largest difference of a number, -inf for decisions of older weights than the update's first ones. The error
@@ -359,8 +361,8 @@ def mismatch_of(part: RankBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def sequence_errors(part: RankBatch, errors: Tensor) -> Tensor:
-    """The mean error of each conversation's counting tokens, 0 without any; -inf for robots, since no pass holds whole
-    episodes."""
+    """The mean error over each conversation's trained tokens, 0 without any; -inf for robot policies, since no pass has
+    whole episodes."""
     if part.groups is None:
         return errors.new_full((1,), -math.inf)
     of, counts = part.of, (part.weights > 0).to(errors.dtype)
@@ -369,8 +371,8 @@ def sequence_errors(part: RankBatch, errors: Tensor) -> Tensor:
 
 
 def mismatch_numbers(k3: float, error: float, largest: np.ndarray) -> dict[str, float]:
-    """The log's numbers of a mean k3 and error and the largest gaps, k3s and errors of conversations [ranks, 3]; no gap
-    if no decision was taken with the weights at the start of the update."""
+    """Numbers for the log, from the mean k3 and error, and the largest gap, k3 and error of a conversation [ranks, 3].
+    No gap if no decision was sampled with the weights at the start of the update."""
     gap, k3_max, of_sequence = largest.max(axis=0).tolist()
     metrics = {"train/mismatch_k3": k3, "train/mismatch_k3_max": k3_max, "train/mismatch_error": error}
     metrics |= {"train/mismatch_sequence_max": of_sequence} if of_sequence >= 0 else {}
@@ -378,7 +380,7 @@ def mismatch_numbers(k3: float, error: float, largest: np.ndarray) -> dict[str, 
 
 
 def check_scores(scores: Scores, acted: Tensor) -> None:
-    """Refuse scores that would broadcast against the log-probs stored at act time."""
+    """Refuse scores with another shape than the log-probs stored at act time, since they would broadcast."""
     wanted, found = list(acted.shape), [list(each.shape) for each in (scores.logprobs, scores.entropy, scores.values)]
     if found != [wanted, wanted, wanted[:1]]:
         raise WrongShape(
@@ -388,7 +390,7 @@ def check_scores(scores: Scores, acted: Tensor) -> None:
 
 
 def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
-    """Stop before a loss that is not finite changes weights."""
+    """Raise Diverged before a non-finite loss changes weights."""
     if odd := [f"{name} is {value}" for name, value in numbers.items() if not math.isfinite(value)]:
         raise Diverged(
             f"{', '.join(odd)} in iteration {iteration + 1}, epoch {epoch + 1}; try a lower algo.lr, and look for "
@@ -397,8 +399,8 @@ def check_finite(numbers: dict[str, float], iteration: int, epoch: int) -> None:
 
 
 def check_weights(collective: Collective, iteration: int, broken: float, *numbers: float) -> np.ndarray:
-    """Refuse weights that are not finite, since a finite step may be too large. `broken`: 1 if some of this rank's
-    weights are not finite. Returns the numbers of all ranks, one row for each."""
+    """Refuse non-finite weights, since a finite step may be too large. `broken`: 1 if some of this rank's weights are
+    not finite. Returns the numbers of all ranks, a row each."""
     rows = np.concatenate(collective.gather(np.array([[float(broken), *numbers]])))
     if rows[:, 0].any():
         raise Diverged(f"weights are NaN or infinite after iteration {iteration + 1}; try a lower algo.lr")

@@ -1,8 +1,8 @@
 """The learner: one replica of the policy, its optimizer, and its part of an iteration's data.
 
-Ranks see different items and take the same steps: gradients are sums over items divided by a count known before the
-step, and everything that is normalised (advantages, observations, gradient norm) is normalised over all ranks. It
-publishes the weights that training changes.
+Ranks process different items and take the same steps: gradients are sums over items divided by a count over all ranks,
+and advantages, observations and the gradient norm are normalised over all ranks. The learner publishes the trained
+weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from embodied.runtime.rendezvous import RendezvousAddress, listen
 from embodied.runtime.tensor_bytes import ITEM_BYTES, blob_of, spec_of, tensor_of
 from embodied.runtime.weights import WeightStore
 
-MOVING_S = 3600.0  # most seconds of a transfer from or to a slow disk
-ENCODED = 32  # items that frozen parts encode together: enough for speed, few enough to begin early
+MOVING_S = 3600.0  # time limit of a transfer from or to a slow disk
+ENCODED = 32  # items encoded together by frozen parts: enough for speed, few enough to begin early
 
 
 class LearnerWorker(Worker):
@@ -56,7 +56,7 @@ class LearnerWorker(Worker):
         device: str = "cpu",
         reference_apart: bool = False,
     ) -> None:
-        """`reference_apart`: the data contain the reference's log-probs."""
+        """`reference_apart`: a separate role has added the reference's log-probs to the data."""
         self.policy_config = policy
         self.algo = algo
         self.config = config
@@ -67,7 +67,7 @@ class LearnerWorker(Worker):
         self.collective: Collective = Alone()
         self.store: WeightStore | None = None
         self.computing = Computing()
-        self.shares = False  # policy workers of this process act with its weights
+        self.shares = False  # True: policy workers of this process act with its weights
 
     def listen(self, timeout_s: float) -> RendezvousAddress:
         """Rank 0: open the rendezvous for ranks on several machines."""
@@ -80,9 +80,9 @@ class LearnerWorker(Worker):
     def build(
         self, spec: EnvSpec, store: str, snapshot: bool, start: Path | None = None, in_turns: bool = True
     ) -> None:
-        """The policy with the weights of the folder `start`, or equal initial weights on every rank, and a fresh
-        optimizer. Published weights are named `store`. They need a snapshot if a worker in another process acts, with
-        room for two versions if acting and updating do not take turns."""
+        """Build the policy, with the weights of the folder `start` or with equal initial weights on every rank, and a
+        new optimizer. `store`: the name of the published weights. They need a `snapshot` if a worker of another process
+        acts, with room for two versions if acting and updating overlap."""
         self.belongings = DeviceTensors(self.timers)
         self.policy = self.new_policy(spec, start)
         self.started = start is not None
@@ -106,8 +106,8 @@ class LearnerWorker(Worker):
         self.optimizer = PolicyOptimizer(self.policy, self.algo, self.collective, self.dtypes)
         weights = self.policy.state_dict()
         frozen = {name for name, p in self.policy.named_parameters() if not p.requires_grad}
-        self.moving = weights.keys() - frozen  # what an update may change
-        self.loaded = False  # since the last publication
+        self.moving = weights.keys() - frozen  # names of trained weights
+        self.loaded = False  # True: weights were loaded since the last publication
         live = weights if in_turns and not self.config.shard else None
         snapshot = self.rank == 0 and (snapshot or live is None)
         changing = () if in_turns else self.moving
@@ -143,9 +143,9 @@ class LearnerWorker(Worker):
         rows: np.ndarray | None = None,
         one_by_one: bool = False,
     ) -> dict[str, float]:
-        """Take this rank's units of a batch as they come, then do one update with all ranks, which starts from this
-        version of the weights. `rows` are its env rows, if these are units: frozen parts encode their observations as
-        they come. With `one_by_one`, gradients of units are added up as they come, and there is one step."""
+        """Receive this rank's units of a batch, then do one update with all ranks, from this version of the weights.
+        `rows`: this rank's env rows, if env rows are the units; frozen parts encode their observations on arrival. With
+        `one_by_one`, gradients of units are accumulated on arrival, and there is one step."""
         self._restore_gpus()
         self.model.first_backward, started = None, perf_counter()
         horizon = 0 if rows is None else self.algo.rollout_decisions
@@ -172,14 +172,14 @@ class LearnerWorker(Worker):
                 numbers = update_policy(self.model, self.optimizer, self.algo, share, self.seed, buffer.end)
             self._merge_observed()
         numbers |= self.throughput.numbers(self.collective)
-        if self.model.first_backward is None:  # all items were of other ranks
+        if self.model.first_backward is None:  # all items belong to other ranks
             return numbers
         self.timers.mark("first backward", self.model.first_backward)
         waited_s = started + buffer.end.seconds
         return numbers | {"time/first_backward_s": self.model.first_backward - waited_s}
 
     def _restore_gpus(self) -> None:
-        """Replace NCCL communicators that a rank has freed. All ranks take part."""
+        """Make new NCCL communicators if a rank has freed its own. All ranks take part."""
         if self.gpus is not None:
             self.gpus.restore(self.collective)
 
@@ -190,8 +190,8 @@ class LearnerWorker(Worker):
                 buffer.encode(self.model, rows)
 
     def _gathered(self, buffer: RolloutBuffer, unit: Unit, version: int) -> RankBatch:
-        """All units of this rank with their advantages, and with frozen features: of rollouts as they came, of whole
-        episodes now."""
+        """All units of this rank with their advantages and frozen features. Rollouts are already encoded; whole
+        episodes are encoded now."""
         played = buffer.take(unit.sources)
         self._observe(played, unit)
         share = build_batch(played, unit, version, self.algo, self.collective, self.model, self.reference)
@@ -205,11 +205,12 @@ class LearnerWorker(Worker):
         return replace(share, replay=share.replay | known)
 
     def _encodes_once(self) -> bool:
-        """True if features of frozen parts of the policy are kept for all epochs."""
+        """True if frozen features are kept for all epochs."""
         return self.algo.epochs > 1 and not self.config.shard and not self.policy.speaks
 
     def _observe(self, played: Trajectory, unit: Unit) -> None:
-        """Keep the moments of observations, if the policy tracks them and did not start from trained weights."""
+        """Keep the moments of observations for the policy's normaliser, unless the policy started from trained
+        weights."""
         if self.started or unit.is_padding:
             return
         moments = moments_of(played, self.policy.observation_moments)
@@ -231,13 +232,14 @@ class LearnerWorker(Worker):
 
     @served_while_busy
     def divides(self) -> tuple[tuple[int, ...], tuple[float, float, float]] | None:
-        """How many ranks may compute a sequence together, and the `ExchangeCosts`; None if ranks compute alone."""
+        """The numbers of ranks that may compute a sequence together, and the `ExchangeCosts`; None if ranks compute
+        alone."""
         table = self.model.table
         return None if table is None else ((*table.degrees,), astuple(table.exchange))
 
     @served_while_busy
     def pass_cost(self) -> tuple[float, ...]:
-        """`Policy.pass_cost`, for dealing units to ranks."""
+        """`Policy.pass_cost`, for distributing units over ranks."""
         return self.policy.pass_cost()
 
     # Memory
@@ -276,7 +278,7 @@ class LearnerWorker(Worker):
     # Weights and checkpoints
 
     def publish(self, version: int) -> Publication | None:
-        """Publish the current weights as this version. Rank 0 returns where they are."""
+        """Publish the current weights as this version. Rank 0 returns the description of the version."""
         self._check_live()
         names = self.dtypes.keys() if self.store.version < 0 or self.loaded else self.moving
         tensors = self._whole(names)
@@ -296,13 +298,13 @@ class LearnerWorker(Worker):
 
     @served_while_busy
     def send_weights(self, channels: tuple[Channel, ...], whole: bool, version: int, handles: bool = False) -> None:
-        """Begin to put a published version into these channels, beside an update in progress; `handles` for readers
-        that hold this learner's GPU."""
+        """Begin to send a published version through these channels, also during an update. `handles`: for readers on
+        this learner's GPU."""
         self.store.send_aside(channels, whole, version, handles)
 
     def save(self, folder: Path) -> None:
-        """The policy folder and the optimizer, into a checkpoint that is being written. Rank 0 writes, and of sharded
-        optimizers all ranks."""
+        """Write the policy folder and the optimizer's state into an unfinished checkpoint. Rank 0 writes; of a sharded
+        optimizer all ranks write."""
         assert not self.belongings.away, "the weights are not on their device: nothing may be saved outside of its turn"
         try:
             with self.alive(MOVING_S):
@@ -340,7 +342,7 @@ class LearnerWorker(Worker):
 
 
 def check_learns(policy: Policy) -> None:
-    """Refuse a policy that cannot be scored, trained or sent to policy workers."""
+    """Refuse a policy that cannot be trained, scored or sent to policy workers."""
     kind = type(policy)
     check_methods(kind, *(() if kind.speaks else ("value",)), "forward")
     if not any(True for _ in policy.parameters()):
