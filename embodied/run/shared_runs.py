@@ -3,7 +3,7 @@ folder.
 
     share.json     the runs: arguments, devices, folder, how each ended
     share.jsonl    which run held which device when (`runtime/run_turns.py`)
-        logs/          the output of each run
+    logs/          the output of each run
 
 Each run is an `embodied.train` command in a separate process, with a placement that puts its simulators and learners on
 its own devices and a policy worker on every device that it may borrow.

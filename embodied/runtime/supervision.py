@@ -9,7 +9,7 @@ every restart (`Repetitions`).
     restarting -> stale      its workers are constructed, but one among them has no weights yet
     restarting -> healthy    constructed, and nothing is missing
     stale -> healthy         it has the current weights
-        any -> dead              it died once too often, or holds state that is lost: the run ends
+    any -> dead              it died once too often, or holds state that is lost: the run ends
 """
 
 from __future__ import annotations

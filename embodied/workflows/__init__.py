@@ -1,10 +1,10 @@
-"""The loops: which roles there are, what flows between them, and what an iteration is.
+"""The training loops: their roles, the data between them, and the steps of an iteration.
 
-`contract` is what a program declares, `rl_loop` the RL loop, `imitation` the loop that imitates. `collector` collects
-PPO's batches, `group_collector` GRPO's, `relay` is the base of roles that pass batches on to learners, `evaluator`
-evaluates. `workers` launches the roles, `rollout_manager` runs and replaces sim and policy workers, `answering` assigns
-policy workers to sims. `shipped_roles` are those that a recipe adds, with workers in `network_roles` and
-`scoring_roles`.
+`contract` has the declarations of a program, `rl_loop` the RL loop, `imitation` the imitation loop. `collector`
+collects PPO's batches, `group_collector` GRPO's; `relay` is the base of roles that pass batches on to learners.
+`evaluator` evaluates. `workers` launches the roles, `rollout_manager` runs and replaces sim and policy workers,
+`answering` assigns policy workers to sims. `shipped_roles` are the roles added by a recipe, with workers in
+`network_roles` and `scoring_roles`.
 """
 
 __all__ = ["contract", "evaluator", "imitation", "relay", "rl_loop", "shipped_roles", "workers"]

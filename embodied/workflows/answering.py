@@ -1,8 +1,8 @@
-"""Which policy workers answer in a round: they join, leave, die and are replaced while requests wait.
+"""The policy workers of a round: they join, leave, die and are replaced while requests wait.
 
-Requests wait with the players (`envs/request_client.py`); a player is told only who answers it. With several language
-engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer is not known in
-advance.
+Requests wait with the players (`envs/request_client.py`); a player only gets the names of its policy workers. With
+several language engines all prompts wait here until an engine has room (`SharedPrompts`), since the length of an answer
+is not known in advance.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIGN_OF_LIFE_S = 30.0  # after which an engine that waits for prompts gets an em
 
 
 class Answering:
-    """The policy workers of a round, and which of them each source asks. Every request is answered, also when workers
+    """The policy workers of a round, and their assignment to sources. Every request is answered, also when workers
     change."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Answering:
         self.names: dict[int, str] = {}  # names of the serving workers; every replacement has a new name
         self.lives = count()
         self.leaving: dict[int, float] = {}  # policy worker -> the time until which it may answer
-        self.changes = -1  # of turns, that it knows of
+        self.changes = -1  # number of known changes of turns
         self._name(policies)
         self.shared = SharedPrompts(self.names.values()) if manager.prompts and policies else None
         self.told = {source: self._servers(source) for source in self.sources}
@@ -64,14 +64,14 @@ class Answering:
         return tuple(replace(self.told[source], replies=self.replies[source]) for source in mine)
 
     def due(self) -> bool:
-        """True if workers can join, or should leave, or have left, or prompts wait for one."""
+        """True if workers can join, should leave or have left, or if prompts wait for a worker."""
         if self.shared and (self.manager.prompts.qsize() or monotonic() > self.shared.quiet_until):
             return True
         left = any(self.serving[policy].done() or monotonic() > until for policy, until in self.leaving.items())
         return left or self.device_sharing.due() or (self.moving and self.device_sharing.changes != self.changes)
 
     def go_on(self) -> None:
-        """Let policy workers join or leave, and hand out waiting prompts."""
+        """Let policy workers join or leave, and send waiting prompts to engines."""
         self.device_sharing.go_on()
         self.changes = self.device_sharing.changes
         if self.shared:
@@ -90,8 +90,8 @@ class Answering:
             self.device_sharing.rest([worker for worker, rests in zip(self.policies.workers, idle) if rests])
 
     def begin_again(self, replaced: Iterable[int]) -> None:
-        """Let the successors of dead policy workers answer instead of them. Successors whose device other workers hold
-        are built when they get it back, and join then."""
+        """Replace dead policy workers by their successors. If other workers hold a successor's device, it is built and
+        joins when it gets the device back."""
         replaced = {*replaced}
         for policy in replaced & self.serving.keys():
             if self.policies.workers[policy] in self.device_sharing.unbuilt:
@@ -129,14 +129,14 @@ class Answering:
         self.names |= {policy: f"policy-{policy}#{self.manager.rounds}.{next(self.lives)}" for policy in policies}
 
     def _serve(self, policy: int) -> None:
-        """Start serving. A worker knows every source of the round, since any of them may ask it later."""
+        """Start serving. A worker knows every source of the round, since any source may ask it later."""
         mine = [source for source, told in self.told.items() if self.names[policy] in told.channels]
         shared = (self.names[policy], self.manager.prompts) if self.shared else ()
         requests = self.manager.requests[policy]
         self.serving[policy] = self.policies[policy].serve(requests, dict(self.replies), *self.how, mine, *shared)
 
     def _tell(self) -> None:
-        """Tell the playing sources who answers them, if that has changed."""
+        """Tell the playing sources their policy workers, if these have changed."""
         if self.shared:
             self._hand_out(self.shared)
             return
@@ -147,7 +147,7 @@ class Answering:
                 self.replies[source].put(new)
 
     def _servers(self, source: str) -> Servers:
-        """The worker that a source asks, and other workers that may still have requests of it."""
+        """The worker that a source asks, and other workers that may still have requests of this source."""
         manager = self.manager
         if self.shared or not self.names:
             return Servers(source, {"all": manager.prompts} if self.shared else {})
@@ -176,7 +176,7 @@ class Answering:
                 manager.requests[policy].put(PromptBatch("the driver", ()))
 
     def _end_late(self) -> None:
-        """End the process of a policy worker that should have left and is still answering."""
+        """End the process of a policy worker that still answers although it should have left."""
         for policy, until in self.leaving.items():
             if monotonic() > until and not self.serving[policy].done():
                 self.leaving[policy] = inf
@@ -188,7 +188,7 @@ class SharedPrompts:
     """The prompts of a round, which wait until an engine has room."""
 
     def __init__(self, first: Iterable[str]) -> None:
-        """Nothing is handed out before the engines `first`, with which the round begins, have reported their room."""
+        """No prompt is sent before the round's first engines (`first`) have reported their room."""
         self.first = {*first}
         self.queue = RequestQueue()
         self.room: dict[str, int] = {}  # by engine
@@ -197,11 +197,11 @@ class SharedPrompts:
 
     @property
     def progress(self) -> float:
-        """The share of all prompts so far that is answered."""
+        """The answered share of all prompts so far."""
         return self.answered / max(1, self.answered + self.queue.unanswered)
 
     def rests(self, engine: str) -> bool:
-        """True if no known prompt is left for this engine."""
+        """True if no prompt waits for this engine."""
         return bool(self.answered) and not self.queue.waiting and not self.queue.load(engine)
 
     def hear(self, items: Iterable[PromptBatch | Vacancy], sources: Iterable[str]) -> None:
@@ -224,7 +224,7 @@ class SharedPrompts:
         self.queue.drop(lambda one: one.key[0] not in playing)
 
     def hand_out(self, taking: Iterable[str], others: Collection[str]) -> dict[str, list[PromptBatch]]:
-        """The prompts that the `taking` engines get now; `others` only finish their own."""
+        """The prompts to send to the `taking` engines now; engines in `others` only finish their prompts."""
         taking = [*taking]
         self.queue.workers({name: self.room[name] for name in taking if name in self.room}, others)
         if any(name in self.first and name not in self.room for name in taking):

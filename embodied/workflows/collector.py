@@ -1,4 +1,4 @@
-"""Collecting batches. `Collector` is the common part of PPO and GRPO: it sends units of a batch to the learner ranks
+"""Collects batches. `Collector` is the common base for PPO and GRPO: it sends units of a batch to the learner ranks
 under the batch's number. Learners begin when the batch is complete, or early, before the first unit.
 
 `HorizonCollector` collects PPO's rollouts: a fixed number of decisions of every env row. Episodes continue in the next
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Relays:
-    """The roles that relay, in the order in which a program declares them."""
+    """The relaying roles, in the order of the program's declaration."""
 
     def __init__(self, workers: Workers) -> None:
         self.rollouts, self.ranks = workers.rollouts, len(workers.learners)
@@ -50,10 +50,10 @@ class Relays:
             for role in relaying
             if role.asks
         }
-        self.passed = 0  # rounds of groups
+        self.passed = 0  # rounds of relayed groups
 
     def _answered(self, group: WorkerGroup) -> AbstractContextManager[None]:
-        """Within it the requests of a role are answered."""
+        """Inside, the requests of a role are answered."""
         return self.asked[group.role].answering() if group.role in self.asked else nullcontext()
 
     def inlets(self, learners: list[Channel]) -> list[Channel]:
@@ -78,7 +78,7 @@ class Relays:
         self, groups: Iterable[tuple[int, ...]], experience: Experience
     ) -> tuple[dict[int, float], dict[str, float]]:
         """Let these groups of episodes pass through; the workers of the last role keep them afterwards. Returns each
-        episode's total reward, without episodes whose sim has died meanwhile, and the metrics."""
+        episode's total reward, without episodes of sims that died meanwhile, and the metrics."""
         rewards: dict[int, float] = {}
         metrics: dict[str, float] = {}
         left = sorted(groups)
@@ -144,21 +144,21 @@ class Collector(BatchSource):
         self.config = workers.config
         self.rollouts, self.learners = workers.rollouts, workers.learners
         self.trajectories, self.relays = workers.trajectory_channels(), Relays(workers)
-        self.batches = 0  # that were collected
-        self.learning: Handle | None = None  # of learners that began before the batch was complete
+        self.batches = 0  # number of collected batches
+        self.learning: Handle | None = None  # call of learners that began before the batch was complete
         self.began = 0.0
 
     def rows_of_ranks(self) -> list[np.ndarray | None]:
-        """The env rows that each learner rank owns, if these are its units."""
+        """The env rows of each learner rank, if env rows are the units."""
         return [None] * len(self.trajectories)
 
     def begin_learning(self, batch: int, one_by_one: bool = False) -> Handle:
-        """Let each learner rank take its units of a batch as they come, and take a gradient step when it has all."""
+        """Let each learner rank receive its units of a batch, and update when it has all of them."""
         version, ranks = self.rollouts.weight_sync.learned, zip(self.trajectories, self.rows_of_ranks(), strict=True)
         return self.learners.learn.each([(channel, batch, version, rows, one_by_one) for channel, rows in ranks])
 
     def begin_early(self, batch: int, one_by_one: bool = False) -> None:
-        """The same, before the batch is complete."""
+        """Let learners begin before the batch is complete."""
         self.began, self.learning = perf_counter(), self.begin_learning(batch, one_by_one)
 
     def end_batch(self, batch: int, iteration: int, total: int) -> Handle:
@@ -177,21 +177,21 @@ class Collector(BatchSource):
 
 @dataclass
 class RolloutParts:
-    """A rollout as the sims have collected it: which sim gave which env rows, and the times."""
+    """A collected rollout: the env rows of each sim, and the times."""
 
-    number: int  # of the batch, in its channels
+    number: int  # number of the batch in its channels
     version: int
     stats: dict[int, RolloutStats] = field(default_factory=dict)  # by sim
     sources: dict[str, np.ndarray] = field(default_factory=dict)  # source -> its env rows
     seconds: float = 0.0
-    relayed: dict[str, float] = field(default_factory=dict)  # metrics of roles that rollouts pass through
+    relayed: dict[str, float] = field(default_factory=dict)  # metrics of relaying roles
 
     @property
     def env_ids(self) -> np.ndarray:
         return np.sort(np.concatenate([*self.sources.values()]))
 
     def sources_of(self, block: range) -> tuple[str, ...]:
-        """The sources that give rows to the learner rank that owns this block."""
+        """The sources that send rows to the learner rank of this block."""
         return tuple(source for source, rows in self.sources.items() if within(rows, block).any())
 
     @property
@@ -217,8 +217,8 @@ class HorizonCollector(Collector):
         self.blocks = env_blocks(self.config.env.num_envs, len(self.learners))
 
     def total_iterations(self) -> int:
-        """`run.iterations`, or `run.env_steps` in whole iterations (with chunks unmasked steps may be a little
-        fewer)."""
+        """`run.iterations`, or `run.env_steps` in whole iterations (with action chunks slightly fewer steps may be
+        executed)."""
         run, config = self.config.run, self.config
         if run.iterations is not None:
             return run.iterations
@@ -226,8 +226,8 @@ class HorizonCollector(Collector):
         return max(1, run.env_steps // (config.env.num_envs * self.horizon * config.policy.chunk))
 
     def collect(self, version: int) -> RolloutParts:
-        """A rollout of all sims. A dead sim's part is played again if at least half of the rollout, or all data of a
-        learner rank, is missing; otherwise it is left out."""
+        """Collect a rollout of all sims. A dead sim's part is collected again if at least half of the rollout, or all
+        data of a learner rank, is missing; otherwise it is left out."""
         rollouts = self.rollouts
         self.batches += 1
         batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
@@ -283,7 +283,7 @@ class HorizonCollector(Collector):
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts else {}
 
     def abandon(self) -> dict[str, np.ndarray]:
-        """The number of episodes that each row has begun; a resumed run begins the next ones."""
+        """The number of episodes begun by each row; a resumed run begins the next episodes."""
         self.rollouts.read_journal()
         self.close_channels()
         return self.rollouts.episode_counter.abandoned()
@@ -300,7 +300,7 @@ class HorizonCollector(Collector):
         return self.rollouts.sims[sim].collect(self.episodes, route, self.horizon, *where, **more)
 
     def _parts(self, sim: int, route: Route) -> dict[str, np.ndarray]:
-        """The env rows that each stage of a sim plays."""
+        """The env rows of each stage of a sim."""
         rows, stages = self.rollouts.rows(sim), len(route)
         size = len(rows) // stages
         return {servers.source: rows[i * size : (i + 1) * size] for i, servers in enumerate(route)}
@@ -310,12 +310,12 @@ class HorizonCollector(Collector):
 
 
 def within(ids: np.ndarray, block: range) -> np.ndarray:
-    """Which of these ids are in the block, bool."""
+    """Bool: True for ids in the block."""
     return (ids >= block.start) & (ids < block.stop)
 
 
 def check_rows(state: dict[str, np.ndarray], num_envs: int) -> None:
-    """Refuse a state that is not of `num_envs` env rows."""
+    """Refuse a state with another number of env rows than `num_envs`."""
     if sorted(state["env_ids"].tolist()) != list(range(num_envs)):
         raise ValueError(f"env_ids should belong to {num_envs} env rows")
     if odd := [name for name, array in state.items() if len(array) != num_envs]:

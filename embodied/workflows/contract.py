@@ -1,8 +1,7 @@
-"""What a program declares so that `train`, placement and the reports can run it: its roles, its workflow, its batches.
+"""The declarations of a program for `train`, placement and reports: its roles, its workflow, its batches.
 
-Three parts, each replaceable alone: a `Role` says which workers there are, a `BatchSource` how a batch is collected and
-learned from, a `Workflow` what an iteration is. docs/workflows.md builds one with a reward model between sims and
-learners.
+Three independent parts: a `Role` declares workers, a `BatchSource` collects a batch and starts the update on it, a
+`Workflow` defines an iteration. docs/workflows.md builds a workflow with a reward model between sims and learners.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ if TYPE_CHECKING:
     from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import Workers
 
-ROLLOUT: Final = "rollout"  # phases of an iteration, in which workers hold their devices
+ROLLOUT: Final = "rollout"  # phases of an iteration; workers hold their devices for a phase
 UPDATE: Final = "update"
-WARNING: Final = "warning: "  # begins a line of `notify` that is about no restart
+WARNING: Final = "warning: "  # begins a line of `notify` that is no restart
 
 
 @dataclass(frozen=True)
 class Role:
-    """One kind of worker. Its replicas are as many as the plan has hosts for it; `workers.groups[name]` calls them all.
+    """One kind of worker, with one replica on each host of the role; `workers.groups[name]` calls all replicas.
 
-    A sim or policy worker that dies is replaced; one of another role ends the run with its cause. `arguments` is called
-    while groups are launched: then `workers` has the recipe (`config`), `torch_device(role)` and whatever else is known
-    by then.
+    A dead sim or policy worker is replaced; a dead worker of another role ends the run with its cause. `arguments` is
+    called while groups are launched: then `workers` has the recipe (`config`), `torch_device(role)` and the groups
+    launched so far.
     """
 
     name: str  # in placements, logs and process names
     worker: str | Callable[[RunConfig], str]  # "package.module:Class", or a function that returns it
-    arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, the same for every replica
+    arguments: Callable[[Workers], tuple] = lambda workers: ()  # of the constructor, equal for all replicas
     phase: Literal["rollout", "update"] = ROLLOUT
-    beside: str | None = None  # in modes: the role whose processes it shares; None: learners, "": no role
+    beside: str | None = None  # in modes: the role whose processes it shares; None: learners; "": no role
     sends_to: tuple[str, ...] = ()  # roles that read its channels; answers need no name
     holds_policy: bool = False  # has the policy's weights; such roles in one process share their memory
-    relays: bool = False  # trajectories pass through its workers, `RelayWorker`s, on their way to learners
+    relays: bool = False  # trajectories pass through its workers (`RelayWorker`s) on their way to learners
     asks: str = ""  # the role of language workers that answer the conversations its workers begin, of relaying ones
     builds: bool = False  # `build` of its workers gets the env's spec, and the folder of the policy a run starts from
     saved: bool = False  # checkpoints hold what its workers' `get_state` returns; `set_state` gets it on resuming
@@ -59,12 +58,12 @@ class Role:
             raise ValueError(f"role {self.name}: its worker should be package.module:Class, not {self.worker!r}")
 
     def worker_for(self, config: RunConfig) -> str:
-        """The class of its workers in a run of this recipe."""
+        """The worker class for this recipe."""
         return self.worker if isinstance(self.worker, str) else self.worker(config)
 
 
 def check_roles(roles: tuple[Role, ...]) -> None:
-    """Raise ConfigError where two roles share a name, or one sends to or is beside a role that is not declared."""
+    """Raise ConfigError if two roles share a name, or if a role names an undeclared one."""
     names = [role.name for role in roles]
     if len({*names}) < len(names):
         raise ConfigError(f"roles need names of their own: {', '.join(names)}")
@@ -78,25 +77,25 @@ def check_roles(roles: tuple[Role, ...]) -> None:
 
 
 class Batch(Protocol):
-    """The data of one iteration. The trajectories themselves are with the learners; a batch names them."""
+    """The driver's record of one iteration's data; the learners have the trajectories."""
 
     @property
     def finished(self) -> list[EpisodeResult]:
-        """The episodes that ended while it was collected."""
+        """The episodes that ended during its collection."""
 
 
 class BatchSource:
-    """Collects batches and lets learners learn from them: rollouts of a fixed length, groups of whole episodes,
-    demonstrations on disk. It is made when all workers are built, and makes the channels of trajectories."""
+    """Collects batches and starts updates on them: rollouts of a fixed length, groups of whole episodes, demonstrations
+    on disk. It is constructed after all workers, and creates the channels of trajectories."""
 
     exhausted = ""
     """Why the run should end here; empty while there is something to learn from."""
 
     def __init__(self, workers: Workers) -> None:
-        """Raises ConfigError where the env cannot serve."""
+        """Raises ConfigError if the env is unsuitable."""
 
     def total_iterations(self) -> int:
-        """The number of iterations that the recipe asks for."""
+        """The number of iterations of the recipe."""
         raise NotImplementedError
 
     def collect(self, version: int) -> Any:
@@ -104,8 +103,8 @@ class BatchSource:
         raise NotImplementedError
 
     def update(self, batch: Any, iteration: int, total: int) -> Handle | None:
-        """Begin the learners' update on this batch, in which they compute advantages unless scores are compared here.
-        None if the batch holds nothing to learn from."""
+        """Begin the learners' update on this batch. Learners compute advantages, unless this source compares scores.
+        None if the batch has no gradient."""
         raise NotImplementedError
 
     def metrics(self, batch: Any) -> dict[str, float]:
@@ -113,12 +112,12 @@ class BatchSource:
         raise NotImplementedError
 
     def save(self) -> dict[str, np.ndarray]:
-        """Returns begun and not yet used data, as arrays for a checkpoint."""
+        """Returns collected data that no update has used, as arrays for a checkpoint."""
         return {}
 
     def abandon(self) -> dict[str, np.ndarray]:
-        """What `save` returns, once sims or policies have failed for good: open episodes are given up, and learners
-        that wait for data wait no longer."""
+        """Returns the arrays of `save` after a final failure of sims or policies: open episodes are abandoned, and
+        waiting learners are released."""
         return {}
 
     def restore(self, state: dict[str, np.ndarray]) -> int:
@@ -127,12 +126,10 @@ class BatchSource:
 
 
 class Workflow(Protocol):
-    """The loop that `train` drives. It is made with the plan's cluster, where it launches, builds and connects all
-    workers.
+    """The loop that `train` runs. On the plan's cluster it launches, builds and connects all workers.
 
-    `notify` is called with a line for each restart of a worker and each warning, `start_folder` holds the policy whose
-    weights are the first ones: the start's, or, of a resumed run that had one, its checkpoint's unless algo.kl_coef
-    or roles.judge need the start.
+    `notify` gets a line for each restart of a worker and each warning. `start_folder` is the folder of the initial
+    policy: the start, or for a resumed run its checkpoint, unless algo.kl_coef or roles.judge need the start.
     """
 
     command: ClassVar[str]
@@ -154,14 +151,14 @@ class Workflow(Protocol):
     ) -> None: ...
 
     def total_iterations(self) -> int:
-        """The number of iterations that the recipe asks for."""
+        """The number of iterations of the recipe."""
 
     def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
         """Collect, update, publish; returns the finished episodes and the iteration's metrics."""
 
     @property
     def exhausted(self) -> str:
-        """Why the run should end before its last iteration; empty otherwise."""
+        """The reason to end the run before its last iteration; else empty."""
 
     @property
     def solved(self) -> bool:
@@ -169,16 +166,17 @@ class Workflow(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the learners' weights, which the next checkpoint holds."""
+        """Version of the learners' weights, which the next checkpoint saves."""
 
     def act_with_newest(self) -> None:
-        """Let policies act with this version, before they are evaluated."""
+        """Let policies act with this version before an evaluation."""
 
     def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
-        """Evaluate this version while the next batch is collected with it; call `finish` before another one is."""
+        """Evaluate this version during the next rollout; call `finish` before the rollout after that."""
 
     def publish(self, version: int) -> float:
-        """Use the learners' weights for rollouts from now on, under this version; returns the learners' seconds."""
+        """Publish the learners' weights under this version, for all following rollouts; returns the learners'
+        seconds."""
 
     def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
         """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
@@ -193,10 +191,10 @@ class Workflow(Protocol):
         """Conversations of the last iteration, as lines of samples.jsonl."""
 
     def take_ends(self) -> list[tuple[int, float]]:
-        """The tokens of the last iteration's conversations, and how long after the rollout's begin each ended."""
+        """The tokens of the last iteration's conversations, and each one's end in seconds after the rollout's begin."""
 
     def take_dropped(self) -> int:
         """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
 
     def timeline(self, trace: Path, iterations: int) -> AbstractContextManager[Timeline]:
-        """Record where the time goes from now on; the first `iterations` in detail, into `trace`."""
+        """Record the use of time from now on; the first `iterations` in detail, into `trace`."""

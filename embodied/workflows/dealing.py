@@ -1,5 +1,5 @@
-"""Deals the episodes of a batch to learner ranks by cost, with the rules of `placement/balance.py`. The driver only
-knows lengths; the data stay with the workers that collected them.
+"""Distributes the episodes of a batch over learner ranks by cost, with the rules of `placement/balance.py`. The driver
+only knows lengths; the data stay with the workers that collected them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class Dealer:
-    """The lengths of episodes, from their end until learners have learned from them."""
+    """The lengths of episodes, from their end until the update on them."""
 
     def __init__(self, config: RunConfig, learners: WorkerGroup, text: bool) -> None:
         self.config, self.learners, self.text = config, learners, text
-        # By episode, the numbers of its items, of its prompt's items, and of its picture tokens.
+        # By episode: the numbers of items, of its prompt's items, and of picture tokens.
         self.lengths: dict[int, tuple[int, int, int]] = {}
 
     def add(self, results: Iterable[EpisodeResult]) -> None:
-        """Note the lengths of episodes that have ended."""
+        """Record the lengths of ended episodes."""
         for result in results:
             items = result.all_tokens if self.text else -(-result.length // self.config.policy.chunk)
             self.lengths[result.index] = items, result.prompt_tokens, result.places
@@ -52,7 +52,7 @@ class Dealer:
 
     @cached_property
     def divides(self) -> tuple[Sequence[int], ExchangeCosts] | None:
-        """How many ranks may compute a sequence together, and the cost of their exchange."""
+        """The numbers of ranks that may compute a sequence together, and the cost of their exchange."""
         if self.config.learner.sequence_degree == 1:
             return None
         found = self.learners[0].divides().wait()[0]
@@ -69,7 +69,7 @@ class Dealer:
         if num_ranks == 1:
             return {episode: 0 for group in groups for episode in group.episodes}
         together = [group.episodes for group in groups]
-        if not self.text:  # episodes share nothing
+        if not self.text:  # episodes share no prompt
             together = [(episode,) for episodes in together for episode in episodes]
         steps = self.steps(len(together), iteration)
         try:
@@ -79,8 +79,8 @@ class Dealer:
         return found if steps or most < inf else self._deal_divided(together, found)
 
     def _deal_divided(self, groups: Sequence[Sequence[int]], dealt: dict[int, int]) -> dict[int, int]:
-        """If ranks may compute a group together: the first rank of each group, if that lowers the busiest rank's load
-        more than dividing `dealt` does."""
+        """If ranks may compute a group together: the first rank of each group, if this lowers the largest load more
+        than dividing `dealt`."""
         if self.divides is None:
             return dealt
         parts = [part for group in groups for part in gather((dealt[episode], episode) for episode in group).items()]
@@ -91,7 +91,7 @@ class Dealer:
         return {one: ranks.start for group, ranks in zip(groups, free.ranks, strict=True) for one in group}
 
     def _divided(self, parts: Sequence[tuple[Sequence[int], int | None]]) -> Division:
-        """For episodes of a group and the rank that has them: the ranks that compute them, and their loads."""
+        """For a group's episodes and their owner rank: the ranks that compute them, and their loads."""
         degrees, exchange = self.divides
         loads = [SequenceLoad(self.items(episodes), self.cost(episodes), rank) for episodes, rank in parts]
         return divide_sequences(loads, len(self.learners), exchange, degrees)
@@ -111,7 +111,7 @@ class Dealer:
         ]
 
     def balance_ratio(self, of_ranks: Sequence[Sequence[Unit]], iteration: int) -> float:
-        """Maximum over mean of the learner ranks' costs, if they have these units."""
+        """Maximum over mean of the learner ranks' costs for these units."""
         units = [
             (unit.ids.tolist(), rank) for rank, mine in enumerate(of_ranks) for unit in mine if not unit.is_padding
         ]
@@ -127,7 +127,7 @@ class Dealer:
         return balance_ratio([self.cost(ids) for ids, _ in units], [rank for _, rank in units], len(of_ranks), steps)
 
     def state(self) -> np.ndarray:
-        """Int [n, 4], for a checkpoint: episodes with their lengths."""
+        """Int [n, 4] for a checkpoint: episodes with their lengths."""
         rows = [(episode, *length) for episode, length in self.lengths.items()]
         return np.array(rows, np.int64).reshape(-1, 4)
 

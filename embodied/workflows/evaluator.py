@@ -1,10 +1,10 @@
-"""Plays a fixed list of episodes to the end, also when sim workers die, and evaluates.
+"""Plays a fixed list of episodes to the end, also if sim workers die, and evaluates them.
 
-Episodes that a dead worker has finished count; its successor plays the rest. Episodes that were open when it died may
-have killed it: they are played last, one at a time, and an episode that kills twice is an error episode. Results are
-passed on as they come, and a request to stop takes effect after the decisions in progress. The first `eval.videos`
-episodes are filmed, and `eval.failure_videos` of the failures. Failures are known only afterwards, so they are played
-once more when the results are written: recording costs only the recorded episodes.
+Finished episodes of a dead worker count; its successor plays the rest. Its open episodes may have killed it: they are
+played last, one at a time, and an episode that kills twice is an error episode. Results are passed on as they arrive,
+and a request to stop takes effect after the current decisions. The first `eval.videos` episodes are filmed, and
+`eval.failure_videos` failures. Failures are only known afterwards, so they are replayed after the results are written:
+only recorded episodes pay for recording.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from embodied.workflows.rollout_manager import RolloutManager
     from embodied.workflows.workers import Workers
 
-MAX_ATTEMPTS = 2  # to play an episode that is open when its worker dies
+MAX_ATTEMPTS = 2  # of an episode whose worker dies
 
 Heard = Callable[[Iterable[EpisodeResult]], object]
 
@@ -46,7 +46,7 @@ def never() -> bool:
 
 
 def ignore(episodes: Iterable[EpisodeResult]) -> None:
-    """Do not keep results before the end."""
+    """The default for `heard`: ignores results."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ def evaluation_plan(
 
 
 def eval_rows(num_episodes: int, num_envs: int, num_sims: int) -> int:
-    """Env rows of each sim worker that play evaluation episodes: the fewest with which the number of turns stays the
-    same, such as 50 instead of 64 for 200 episodes."""
+    """Env rows of each sim worker for evaluation episodes: the smallest number with the same number of turns, such as
+    50 instead of 64 for 200 episodes."""
     share = -(-num_episodes // num_sims)
     most = max(1, min(-(-num_envs // num_sims), share))
     turns = max(1, -(-share // most))
@@ -94,11 +94,11 @@ class Evaluator:
 
     @property
     def version(self) -> int:
-        """Version of the weights that are evaluated."""
+        """Version of the evaluated weights."""
         return self.workers.weight_sync.version
 
     def read_spec(self) -> EnvSpec:
-        """The env's spec as evaluations play it."""
+        """The env's spec in evaluations."""
         self.spec = self.workers.rollouts.ask(self.workers.sims.eval_spec)[0]
         return self.spec
 
@@ -126,10 +126,10 @@ class Evaluator:
         return results
 
     def failures_to_film(self, out: Path, results: Iterable[EpisodeResult]) -> list[EpisodeSpec]:
-        """The failures that are to be played once more for a video in `out/videos`."""
+        """The failures to be replayed for a video in `out/videos`."""
         mine = {spec.index for spec in self.episodes}
         again = to_record_again(self.config.eval, self.episodes, [one for one in results if one.index in mine])
-        return again if any((out / "videos").glob("*.mp4")) else []  # else there can be no videos here
+        return again if any((out / "videos").glob("*.mp4")) else []  # else this machine writes no videos
 
     def film(
         self,
@@ -138,8 +138,8 @@ class Evaluator:
         notify: Callable[[str], object],
         stop: Callable[[], bool] = never,
     ) -> None:
-        """Play these once more and film them, with a `notify` for each; episodes that are not filmed when `stop`
-        becomes true get no video."""
+        """Replay and film these episodes, with a `notify` for each; when `stop` becomes true, the remaining episodes
+        get no video."""
         done: set[int] = set()
         count = f"{len(failures)} failure{'s' * (len(failures) > 1)}"
         notify(f"videos      {count} to film, played once more; the results do not wait for it")
@@ -155,7 +155,7 @@ class Evaluator:
             self.play(failures, recording, heard=heard, stop=stop)
 
     def first_recording(self, out: Path) -> Recording:
-        """Transcripts; or videos of the first episodes, and the buffers from which the dataset is written."""
+        """The recording of an evaluation: transcripts; or videos of the first episodes, and buffers for the dataset."""
         from embodied.datasets.episode_buffer import EpisodeRecorder
 
         options = self.config.eval
@@ -170,14 +170,14 @@ class Evaluator:
         )
 
     def shares(self, kept: PartialEvaluation) -> dict[int, EvaluationShare]:
-        """The missing episodes of an evaluation, by the sim worker that plays them beside a rollout."""
+        """The missing episodes of an evaluation for each sim worker, to be played beside a rollout."""
         missing = [spec for spec in self.episodes if spec.index not in kept.finished]
         about = (rule_of(self.config.eval), self.first_recording(kept.folder), self.workers.notes)
         dealt = deal_to_sims(missing, len(self.workers.sims), self.workers.spec.text)
         return {sim: EvaluationShare(tuple(specs), *about) for sim, specs in dealt.items() if specs}
 
     def noted(self) -> list[EpisodeResult]:
-        """The results of episodes that have ended beside a rollout."""
+        """Record the results of evaluation episodes that ended beside a rollout."""
         notes = [self.workers.notes.get() for _ in range(self.workers.notes.qsize())]
         for note in notes:
             self.workers.rollouts.warn(note.warning)
@@ -191,7 +191,7 @@ class Evaluator:
         heard: Heard = ignore,
         stop: Callable[[], bool] = never,
     ) -> list[EpisodeResult]:
-        """The outcome of every episode, in order. An expert needs no policy worker."""
+        """Play the episodes; returns their outcomes in order. An expert needs no policy worker."""
         workers = self.workers
 
         def begin(sim: int, share: list[EpisodeSpec], route: Route, alone: frozenset[int]) -> Handle:
@@ -217,9 +217,9 @@ def play_fixed(
     heard: Heard = ignore,
     stop: Callable[[], bool] = never,
 ) -> list[EpisodeResult]:
-    """The outcome of every episode, in order. `begin(sim, its episodes, route, episodes to be played alone)` starts a
-    sim. `heard` gets finished episodes soon, also if a worker fails. Raises EvaluationStopped if `stop()` is true and
-    episodes are missing. With experts no policy worker serves."""
+    """Play the episodes; returns their outcomes in order. `begin(sim, its episodes, route, episodes to be played
+    alone)` starts a sim. `heard` gets finished episodes early, also if a worker fails. Raises EvaluationStopped if
+    `stop()` is true and episodes are missing. With experts no policy worker serves."""
     num_sims = len(rollouts.sims)
     results: dict[int, EpisodeResult] = {}
     left = deal_to_sims(episodes, num_sims, rollouts.spec.text)
@@ -251,8 +251,8 @@ def play_fixed(
 
 
 def deal_to_sims(episodes: list[EpisodeSpec], num_sims: int, text: bool) -> dict[int, list[EpisodeSpec]]:
-    """The episodes that each sim worker plays: dealt in turn, or for simulators so that each sim has few tasks, since
-    it loads the scenes of all of its tasks."""
+    """The episodes of each sim worker: distributed in turn, or for simulators by task, since a sim loads the scenes of
+    all its tasks."""
     if text or len({spec.task for spec in episodes}) <= 1:
         return {sim: episodes[sim::num_sims] for sim in range(num_sims)}
     dealt = enumerate(deal_by_task([spec.task for spec in episodes], num_sims))
@@ -269,7 +269,7 @@ class NoteListener:
         self.problem: Exception | None = None
 
     def due(self) -> bool:
-        """True if notes have come, or the sims should be stopped."""
+        """True if notes have arrived, or if the sims should be stopped."""
         return self.notes.qsize() > 0 or (not self.stopping and self.stop())
 
     def go_on(self) -> None:
@@ -280,7 +280,7 @@ class NoteListener:
             self.rollouts.warn(note.warning)
         try:
             self.heard(result for note in new for result in note.finished)
-        except Exception as err:  # a full disk: episodes whose results cannot be kept are not continued
+        except Exception as err:  # a full disk: without stored results the evaluation ends
             self.problem = self.problem or err
         if not self.stopping and (self.problem or self.stop()):
             self.stopping = True
@@ -288,7 +288,7 @@ class NoteListener:
 
     def all_notes(self) -> list[Note]:
         """All notes of a finished round."""
-        with suppress(ChannelClosed):  # by a worker that failed
+        with suppress(ChannelClosed):  # closed by a failed worker
             self.go_on()
         if self.problem:
             raise self.problem
@@ -315,8 +315,8 @@ def to_record_again(
 
 
 def write_dataset(out: Path, path: Path, spec: EnvSpec, results: list[EpisodeResult]) -> None:
-    """Write these episodes, in their order, from their buffers as a dataset in LeRobot's layout, without errors. The
-    buffers stay: an evaluation that is interrupted before it has results writes its dataset again."""
+    """Write these episodes, in order and without error episodes, from their buffers as a dataset in LeRobot's layout.
+    The buffers stay: an evaluation that is interrupted before its results writes the dataset again."""
     from embodied.datasets import DatasetWriter, buffer_name, features_of, fps_of
 
     shutil.rmtree(path, ignore_errors=True)  # written before the evaluation or the run was interrupted

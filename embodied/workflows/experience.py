@@ -1,9 +1,9 @@
-"""The driver's record of whole episodes: which worker keeps each, and which groups were sent to learners.
+"""The driver's record of whole episodes: the worker that keeps each, and the groups sent to learners.
 
 Learners use a group when all of it was sent: to one learner rank, or a part of it to each. If a sim dies before that,
-the parts that it sent do not count. With schedule=periodic groups are sent as soon as it is certain that the batch will
-hold them, each to the rank with the least cost so far, and learned from while others are played. Otherwise they are
-sent when the batch is complete, dealt by cost (`placement/balance.py`).
+its parts are ignored. With schedule=periodic a group is sent as soon as the batch is certain to contain it, to the rank
+with the lowest cost so far, and learners process it during the rollout. Otherwise groups are sent when the batch is
+complete, distributed by cost (`placement/balance.py`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class GroupTransfer:
         return all(call.done() for call in self.handles)
 
     def arrived(self) -> bool:
-        """True if all of it was sent; false if a sim died first."""
+        """True if the whole group was sent; False if a sim died first."""
         return all(call.succeeded() and call.wait()[0] for call in self.handles)
 
 
 class Experience:
-    """Whole episodes that workers keep, and groups on their way to learners."""
+    """Whole episodes kept by workers, and groups on their way to learners."""
 
     def __init__(self, rollouts: RolloutManager, in_step: bool, relays: Sequence[WorkerGroup] = ()) -> None:
         """With `in_step` every rank takes some episodes of every group, and all run their passes together. Sims keep
@@ -53,17 +53,19 @@ class Experience:
         self.keepers = [rollouts.sims, *relays]
         self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
         self.channels: list[Channel] = []
-        self.kept_by: dict[int, tuple[str, int]] = {}  # episode -> the worker that plays or keeps it, and its life
+        self.kept_by: dict[
+            int, tuple[str, int]
+        ] = {}  # episode -> the worker that plays or keeps it, and the worker's life
         self.sent = 0  # parts of groups, in all
         self.under_way: list[GroupTransfer] = []
-        self.loads = np.zeros(0)  # by rank, the cost of this batch's groups sent on arrival
+        self.loads = np.zeros(0)  # by rank, the cost of this batch's groups sent during the rollout
 
     def begin(self, channels: list[Channel]) -> None:
         """Begin a batch; its groups go to the learner ranks through these channels."""
         self.channels, self.loads = channels, np.zeros(len(channels))
 
     def keep_at(self, episodes: Mapping[str, Collection[int]]) -> None:
-        """Note which workers play or keep these episodes."""
+        """Record the workers that play or keep these episodes."""
         lives = self.rollouts.lives
         self.kept_by |= {one: (worker, lives[worker]) for worker, mine in episodes.items() for one in mine}
 
@@ -73,7 +75,7 @@ class Experience:
         self.rollouts.settle(*(group.forget_all_but(episodes) for group in self.keepers))
 
     def gone(self, episodes: Collection[int]) -> list[int]:
-        """The episodes whose worker has died since it played them."""
+        """The episodes whose worker has died since."""
         return [one for one in episodes if not self._there(one)]
 
     def _there(self, episode: int) -> bool:
@@ -100,7 +102,7 @@ class Experience:
         self.keep_at(dict(zip(keepers.workers, self.rollouts.ask(lambda: keepers.set_kept(arrays)), strict=True)))
 
     def send(self, group: Group, batch: int, cost: Callable[[Sequence[int]], float]) -> None:
-        """Begin to send a group as soon as it is certain; `cost` gives the cost of episodes on one rank."""
+        """Begin to send a certain group; `cost` gives the cost of episodes on one rank."""
         places = range(len(group.episodes))
         parts = [[place] for place in places] if self.in_step else [[*places]]
         costs = [cost([group.episodes[place] for place in part]) for part in parts]
@@ -112,8 +114,8 @@ class Experience:
         self._send(group, shares, batch, keep=False)
 
     def send_all(self, groups: Sequence[Group], batch: int, rank_of: Mapping[int, int]) -> None:
-        """Begin to send all groups of a batch, each episode to its rank. A rank without episodes gets a copy of one
-        that does not count."""
+        """Begin to send all groups of a batch, each episode to its rank. A rank without episodes gets a copy of an
+        episode as padding."""
         shares: dict[int, list[int]] = {rank: [] for rank in {*range(len(self.channels))} - {*rank_of.values()}}
         for group in groups:
             shares |= gather((rank_of[episode], place) for place, episode in enumerate(group.episodes))
@@ -121,7 +123,7 @@ class Experience:
             shares = {}
 
     def pad(self, group: Group, ranks: Collection[int], batch: int) -> None:
-        """Begin to send an episode that does not count to these ranks."""
+        """Begin to send an episode as padding to these ranks."""
         self._send(group, {rank: [] for rank in ranks}, batch, keep=True)
 
     def arrived(self) -> list[GroupTransfer]:

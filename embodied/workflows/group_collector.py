@@ -1,6 +1,6 @@
-"""Collects whole episodes in groups, for GRPO: sims keep their episodes until it is clear which groups are wanted, and
-send only those. With schedule=periodic a group is sent as soon as it is certain that the batch will hold it, to
-learners that sum up gradients meanwhile.
+"""Collects whole episodes in groups, for GRPO: sims keep their episodes until the groups of the batch are chosen, and
+send only these. With schedule=periodic a group is sent as soon as the batch is certain to contain it, and learners
+accumulate gradients meanwhile.
 
 If an episode is lost with its sim worker, its group is lost, too. `algorithms/groups.py` decides which groups are
 played, kept and carried over.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class GroupedEpisodes:
     """The groups of one iteration, and the statistics of their collection."""
 
-    number: int  # of the batch, in its channels
+    number: int  # number of the batch in its channels
     version: int
     stats: list[RolloutStats] = field(default_factory=list)  # per sim and round
     rounds: int = 0
@@ -55,14 +55,14 @@ class GroupedEpisodes:
     lost: set[int] = field(default_factory=set)  # episodes
     counts: Counter[str] = field(default_factory=Counter)  # of groups, as the pool's
     drawn: Counter[str] = field(default_factory=Counter)  # of groups, by the pool of their prompts
-    carried: int = 0  # episodes that later iterations may learn from
-    discarded: int = 0  # episodes of groups that were kept, or begun, and not needed
+    carried: int = 0  # episodes kept for later iterations
+    discarded: int = 0  # episodes of surplus groups, complete or begun
     ended: dict[int, EpisodeResult] = field(default_factory=dict)  # all recorded results, by episode
-    groups: list[Group] = field(default_factory=list)  # that learners have
-    units: list[list[Unit]] = field(default_factory=list)  # that learner ranks have
-    balance_ratio: float = 1.0  # of what these cost
+    groups: list[Group] = field(default_factory=list)  # groups sent to learners
+    units: list[list[Unit]] = field(default_factory=list)  # units of each learner rank
+    balance_ratio: float = 1.0  # of the ranks' costs
     ends: list[tuple[int, float]] = field(default_factory=list)  # of conversations, as in RolloutStats, over all rounds
-    reported: dict[str, float] = field(default_factory=dict)  # by roles that groups pass through, and by engines
+    reported: dict[str, float] = field(default_factory=dict)  # by relaying roles and engines
 
     @property
     def finished(self) -> list[EpisodeResult]:
@@ -70,12 +70,12 @@ class GroupedEpisodes:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Conversations to be written down."""
+        """Conversations for samples.jsonl."""
         return sorted((sample for part in self.stats for sample in part.samples), key=lambda sample: sample["index"])
 
     @property
     def problems(self) -> list[str]:
-        """Why some ended episodes do not count."""
+        """Reasons for discarded episodes."""
         return [problem for part in self.stats for problem in part.problems]
 
     @property
@@ -95,18 +95,18 @@ class GroupCollector(Collector):
         )
         self.pool = GroupPool(self.algo, discards_surplus(self.algo, config.pipeline))
         self.prompts = PromptPools(self.algo.pools, config.seed, self.algo.group_size) if self.algo.pools else None
-        self.first = 0  # iteration that learns from the first batch that was collected
-        self.playing: GroupedEpisodes | None = None  # the batch that is collected
-        self.empty, self.why = 0, ""  # iterations in a row that learned nothing
+        self.first = 0  # iteration of the first collected batch
+        self.playing: GroupedEpisodes | None = None  # the batch in collection
+        self.empty, self.why = 0, ""  # consecutive iterations without gradient, and the reason
         self.solved = False  # every episode of the last batch succeeded
-        self.unusable = ""  # why no episode of the last batch counts
-        self.warned = False  # that some episodes do not count
+        self.unusable = ""  # reason if all episodes of the last batch were discarded
+        self.warned = False  # True: the user was warned of discarded episodes
         self.text = workers.spec.text  # episodes are conversations
         # Losses need the log-probs of the distribution that tokens were drawn from.
         drawn_at = config.policy.temperature if self.text else 1.0
         self.sampling = SamplingRule(drawn_at, logprob_temperature=drawn_at)
-        self.samples: list[dict[str, Any]] = []  # of the batch that was learned from last
-        self.ends: list[tuple[int, float]] = []  # of its conversations
+        self.samples: list[dict[str, Any]] = []  # samples of the last batch
+        self.ends: list[tuple[int, float]] = []  # ends of its conversations
         self.dealer = Dealer(config, self.learners, self.text)
         self.experience = Experience(self.rollouts, config.learner.in_step, self.relays.groups)
         workers.cluster.watch(workers.journal)
@@ -122,7 +122,7 @@ class GroupCollector(Collector):
 
     @property
     def exhausted(self) -> str:
-        """Why the run should end here; empty while there is something to learn from."""
+        """The reason to end the run now; empty while batches have a gradient."""
         if self.unusable:
             return self.unusable
         if self.empty < self.algo.max_empty:
@@ -153,7 +153,7 @@ class GroupCollector(Collector):
         if self.prompts is not None:
             self.prompts.forget_all_but(self.pool.open)
             batch.drawn = self.prompts.counts.copy()
-        # Learners get them now, unless they took them on arrival; carried-over episodes stay with the sims.
+        # Send the groups now, unless they were sent during the rollout; carried-over episodes stay with the sims.
         if not self.early:
             self._send_all(taken, batch)
         batch.balance_ratio = self.dealer.balance_ratio(batch.units, self._iteration(batch))
@@ -165,7 +165,7 @@ class GroupCollector(Collector):
         return batch
 
     def specs_of(self, indices: Sequence[int]) -> list[EpisodeSpec]:
-        """The episodes with these numbers, with the prompts that were drawn for their groups."""
+        """The episodes with these numbers, with their groups' prompts."""
         size, numbers = self.algo.group_size, np.array(indices, np.int64)
         if self.prompts is None:
             return self.episodes.at(numbers)
@@ -189,7 +189,7 @@ class GroupCollector(Collector):
                 channel.put(replace(unit, advantages=known), key=batch.number)
 
     def _iteration(self, batch: GroupedEpisodes) -> int:
-        """The iteration that learns from a batch."""
+        """The iteration of a batch."""
         return self.first + batch.number - 1
 
     def advantages(self, scores: np.ndarray) -> np.ndarray | None:
@@ -226,12 +226,12 @@ class GroupCollector(Collector):
         }
 
     def save(self) -> dict[str, np.ndarray]:
-        """The pool, and the episodes that are kept for it."""
+        """The pool and its kept episodes."""
         kept = {f"kept.{name}": array for name, array in self.experience.get_kept().items()}
         return self._pool_state() | kept
 
     def abandon(self) -> dict[str, np.ndarray]:
-        """The pool without episodes that were not learned from: they were kept by the sims."""
+        """The pool without kept episodes: they were lost with the sims."""
         self.close_channels()
         lost = {*self.pool.playing, *self.pool.held}
         self.pool.lose(lost)
@@ -261,8 +261,8 @@ class GroupCollector(Collector):
     # Inside
 
     def _play(self, specs: list[EpisodeSpec], batch: GroupedEpisodes) -> None:
-        """A round of episodes. Neighbours go to the same sim, so a dead sim loses few groups; if a batch has equally
-        many groups of every task, a sim plays the same few tasks in each batch."""
+        """Play a round of episodes. Neighbouring episodes go to the same sim, so a dead sim loses few groups. If a
+        batch has equally many groups of every task, a sim plays the same few tasks in each batch."""
         rollouts = self.rollouts
         by_task = not self.text and self.algo.groups % rollouts.num_tasks == 0 and rollouts.num_tasks > 1
         num_sims = len(rollouts.sims)
@@ -271,7 +271,7 @@ class GroupCollector(Collector):
         beside = rollouts.take_beside()
         shares = {sim: [] for sim in beside} | shares
 
-        noted = self.early and not self.relays.groups  # else nothing is certain before the round is over
+        noted = self.early and not self.relays.groups  # else no group is certain before the round is over
         shown = sampled([spec.index for spec in specs], self.config.run.samples) if not batch.rounds else frozenset()
 
         def begin(sim: int, route: Route) -> Handle:
@@ -311,7 +311,7 @@ class GroupCollector(Collector):
         self.pool.add(scores, {index: bool(result.success_once) for index, result in new.items()})
 
     def _relayed(self, results: list[EpisodeResult], batch: GroupedEpisodes) -> list[EpisodeResult]:
-        """The outcomes of a round, with rewards from the roles that groups pass through."""
+        """The outcomes of a round, with rewards from relaying roles."""
         if not self.relays.groups:
             return results
         size = self.algo.group_size
@@ -324,7 +324,7 @@ class GroupCollector(Collector):
     # To the learners
 
     def due(self) -> bool:
-        """With schedule=periodic, while a round is played: true if episodes have ended, or groups were sent."""
+        """With schedule=periodic, during a round: true if episodes have ended or groups were sent."""
         return self.rollouts.journal.qsize() > 0 or any(one.done() for one in self.experience.under_way)
 
     def go_on(self) -> None:
@@ -346,7 +346,7 @@ class GroupCollector(Collector):
             self.go_on()
 
     def _send_all(self, groups: list[Group], batch: GroupedEpisodes) -> None:
-        """Send every learner rank its part of a batch; groups that were lost with a sim are left out."""
+        """Send every learner rank its part of a batch; groups lost with a sim are left out."""
         self._lose_what_is_gone(batch)
         lost = [group for group in groups if self.experience.gone(group.episodes)]
         for group in lost:
@@ -357,7 +357,7 @@ class GroupCollector(Collector):
         while batch.groups and (idle := [rank for rank, units in enumerate(batch.units) if not units]):
             there = [group for group in batch.groups if not self.experience.gone(group.episodes[:1])]
             if not there:
-                batch.groups = []  # a rank has nothing, and nobody has a copy for it
+                batch.groups = []  # a rank has no unit, and no copy is left for it
                 return
             self.experience.pad(there[0], idle, batch.number)
             self._accept([one for one in self.experience.wait() if one.arrived()], batch)
@@ -378,7 +378,7 @@ class GroupCollector(Collector):
                     self.trajectories[rank].put(unit, key=batch.number)
 
     def _leave_out(self, group: Group, batch: GroupedEpisodes) -> None:
-        """Leave out a group that the pool has handed out and that is lost now."""
+        """Leave out a lost group that the pool has already returned."""
         if self.learning:
             self.lose(group.episodes, batch)
         else:
@@ -387,7 +387,7 @@ class GroupCollector(Collector):
             batch.groups = [one for one in batch.groups if one != group]
 
     def _lose_what_is_gone(self, batch: GroupedEpisodes) -> None:
-        """Drop the groups of replaced sims, whose kept episodes are lost."""
+        """Drop the groups of replaced sims; their kept episodes are lost."""
         self.lose(self.experience.gone(self.pool.held), batch)
 
     def lose(self, episodes: Collection[int], batch: GroupedEpisodes) -> None:
@@ -430,11 +430,11 @@ def saved(episodes: Collection[int], batch: GroupedEpisodes) -> list[RolloutStat
 
 
 def sampled(episodes: list[int], count: int) -> frozenset[int]:
-    """This many of an iteration's episodes, spread over its groups."""
+    """`count` episodes of an iteration, spread over its groups."""
     count = min(count, len(episodes))
     return frozenset(episodes[number * len(episodes) // count] for number in range(count))
 
 
 def discards_surplus(algo: PPOConfig | GRPOConfig, pipeline: PipelineSection) -> bool:
-    """True if surplus groups of an iteration are dropped: in the next one they would be older than its own."""
+    """True if surplus groups of an iteration are dropped: in the next iteration they would be stale."""
     return bool(pipeline.lag) or pipeline.begins_early if algo.surplus is None else algo.surplus == "discard"

@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning: batches come from a dataset, everything else is as in RL.
+"""The loop of supervised fine-tuning: batches come from a dataset; the rest is as in RL.
 
 The sims only play evaluations; an iteration is one pass of the learners over the demonstrations.
 """
@@ -28,8 +28,7 @@ def imitator_arguments(workers: Workers) -> tuple:
 
 
 class RecordedEpisodes(BatchSource):
-    """Demonstrations on disk, or answered prompts that it writes to disk. Every learner reads them itself. It is both
-    source and batch."""
+    """Demonstrations on disk, or answered prompts. Every learner reads its own. The class is both source and batch."""
 
     finished: list[EpisodeResult] = []  # noqa: RUF012  no episode is played in an iteration
 
@@ -81,14 +80,14 @@ class TextImitationLoop(ImitationLoop):
 
 
 def imitation_of(config: RunConfig) -> type[ImitationLoop]:
-    """The workflow that imitates in this env; refuses data that it cannot learn from."""
+    """The imitation workflow for this env; refuses unsuitable data."""
     kind = env_class(config.env)
     if issubclass(kind, TextEnv):
         check_examples(config, kind)
         return TextImitationLoop
     from embodied.datasets import read_dataset
 
-    if config.sft.data is not None:  # or this is a dry run of what comes after collecting
+    if config.sft.data is not None:  # else a dry run whose dataset will be collected first
         dataset = read_dataset(config.sft.data, images=False, names=config.sft.names)
         dataset.check_whole(config.sft.episodes)
         config.sft.check_warmup(sum(each["length"] for each in dataset.entries[: config.sft.episodes]), "env steps")
@@ -96,13 +95,14 @@ def imitation_of(config: RunConfig) -> type[ImitationLoop]:
 
 
 def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:
-    """Refuse an unreadable file, prompts without answers or without a number, and options of demonstrations on disk."""
+    """Refuse an unreadable file, prompts without answers or without a count, and options that only demonstrations on
+    disk have."""
     sft = config.sft
     if given := [f"sft.{key}={getattr(sft, key)}" for key in ("names", "cache") if getattr(sft, key)]:
         raise ConfigError(f"{' and '.join(given)}: only demonstrations on disk have these; leave it out")
     count = sft.episodes
     if sft.data is not None:
-        count = len(read_examples(sft.data, sft.episodes))  # refuses what is none
+        count = len(read_examples(sft.data, sft.episodes))  # refuses unreadable files
     elif kind.solution is TextEnv.solution:
         raise ConfigError(no_solution(config.env))
     if count is None:

@@ -1,7 +1,7 @@
 """Roles with networks between players and learners: the reference for the divergence, and a critic.
 
-Both add a column to the trajectories. The reference's log-probs equal the learners' own. A critic predicts the return
-of the rest of a conversation, hands these values on, and learns from the same conversations before the learners do. The
+Both add a column to the trajectories. The reference's log-probs equal the learners' own reference. A critic predicts a
+conversation's remaining return, sends these values on, and updates on the same conversations before the learners. The
 values are from before its update, as PPO's advantages need.
 """
 
@@ -43,7 +43,7 @@ from embodied.runtime import Needs
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.workflows.relay import RelayWorker
 
-ALONE = {"shard": False, "sequence_degree": 1}  # a role's network is whole on its device
+ALONE = {"shard": False, "sequence_degree": 1}  # a role's network is unsharded on its device
 
 
 class NetworkWorker(RelayWorker):
@@ -55,7 +55,7 @@ class NetworkWorker(RelayWorker):
         self.computing = Computing()
 
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
-        """The network with the weights that the run begins with."""
+        """Build the network with the run's initial weights."""
         self.belongings = DeviceTensors(self.timers)
         policy = self.make(spec).eval()
         if start:
@@ -66,7 +66,7 @@ class NetworkWorker(RelayWorker):
         return make_policy(self.config, spec, self.seed)
 
     def tensors(self) -> list[Tensor]:
-        """All of its tensors on the device."""
+        """All tensors on the device."""
         return [*self.model.policy.parameters(), *self.model.policy.buffers()]
 
     def needs(self, shared: bool = False) -> Needs:
@@ -90,14 +90,14 @@ class NetworkWorker(RelayWorker):
         raise NotImplementedError
 
     def items(self, played: Trajectory) -> tuple[RankBatch, np.ndarray]:
-        """Its decisions as items, and which of them count, bool [K]."""
+        """The trajectory's decisions as items, and a mask of counted ones, bool [K]."""
         speaks = self.model.policy.speaks
         trained = trained_tokens(played, self.algo) if speaks else np.ones(len(played.versions), bool)
         return items_of(played, self.algo, self.model, trained), trained
 
 
 class ReferenceWorker(NetworkWorker):
-    """Adds the log-probs of the policy that the run began with."""
+    """Adds the log-probs of the run's initial policy."""
 
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         super().build(spec, start)
@@ -163,7 +163,8 @@ class CriticWorker(NetworkWorker):
     def learn(
         self, batch: RankBatch | None, values: np.ndarray, returns: np.ndarray, trained: np.ndarray
     ) -> dict[str, float]:
-        """Gradient steps towards the returns, together with the other critics; minibatches deal conversations."""
+        """Gradient steps towards the returns, together with the other critic ranks; a minibatch consists of
+        conversations."""
         algo, count = self.algo, 0 if batch is None else len(batch.numbers)
         total, tokens = self.summed(np.array([count, trained.sum()], np.float64)).tolist()
         size = algo.minibatch_size or max(total, 1)

@@ -1,7 +1,7 @@
-"""Roles between players and learners: docs/workflows.md builds a reward model as one.
+"""Roles between players and learners; docs/workflows.md builds a reward model as an example.
 
-Rollouts pass through the workers of such a role when the batch is complete. Groups of whole episodes pass after each
-round in which they were played, before they are filtered: groups are compared by the new rewards.
+Rollouts pass through the workers of such a role when the batch is complete. Groups of whole episodes pass through after
+each round and before filtering, since groups are compared by the new rewards.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from embodied.runtime import Channel
 
 
 class RelayWorker(EpisodeKeeper):
-    """Gets whole rollouts, or groups of whole episodes, and hands on the result of `relay`."""
+    """Receives whole rollouts, or groups of whole episodes, and sends on the result of `relay`."""
 
     def relay(self, parts: list[Trajectory]) -> tuple[list[Trajectory], dict[str, float]]:
-        """Returns the learners' trajectories instead of these, one for each, and metrics of the iteration (the first
-        worker's are kept). A part is a rollout of some env rows, or the episodes of a group that one round played (all
-        of them, unless a round refills a batch). The workers of a role share the parts: one may have none."""
+        """Returns a new trajectory for each of these, for the learners, and metrics of the iteration (the first
+        worker's are kept). A part is a rollout of some env rows, or the episodes of a group from one round (all of
+        them, unless a round refills a batch). The parts are divided among the role's workers; a worker may have
+        none."""
         raise NotImplementedError
 
     def connect(self, servers: Servers) -> None:
@@ -35,7 +36,7 @@ class RelayWorker(EpisodeKeeper):
         came: list[tuple[Trajectory, Channel]] = []
         for channel, wanted, outlet in zip(channels, sources, outlets, strict=True):
             came += [(part, outlet) for part in received(channel, batch, wanted)]
-        came.sort(key=lambda item: item[0].ids[0])  # they came in any order
+        came.sort(key=lambda item: item[0].ids[0])  # they arrive in any order
         parts, metrics = self.relay([part for part, _ in came])
         for part, (_, outlet) in zip(parts, came, strict=True):
             outlet.put(part, key=batch)
@@ -55,7 +56,7 @@ class RelayWorker(EpisodeKeeper):
 
 
 def received(channel: Channel, key: int, sources: Sequence[str]) -> list[Trajectory]:
-    """The items that these sources put into a channel; other sources are workers that have died since."""
+    """The items that these sources put into a channel; items of other sources come from dead workers."""
     came: dict[str, Trajectory] = {}
     while not came.keys() >= {*sources}:
         part = channel.get(key=key)

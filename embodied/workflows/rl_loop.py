@@ -9,7 +9,7 @@ plan decides where each worker runs.
 and whether learners begin early. They change when the steps of an iteration happen, never their results:
 
     sync      collect a batch with version n, update on it, publish version n + 1
-    periodic  the same, but learners take groups of episodes as they finish and make one step at the end
+    periodic  the same, but learners process groups of episodes as they end and take one step after the last
     async     rollout n uses version max(0, n - `pipeline.async_level`), so update, publishing and collecting overlap
               (`LaggingVersions`)
 """
@@ -78,7 +78,7 @@ def learner_arguments(workers: Workers, algo: Any = None) -> tuple:
     return *options, workers.cluster.rendezvous("learner"), workers.torch_device("learner"), apart
 
 
-# By name: the driver never imports torch or a simulator.
+# By name, since the driver never imports torch or a simulator.
 SIM = Role("sim", sim_worker, sim_arguments, sends_to=("policy",))
 POLICY = Role("policy", policy_worker, policy_arguments, holds_policy=True)
 LEARNER = Role(
@@ -116,11 +116,11 @@ class EmbodiedLoop:
         self.evaluator, self.timers, self.spec = Evaluator(self.workers), self.workers.timers, self.workers.spec
         self.learners, self.weight_sync = self.workers.learners, self.workers.weight_sync
         self.rollouts, self.device_sharing = self.workers.rollouts, self.workers.device_sharing
-        self.ahead: deque[Batch] = deque()  # batches that are collected and not learned from
+        self.ahead: deque[Batch] = deque()  # collected batches that wait for their update
         self.lagging = LaggingVersions(self) if config.pipeline.lag else None
         self.dropped = 0
-        self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # with the next rollout
-        self.updating: tuple[Batch, Handle | None] | None = None  # a batch, and the update that is not counted yet
+        self.beside: tuple[PartialEvaluation, Callable[[], object]] | None = None  # evaluation beside the next rollout
+        self.updating: tuple[Batch, Handle | None] | None = None  # a batch and its unfinished update
 
     @staticmethod
     def make_source(workers: Workers) -> BatchSource:
@@ -162,15 +162,15 @@ class EmbodiedLoop:
         return updating
 
     def collect(self) -> Batch:
-        """A batch of the current version: sims step envs, policies answer with its weights, and trajectories go to the
-        learners' channels."""
+        """Collect a batch with the current version: sims step envs, policies answer with its weights, and trajectories
+        go to the learners' channels."""
         with self.timers.measure("rollout"), self.device_sharing.phase(ROLLOUT):
             if self.lagging:
                 self.lagging.choose_version()
             return self.source.collect(self.weight_sync.version)
 
     def act_with_newest(self) -> None:
-        """Let policies act with the learners' weights, once the rollouts that lag behind are collected."""
+        """Let policies act with the learners' weights after the lagging rollouts are collected."""
         if self.lagging:
             self.lagging.act_with_newest()
 
@@ -199,12 +199,12 @@ class EmbodiedLoop:
         return publishing.seconds("max")
 
     def deliver(self, publication: Publication) -> None:
-        """Let policies load a published version, and act with nothing else from now on."""
+        """Let policies load a published version and only act with it from now on."""
         loading = self.weight_sync.deliver(publication, self.learners[0].send_weights, self.rollouts.ask)
         self.rollouts.settle(*loading)
 
     def settled(self, handle: Handle) -> list[Any]:
-        """The learners' results. Sim and policy workers that die meanwhile are replaced."""
+        """Wait for the learners' results. Sim and policy workers that die meanwhile are replaced."""
         self.rollouts.settle(handle)
         return handle.wait()
 
@@ -230,7 +230,7 @@ class EmbodiedLoop:
         return list(self.workers.groups.values())
 
     def total_iterations(self) -> int:
-        """The number of iterations that the recipe asks for."""
+        """The number of iterations of the recipe."""
         return self.source.total_iterations()
 
     def take_abandoned(self) -> int:
@@ -238,7 +238,7 @@ class EmbodiedLoop:
         return self.rollouts.take_abandoned()
 
     def take_samples(self) -> list[dict[str, Any]]:
-        """Conversations of the last iteration for samples.jsonl; none where no language policy plays."""
+        """Conversations of the last iteration for samples.jsonl; empty for robot policies."""
         return self.source.samples if isinstance(self.source, GroupCollector) else []
 
     def take_ends(self) -> list[tuple[int, float]]:
@@ -262,8 +262,8 @@ class EmbodiedLoop:
             return self._write(checkpoints, state, self.source.save())
 
     def save_what_is_learned(self, checkpoints: Path, state: dict[str, Any]) -> Path | None:
-        """Write a checkpoint after sim or policy workers have failed for good; None if nothing was learned yet. An
-        update in progress is waited for, and counted in `state`."""
+        """Write a checkpoint after a final failure of sim or policy workers; None before the first update. A current
+        update is finished and counted in `state`."""
         self.workers.cluster.accept_failures()
         if self.updating and self._has_learned(self.updating[1]):
             self.weight_sync.learned = state["version"] = self.version + 1
@@ -277,7 +277,7 @@ class EmbodiedLoop:
         return self._write(checkpoints, state, given_up)
 
     def _has_learned(self, updating: Handle | None) -> bool:
-        """False if an update ended before its first step, because its data were lost with a sim."""
+        """False if an update ended without a step because its data were lost with a sim."""
         if updating is None:
             return True
         try:
@@ -294,7 +294,7 @@ class EmbodiedLoop:
         return write_checkpoint(checkpoints, self.version, self.save_learners, state, arrays)
 
     def save_learners(self, draft: Path) -> None:
-        """Write policy and optimizer into a checkpoint that is being written; its path is the same on every machine."""
+        """Write policy and optimizer into an unfinished checkpoint; its path is the same on every machine."""
         with self.device_sharing.phase(UPDATE):
             self.learners.save(draft.absolute()).wait()
 

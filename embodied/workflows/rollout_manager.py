@@ -1,4 +1,4 @@
-"""Runs the rounds of sim workers and policy workers, and replaces workers that die.
+"""Runs the rounds of sim workers and policy workers, and replaces dead workers.
 
 In a round some sims play, and the policy workers serve them until all are done. A host that dies in a round, or during
 an update, is restarted at once. Its workers get:
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 
 class BackgroundTask(Protocol):
-    """Work of the driver while a round is played; it may be due when notes of the sims arrive or calls end."""
+    """Work of the driver during a round; it may be due when notes of the sims arrive or calls end."""
 
     def due(self) -> bool:
-        """True if there is something to do now."""
+        """True if it has work now."""
 
     def go_on(self) -> None:
-        """Do it, without waiting."""
+        """Do the work, without waiting."""
 
 
 class RolloutManager:
@@ -55,20 +55,20 @@ class RolloutManager:
         """All workers are built."""
         self.cluster, self.sims, self.policies = workers.cluster, workers.sims, workers.policies
         self.spec, self.weight_sync = workers.spec, workers.weight_sync
-        self.episodes: EpisodeList | None = None  # the episodes that a replaced sim worker continues by itself
+        self.episodes: EpisodeList | None = None  # the episodes that a replaced sim worker continues
         self.journal, self.notify = workers.journal, workers.notify
-        self.divides = workers.config.merged_rows > 1  # requests, among policy workers
+        self.divides = workers.config.merged_rows > 1  # True: a request may be divided among policy workers
         self.num_stages = max(workers.stages, 1)
         self.device_sharing = workers.device_sharing
         self.episode_counter, self.num_tasks = EpisodeCounter(workers.config.env.num_envs), len(workers.tasks)
-        self.background: list[BackgroundTask] = []  # done while any round is played
+        self.background: list[BackgroundTask] = []  # tasks during every round
         self.beside: dict[int, EvaluationShare] = {}  # by sim, the evaluation episodes of the next rollout round
         self.rounds = 0
         self.restarts = 0
-        self.lives: Counter[str] = Counter()  # by worker, how often it was replaced
+        self.lives: Counter[str] = Counter()  # number of replacements by worker
         self.abandoned_episodes = 0
         self.repetitions = Repetitions()
-        self.warnings: set[str] = set()  # that were shown
+        self.warnings: set[str] = set()  # shown warnings
         # Requests wait with the policy workers, replies with the sims.
         channel, text = self.cluster.channel, self.spec.text
         places = range(self.num_stages + workers.config.eval.interleave)
@@ -103,9 +103,9 @@ class RolloutManager:
         background: BackgroundTask | None = None,
         beside: bool = False,
     ) -> tuple[dict[int, Handle], dict[int, Route]]:
-        """A round: call `begin` for these sims, and let the policy workers serve `stages` stages of each (if `asked`),
-        and robots' evaluation episodes `beside`. `background` tasks run meanwhile. Returns the finished calls,
-        successful except for dead sims, and their routes."""
+        """Run a round: call `begin` for these sims, and let the policy workers serve `stages` stages of each (if
+        `asked`), and robots' evaluation episodes `beside`. `background` tasks run meanwhile. Returns the finished
+        calls, successful except for dead sims, and their routes."""
         self.settle()
         self.rounds += 1
         acting, robots = self._acting() if asked else [], not self.spec.text
@@ -127,7 +127,7 @@ class RolloutManager:
         return calls, routes
 
     def _acting(self) -> list[int]:
-        """The policy workers of a round's beginning: all with their devices, or the first to get theirs."""
+        """The policy workers at the beginning of a round: all that hold their devices, or the first to get them."""
         self.device_sharing.go_on()
         self.device_sharing.wait_for_one(self.policies.workers)
         found = [rank for rank, worker in enumerate(self.policies.workers) if self.device_sharing.takes_part(worker)]
@@ -145,7 +145,7 @@ class RolloutManager:
                 one.go_on()
 
     def take_beside(self) -> dict[int, EvaluationShare]:
-        """By sim, the part of an evaluation that the beginning round plays."""
+        """The share of an evaluation for the beginning round, by sim."""
         beside, self.beside = self.beside, {}
         return beside
 
@@ -155,7 +155,7 @@ class RolloutManager:
             self._replace(losses)
 
     def ask(self, call: Callable[[], Handle]) -> list[Any]:
-        """The results of a call to idle workers, repeated if a worker had to be replaced meanwhile."""
+        """The results of a call to idle workers; the call is repeated if a worker was replaced meanwhile."""
         while True:
             handle = call()
             self.settle(handle)
@@ -171,7 +171,7 @@ class RolloutManager:
                 raise failure.final(reason).error()
 
     def _replace(self, losses: dict[str, Failure]) -> list[int]:
-        """Restart dead hosts while the others work; returns their policy workers."""
+        """Restart dead hosts while other hosts work; returns their policy workers."""
         found = []
         for host, failure in losses.items():
             sims, policies = (
@@ -188,7 +188,9 @@ class RolloutManager:
             loads = self.weight_sync.reload(here)
             present = self.device_sharing.has_memory
             absent = [policy for policy in here if not present(names[policy])]
-            loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded into that memory
+            loads += [
+                self.policies[policy].offload() for policy in absent
+            ]  # after it has loaded weights into that memory
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
             self.cluster.rebuilt_by(host, built, loads)
@@ -232,8 +234,8 @@ class RolloutManager:
             self.notify(f"{WARNING}{text}")
 
     def share(self, sim: int, stage: int, stages: int, policies: list[int]) -> list[int]:
-        """Which of these policy workers answer a sim's stage: neighbouring sims ask the same one. If there are more
-        workers than sims and requests may be divided, every request of a sim is divided among the sim's own workers."""
+        """The policy workers for a stage of a sim: neighbouring sims ask the same worker. If there are more workers
+        than sims and requests may be divided, every request of a sim is divided among its own workers."""
         sims = len(self.sims)
         if self.divides and len(policies) > sims:
             return policies[sim * len(policies) // sims : (sim + 1) * len(policies) // sims]
@@ -242,7 +244,7 @@ class RolloutManager:
 
 
 class EpisodeCounter:
-    """Counts the training episodes that each env row has begun, and those with a known outcome.
+    """Counts the begun training episodes of each env row, and the episodes with a known outcome.
 
     Sim workers record every episode before it begins, so a replacement begins the next one: no episode is played twice,
     and lost episodes are counted.
@@ -270,7 +272,7 @@ class EpisodeCounter:
         return lost
 
     def abandoned(self) -> dict[str, np.ndarray]:
-        """The state of all env rows after their open episodes were given up, without their simulators."""
+        """The state of all env rows without their open episodes; no simulator is needed."""
         from embodied.envs.episode_player import EpisodeTracker  # imports a simulator's packages
 
         rows = len(self.begun)
@@ -279,7 +281,8 @@ class EpisodeCounter:
         return {"env_ids": np.arange(rows), **state}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Continue from the state of all env rows: each has one open episode, a new one where it was abandoned."""
+        """Continue from the state of all env rows: each has one open episode, a new one if the old one was
+        abandoned."""
         envs, started = state["env_ids"], state["rows.started"]
         goes_on = any(name.startswith("env.") for name in state)
         self.begun[envs] = started if goes_on else started + (state["rows.length"] > 0)

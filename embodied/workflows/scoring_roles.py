@@ -1,5 +1,5 @@
-"""Workers that score conversations instead of their env, or in addition to it: by a function, by a network that reads
-them, or by a language model that is asked about each over a queue, like a policy.
+"""Workers that score conversations instead of their env, or in addition to it: by a function, by a classifier network,
+or by a language model, which gets its questions over a queue, like a policy.
 
 A score is the reward of a conversation's last token. The other tokens' rewards are the env's if scores add to them,
 else 0.
@@ -33,7 +33,7 @@ from embodied.runtime import Needs
 from embodied.runtime.device_memory import Computing, DeviceTensors, give_back_unused, num_bytes
 from embodied.workflows.relay import RelayWorker
 
-READ_TOGETHER = 32  # conversations that a classifier reads at once
+READ_TOGETHER = 32  # conversations in a batch of the classifier
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Talk:
     """A conversation as text."""
 
     episode: int
-    asked: str  # all that was said before the last answer, without special tokens
-    answer: str  # as an env hears it
+    asked: str  # the conversation before the last answer, without special tokens
+    answer: str  # as the env receives it
 
 
 class ScoringWorker(RelayWorker):
-    """Gives each conversation the score of `scores`."""
+    """Gives each conversation a score by `scores`."""
 
     def __init__(self, policy: Any, roles: RolesSection, device: str) -> None:
         self.config, self.roles, self.device = policy, roles, device
@@ -70,7 +70,7 @@ class ScoringWorker(RelayWorker):
         found = []
         for episode, end, length in zip(part.ids.tolist(), np.cumsum(part.lengths), part.lengths, strict=True):
             tokens, sampled = part.actions[end - length : end, 0, 0], part.mask[end - length : end, 0]
-            last = int(np.flatnonzero(~sampled).max(initial=-1)) + 1  # where the last answer begins
+            last = int(np.flatnonzero(~sampled).max(initial=-1)) + 1  # begin of the last answer
             written = tokens[last:].tolist()
             answer = self.tokenizer.decode(written[:-1] if written and written[-1] in self.tokenizer.stops else written)
             found.append(Talk(episode, self.tokenizer.plain_text(tokens[:last]), answer))
@@ -111,7 +111,7 @@ class ClassifierWorker(ScoringWorker):
             with BUILDING:
                 model = AutoModelForSequenceClassification.from_pretrained(folder, **options)
             self.model = model.eval().to(self.device)
-        except Exception as err:  # of many kinds
+        except Exception as err:  # transformers raises many kinds
             cause = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
             raise CheckpointError(f"roles.reward_model={folder} is not a sequence classifier: {cause}") from None
         self.model.requires_grad_(False)
@@ -143,7 +143,7 @@ class ClassifierWorker(ScoringWorker):
 
 
 class JudgedWorker(ScoringWorker):
-    """Asks a language model about each conversation, over the queue of that model's workers."""
+    """Asks a language model about each conversation, over the queue of the model's workers."""
 
     def connect(self, servers: Servers) -> None:
         self.client = JudgeClient(servers, room=self.config.max_running)
@@ -162,8 +162,8 @@ class JudgedWorker(ScoringWorker):
 
 
 class JudgeClient(RequestClient):
-    """The asking end of the queue. A judge gets more questions as it answers, so a slow one gets fewer. A question's
-    number is also that of its noise, which does not matter: a judge takes the likeliest tokens."""
+    """The client's end of the queue. A judge gets more questions as it answers, so a slow judge gets fewer. A
+    question's number is also the number of its noise, which has no effect: a judge takes the likeliest tokens."""
 
     number = 0
 
@@ -197,11 +197,11 @@ class JudgeWorker(LanguageWorker):
     def build(self, spec: EnvSpec, start: Path | None = None) -> None:
         super().build(spec)
         self.policy.initialise(np.random.default_rng(self.seed))
-        if self.judge == "start" and start is not None:  # a timed run begins with fresh weights
+        if self.judge == "start" and start is not None:  # a timed run begins with new weights
             self.policy.begin_with(read_weights(start))
         self._load_engine(0)
 
 
 def acting(version: int) -> AbstractContextManager[None]:
-    """Do nothing: a judge has its own weights, so it need not wait for others."""
+    """Do nothing: a judge has its own weights, so it waits for no update."""
     return nullcontext()

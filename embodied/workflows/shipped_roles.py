@@ -1,4 +1,4 @@
-"""The roles that a recipe adds to a program with its section `roles`: a reward, a judge, a reference, a critic.
+"""The roles that a recipe's section `roles` adds to a program: a reward, a judge, a reference, a critic.
 
 Trajectories pass through them in this order before learners get them. Their workers are in `network_roles.py` and
 `scoring_roles.py`; this module has the driver's part.
@@ -18,12 +18,12 @@ NETWORKS, SCORES = "embodied.workflows.network_roles:", "embodied.workflows.scor
 
 
 def roles_of_run(program: Any, config: RunConfig) -> tuple[Role, ...]:
-    """The roles that a program declares, and those that the recipe adds to one that trains by RL."""
+    """The roles of a program; if it trains by RL, with the recipe's additional roles."""
     return (*program.roles, *(shipped_roles(config) if program.command == "train" else ()))
 
 
 def shipped_roles(config: RunConfig) -> tuple[Role, ...]:
-    """The roles that a recipe asks for, in the order in which rollouts and groups pass through them."""
+    """The additional roles of a recipe, in the order in which rollouts and groups pass through them."""
     wanted, found = config.roles, []
     if wanted.scorer:
         asks = "judge" if wanted.judge else ""

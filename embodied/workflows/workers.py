@@ -1,7 +1,7 @@
-"""Launches the workers that a workflow's roles declare, builds and connects them, all in one step.
+"""Launches, builds and connects the workers of a workflow's roles.
 
-Everything that plays episodes has sims and policies: training, evaluation, collecting demonstrations. Learners and
-roles of a user's own come with the workflow that declares them.
+Training, evaluation and collecting demonstrations all have sims and policies. Learners and the user's own roles are
+declared by the workflow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Workers:
-    """The groups of a program by role, `sims`, `policies` and `learners` among them: launched, built and connected."""
+    """The groups of a program by role, with `sims`, `policies` and `learners`: launched, built and connected."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Workers:
         self.tasks = env_class(config.env).tasks(config.env)
         num_sims = sum(host.roles.count("sim") for host in cluster.hosts)
         self.evaluation = evaluation_plan(config, self.tasks, eval_tasks or self.tasks, num_sims)
-        self.journal = cluster.channel("journal", capacity=None)  # sims note there which episodes they begin
+        self.journal = cluster.channel("journal", capacity=None)  # sims report beginning episodes there
         self.notes = cluster.channel("evaluation notes", capacity=None)
         cluster.watch(self.notes)
         self.groups = {
@@ -69,7 +69,7 @@ class Workers:
 
     @property
     def learners(self) -> WorkerGroup:
-        """The group that trains. An evaluation has none and never uses this."""
+        """The learners' group. An evaluation has no learners and never uses this."""
         return self.groups["learner"]
 
     def torch_device(self, role: str) -> str:
@@ -78,8 +78,8 @@ class Workers:
         return devices.torch_device("gpu" if role in on_gpus else "cpu")
 
     def _build(self, start_folder: Path | None) -> None:
-        """Build policies and learners at the same time; if they share GPUs, one after the other, since a policy's
-        engine releases the memory that it needed while it was built."""
+        """Build policies and learners at the same time. If they share GPUs, build one after the other, since a policy's
+        engine needs temporary memory."""
         builds = [self.policies.build(self.spec)]
         if "learner" in self.groups:
             if self._share_gpus:
@@ -116,8 +116,7 @@ class Workers:
 
     @property
     def _acts_during_update(self) -> bool:
-        """True if policies act while learners update: with their own weights, and only those whose devices the learners
-        do not hold."""
+        """True if policies act during updates: with their own weights, on devices that the learners do not hold."""
         return self.config.pipeline.lag > 0
 
     def _share_devices(self) -> DeviceSharing:
@@ -135,7 +134,7 @@ class Workers:
         return [self.cluster.channel(f"trajectories-{r}", home=self.learners[r], capacity=None) for r in ranks]
 
     def save(self) -> dict[str, np.ndarray]:
-        """The arrays that workers of roles that are saved return from `get_state`, under their workers' names."""
+        """The arrays of `get_state` of all workers of `saved` roles, by worker name."""
         found: dict[str, np.ndarray] = {}
         for role in [role for role in self.roles if role.saved]:
             group = self.groups[role.name]
@@ -146,8 +145,7 @@ class Workers:
         return found
 
     def restore(self, state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Give `save`'s arrays back to the workers, and rank 0's arrays to additional ranks; returns the unused
-        arrays."""
+        """Restore the workers from `save`'s arrays; additional ranks get rank 0's arrays. Returns the unused arrays."""
         for role in [role for role in self.roles if role.saved]:
             group, first = self.groups[role.name], f"{role.name}-0."
             parts = [cut_names(state, f"{worker}.") or cut_names(state, first) for worker in group.workers]
