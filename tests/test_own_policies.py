@@ -207,11 +207,11 @@ def test_what_an_own_policy_lacks_is_said_in_one_line(name, tmp_path, capsys):
     body, told = INCOMPLETE[name]
     base = "Policy" if name == "Bare" else "my_nets.Linear"
     text = f"import torch, my_nets\nfrom embodied.policies.base import Policy\n\n\nclass {name}({base}):\n    {body}\n"
-    (tmp_path / "lacks.py").write_text(text)
-    sys.modules.pop("lacks", None)
+    (tmp_path / "lacking.py").write_text(text)
+    sys.modules.pop("lacking", None)
     inline = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
     run(
-        train, "recipe=my_linear.yaml", f"policy.name=lacks:{name}", "policy.kwargs={std: 0.3}", *SHORT, *inline, code=2
+        train, "recipe=my_linear.yaml", f"policy.name=lacking:{name}", "policy.kwargs={std: 0.3}", *SHORT, *inline, code=2
     )
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
