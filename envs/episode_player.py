@@ -124,17 +124,8 @@ class EpisodeTracker:
 
     def _result(self, spec: EpisodeSpec, length: int, total_reward: float, *flags: float) -> EpisodeResult:
         once, at_end, at_reset = (bool(flag) if self.has_success else None for flag in flags)
-        return EpisodeResult(
-            index=spec.index,
-            task=spec.task,
-            init_state_id=spec.init_state_id,
-            seed=spec.seed,
-            length=length,
-            total_reward=float(total_reward),
-            success_once=once,
-            success_at_end=at_end,
-            success_at_reset=at_reset,
-        )
+        counted = spec.index, spec.task, spec.init_state_id, spec.seed, length, float(total_reward)
+        return EpisodeResult(*counted, once, at_end, at_reset)
 
     # The content of a checkpoint; the specs follow from the episode numbers.
     ARRAYS = "episode started decision length total_reward success_once success_now success_at_reset".split()

@@ -211,7 +211,13 @@ def test_what_an_own_policy_lacks_is_said_in_one_line(name, tmp_path, capsys):
     sys.modules.pop("lacking", None)
     inline = ["cluster.backend=inline", 'placement={"sim,policy": "cpu:0", learner: "cpu:0"}']
     run(
-        train, "recipe=my_linear.yaml", f"policy.name=lacking:{name}", "policy.kwargs={std: 0.3}", *SHORT, *inline, code=2
+        train,
+        "recipe=my_linear.yaml",
+        f"policy.name=lacking:{name}",
+        "policy.kwargs={std: 0.3}",
+        *SHORT,
+        *inline,
+        code=2,
     )
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1

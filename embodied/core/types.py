@@ -191,11 +191,10 @@ class PolicyOutput:
 # Played episodes and conversations
 
 
-@dataclass(frozen=True)
-class EpisodeResult:
+class EpisodeResult(NamedTuple):
     """One finished episode, for training metrics and episodes.csv."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides the tuple's method
     task: str
     init_state_id: int
     seed: int

@@ -7,7 +7,6 @@ The same episodes give the same bytes, independent of the order in which they en
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from datetime import datetime
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, get_type_hints
 
 import numpy as np
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
@@ -28,14 +27,14 @@ from embodied.reporting.success_stats import compare, of_text
 RESULTS = "results.json"
 EPISODES = "episodes.csv"
 UNWRITTEN = ("prompt_tokens", "all_tokens", "places")  # used to distribute episodes over learners
-FIELDS = {field.name: field for field in dataclasses.fields(EpisodeResult) if field.name not in UNWRITTEN}
+FIELDS = {name: kind for name, kind in get_type_hints(EpisodeResult).items() if name not in UNWRITTEN}
 TEXT_COLUMNS = ("truncated", "tokens")  # of language policies alone
 COLUMNS = tuple(name for name in FIELDS if name not in TEXT_COLUMNS)
 PARSERS = {
-    "int": int,
-    "float": float,
-    "str": str,
-    "bool | None": {"": None, "true": True, "false": False}.__getitem__,
+    int: int,
+    float: float,
+    str: str,
+    bool | None: {"": None, "true": True, "false": False}.__getitem__,
 }
 COMPARISON = "comparison.json"
 METHODS = {
@@ -95,7 +94,7 @@ def cell(value: Any) -> str:
 
 def episode(row: dict[str, str]) -> EpisodeResult:
     names = [name for name in FIELDS if name in row or name not in TEXT_COLUMNS]
-    return EpisodeResult(**{name: PARSERS[FIELDS[name].type](row[name]) for name in names})
+    return EpisodeResult(**{name: PARSERS[FIELDS[name]](row[name]) for name in names})
 
 
 def evaluation_numbers(results: dict[str, Any]) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """The console when it is not read, and what it warns of."""
 
 import os
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -61,7 +60,7 @@ def told_without_success(*successes, resumed=False, each=34):
     if resumed:
         console.resumed(Path("run"), STATE, 0, 0)
     for at, success in enumerate(successes, 1):
-        finished = [replace(one, success_once=success) for one in episodes(each, 0.0)]
+        finished = [one._replace(success_once=success) for one in episodes(each, 0.0)]
         console.iteration({**STATE, "iteration": at}, finished, {"env_steps": 8.0}, 1.0, 9)
     return [line for line in stream.getvalue().splitlines() if line == "try this"]
 

@@ -1,7 +1,6 @@
 """Pages on language policies: conversations, rates over prompts, training's text metrics, and two policies compared."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,7 +103,7 @@ def test_rates_over_prompts_stand_in_tiles_and_table(page_of):
 
 
 def test_training_metrics_of_text_are_those_of_the_iteration():
-    finished = [replace(spoken(0, True, tokens=4), length=2), spoken(1, False, truncated=True, tokens=8)]
+    finished = [spoken(0, True, tokens=4)._replace(length=2), spoken(1, False, truncated=True, tokens=8)]
     assert text_numbers(finished, 2.0) == {"text/truncated": 0.5, "text/tokens": 4.0, "text/tokens_per_s": 6.0}
     assert text_numbers([EpisodeResult(0, "reach", -1, 5, 9, 1.0, True, True)], 2.0) == {}
 

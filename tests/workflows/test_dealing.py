@@ -1,7 +1,6 @@
 """What the driver deals to learner ranks: costs of lengths, gradient steps, room, and what a checkpoint keeps."""
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,7 +62,7 @@ def test_the_pictures_of_a_group_cost_once_what_its_vision_tower_computes():
     results, groups = ended([20, 20, 20, 20])
     for options, times in (((), 1), (("learner.share_prompts=false",), 2)):
         found = dealer(*options, cost=(token, pair, place))
-        found.add([replace(result, places=2) for result in results])
+        found.add([result._replace(places=2) for result in results])
         plain = dealer(*options, cost=(token, pair, place))
         plain.add(results)
         more = found.cost(groups[0].episodes) - plain.cost(groups[0].episodes)

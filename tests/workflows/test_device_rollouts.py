@@ -99,6 +99,6 @@ def test_staggered_rows_learn_on_the_device_what_they_learn_on_the_host_and_a_st
     assert 8 <= sum(reads.values()) <= 20 + 3, reads  # of 20 decisions, in most of which an episode ends
     assert on_device[1] == on_host[1]
     for result, other in zip(on_device[2], on_host[2], strict=True):
-        assert replace(result, task="ImageEnv") == other
+        assert result._replace(task="ImageEnv") == other
     for name, array in on_host[0].items():
         np.testing.assert_array_equal(on_device[0][name], array)

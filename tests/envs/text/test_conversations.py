@@ -116,7 +116,7 @@ def test_how_many_go_on_at_a_time_changes_no_conversation(rows):
     together = held(Policy(), range(7), rows)
     for index, one in together.items():
         assert np.array_equal(one.trajectory().actions, alone[index].actions)
-        assert one.result() == replace(one.result(), index=index)
+        assert one.result() == one.result()._replace(index=index)
     assert sorted(together) == [*range(7)]
 
 

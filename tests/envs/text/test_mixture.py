@@ -1,7 +1,6 @@
 """Mixtures: envs by weight in training, each by itself in evaluations, and metrics apart."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -69,4 +68,4 @@ def test_a_run_logs_its_envs_apart(tmp_path):
     assert {*tasks} == {"a", "b"} and tasks["a"] > tasks["b"]
     assert all(numbers[f"task/{task}/conversations"] == tasks[task] for task in tasks)
     assert numbers["task/a/success"] > 0 and numbers["task/b/success"] <= numbers["task/a/success"]
-    assert not any(name.startswith("task/") for name in text_numbers([replace(one, task="a") for one in finished], 1.0))
+    assert not any(name.startswith("task/") for name in text_numbers([one._replace(task="a") for one in finished], 1.0))
