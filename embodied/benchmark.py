@@ -153,9 +153,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
     about = config.cluster.memory_gb, draws_on_gpus(config.env), config.algo.why_not_periodic()
     planned = plan(profile, there, *about)
     chosen = {mode: choice for mode in options.modes if (choice := planned.modes.get(mode))}
-    missing = [
-        mode for mode in options.modes if mode not in chosen and mode != OTHER
-    ]  # the custom layout need not exist
+    missing = [mode for mode in options.modes if mode not in chosen and mode != OTHER]  # custom may be absent
     refused = {mode: why_not(planned.planner, mode) for mode in missing}
     for schedule in options.schedules:
         found = planned.schedules[schedule]
@@ -178,9 +176,7 @@ def benchmark(config: RunConfig, options: Options, folder: Path, program: type[W
         print(f"  {mode:<14}{forecast['env_steps_per_s']:>9.0f} env steps/s   {forecast['layout']}")
     meter = LoadMeter()
     run_all(config, there, options.rounds, result, folder, program)
-    result.others = (
-        None if config.cluster.backend == "ray" else meter.others()
-    )  # Ray's workers would count as other programs
+    result.others = None if config.cluster.backend == "ray" else meter.others()  # Ray's workers would count
     return result
 
 

@@ -1,7 +1,7 @@
-"""The formulas of learning from trajectories: advantages, groups, losses, and their options.
+"""The algorithms: advantages, groups, losses, and their options.
 
-`config` and `sft_config` hold the options, `advantages` GAE, `groups` the groups of GRPO and their prompts, `losses`
-PPO's and GRPO's.
+`config` and `sft_config` have the options, `advantages` GAE and group advantages, `groups` the groups of GRPO and their
+prompts, `losses` the losses of PPO and GRPO.
 """
 
 __all__ = ["advantages", "config", "groups", "losses", "sft_config"]

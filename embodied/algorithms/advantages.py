@@ -1,7 +1,7 @@
 """Advantages: generalised advantage estimation (PPO), comparison within groups (GRPO), and normalisation.
 
-In numpy and float64, because trajectories arrive as numpy arrays and this is a few thousand numbers once per iteration:
-whatever the policy's dtype, every placement gets the same advantages.
+In numpy and float64: trajectories arrive as numpy arrays, an iteration has only a few thousand numbers, and every
+placement gets the same advantages for any dtype of the policy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-EQUAL = 1e-9  # scores that differ by at most this count as equal
+EQUAL = 1e-9  # largest difference of equal scores
 EPS = 1e-6
 
 
@@ -77,7 +77,7 @@ def gae(
 def token_gae(
     rewards: np.ndarray,  # [K]
     values: np.ndarray,  # [K]
-    sampled: np.ndarray,  # bool [K], the tokens that the policy chose
+    sampled: np.ndarray,  # bool [K], sampled tokens
     lengths: np.ndarray,  # int [R], tokens of each conversation
     gamma: float,
     lam: float,

@@ -14,7 +14,7 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class PolicyGradientConfig(Strict):
-    """The options that all algorithms share: gradient steps on the clipped policy loss."""
+    """The options of all algorithms: gradient steps on the clipped policy loss."""
 
     name: str = Field(description="Set by each algorithm.")
     epochs: int = Field(4, gt=0, description="Passes over the data of an iteration.")
@@ -169,10 +169,10 @@ class PolicyGradientConfig(Strict):
         never_with({"epochs": lambda epochs: epochs > 1}, {}, "groups are forgotten at once; try algo.epochs=1"),
         never_with({"minibatch_size": bool}, {}, "there is one gradient step; try algo.minibatch_size=null"),
     )
-    """Options that are refused if gradients are summed up while a batch is collected."""
+    """Options that are refused with gradient accumulation during the rollout (schedule=periodic)."""
 
     def why_not_periodic(self) -> str:
-        """All reasons why gradients cannot be summed up while a batch is collected; empty if they can."""
+        """All reasons against gradient accumulation during the rollout; empty if there are none."""
         shared = PolicyGradientConfig.not_periodic if self.whole_episodes else ()
         return "; and ".join(broken_rules((*shared, *self.not_periodic), self, self.section))
 
@@ -250,7 +250,8 @@ class PPOConfig(PolicyGradientConfig):
         ),
     )
 
-    # Options of groups for whole conversations: values judge each of them, so none is dropped.
+    # Options of groups for whole conversations. With values every conversation has an advantage, so no group is
+    # dropped.
     filter: ClassVar[str] = "none"
     filter_metric: ClassVar[str] = "return"
     surplus: ClassVar[str | None] = None
@@ -284,8 +285,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class GRPOConfig(PolicyGradientConfig):
-    """Whole episodes in groups that share task and initial state; an episode is compared with the others of its
-    group."""
+    """Whole episodes in groups with a common task and initial state; an episode is compared with its group."""
 
     name: Literal["grpo", "dapo", "rloo", "reinforce++"] = Field(
         description="grpo, or one of its relatives, which differ in baseline, scale, filter, clip_high and kl_in."
@@ -401,7 +401,7 @@ class GRPOConfig(PolicyGradientConfig):
 def algorithm(value: Any) -> str:
     """The config class of an algo section."""
     name = str(value.get("name", "ppo") if isinstance(value, dict) else getattr(value, "name", "ppo"))
-    return "grpo" if name in PRESETS else "ppo"  # which refuses unknown names
+    return "grpo" if name in PRESETS else "ppo"  # PPOConfig refuses unknown names
 
 
 AlgoConfig = Annotated[

@@ -1,9 +1,9 @@
-"""Groups of episodes: which groups are played, with which prompts (new ones, or repeated ones that were hard, normal or
-easy when they were last tried), which an iteration learns from, and the score of an episode.
+"""Groups of episodes: chooses the groups to play, their prompts (new prompts, or repeated hard, normal or easy ones),
+and the groups of an update; and computes an episode's score.
 
-Episode i belongs to group i // group_size; all of a group begin in the same state, and only their noise differs. A
-score is an episode's return. Nothing here depends on workers: the order of episodes is the same, whichever worker plays
-them.
+Episode i belongs to group i // group_size. The episodes of a group have the same initial state and different noise. A
+score is an episode's return. Nothing here depends on workers: the order of episodes is the same for any assignment to
+workers.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from embodied.algorithms.config import GRPOConfig, PPOConfig
 from embodied.core.rng import generator
 from embodied.core.types import EpisodeResult
 
-POOLS = ("hard", "normal", "easy")  # of prompts, by how often they were solved when last tried
-HARD, EASY = 0.25, 0.75  # hard prompts were solved at most this often, easy ones more often
-UNSEEN = 1.0  # the weight of a prompt that was never tried
+POOLS = ("hard", "normal", "easy")  # of prompts, by their solved share when last tried
+HARD, EASY = 0.25, 0.75  # largest solved share of hard prompts, of normal prompts
+UNSEEN = 1.0  # the weight of a new prompt
 
 
 class Group(NamedTuple):
@@ -30,34 +30,34 @@ class Group(NamedTuple):
 
 
 class GroupPool:
-    """Takes scores of finished episodes and hands out groups to learn from, the oldest first.
+    """Takes scores of finished episodes and returns groups for updates, the oldest first.
 
-    Groups that are complete but not needed yet (the surplus), or not complete yet, stay for later iterations, or are
-    discarded. `counts` are those of groups since it was last emptied: kept, equal, out_of_bounds, incomplete.
+    Complete groups that are not needed (the surplus) and incomplete groups stay for later iterations, or are discarded.
+    `counts`: numbers of groups since it was last cleared, by outcome: kept, equal, out_of_bounds, incomplete.
     """
 
     def __init__(self, config: PPOConfig | GRPOConfig, discards: bool = False) -> None:
         self.config, self.discards = config, discards
-        self.dealt = 0  # episodes, from the beginning of the run
-        self.discarded = 0  # episodes, of the surplus of the last iteration
-        self.playing: set[int] = set()  # episodes that were dealt and neither added nor lost
-        self.handed: set[int] = set()  # groups that this iteration learns from already
+        self.dealt = 0  # episodes since the beginning of the run
+        self.discarded = 0  # episodes in the surplus of the last iteration
+        self.playing: set[int] = set()  # dealt episodes that are neither added nor lost
+        self.handed: set[int] = set()  # groups already sent to this iteration's learners
         self.open: dict[int, dict[int, float]] = {}  # group -> scores of its finished episodes
         self.ready: dict[int, Group] = {}
         self.counts: Counter[str] = Counter()
-        self.solved: dict[int, bool] = {}  # of the held episodes, if the filter needs it
+        self.solved: dict[int, bool] = {}  # success of the held episodes, if the filter needs it
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Episodes whose trajectories are still needed."""
+        """Episodes with trajectories that are still needed."""
         waiting = [episode for scores in self.open.values() for episode in scores]
         return tuple(sorted(waiting + [episode for group in self.ready.values() for episode in group.episodes]))
 
     def wanted(self, rounds: int, num_envs: int) -> int:
-        """The number of episodes to play in the next round of an iteration that had so many rounds; 0: none.
+        """The number of episodes to play in the next round, after `rounds` rounds of an iteration; 0: none.
 
-        The first round plays what is missing and no more. Others follow to replace groups that the filter dropped,
-        with something to do for every env row, so that their last group may stay incomplete; or where half or more of
+        The first round plays the missing episodes and no more. Further rounds replace groups that the filter dropped;
+        they use every env row, so their last group may stay incomplete. A further round also follows if half or more of
         the groups were lost to faults.
         """
         groups, resample = self.config.groups, self.config.filter == "resample"
@@ -76,8 +76,8 @@ class GroupPool:
         return dealt
 
     def add(self, scores: dict[int, float], solved: dict[int, bool] | None = None) -> None:
-        """Takes scores of finished episodes that were dealt; groups that become complete are kept or dropped. `solved`
-        says which were a success, for algo.filter_metric=success."""
+        """Takes scores of finished episodes; complete groups are kept or dropped. `solved`: their success, for
+        algo.filter_metric=success."""
         self.solved |= solved or {}
         self.playing.difference_update(scores)
         for episode in sorted(scores):
@@ -95,8 +95,8 @@ class GroupPool:
         self.solved = {episode: success for episode, success in self.solved.items() if episode in held}
 
     def lose(self, episodes: Collection[int]) -> None:
-        """Drop the groups of lost episodes. Call it after all dealt episodes that still exist have been added: the rest
-        of a partly dealt group is skipped."""
+        """Drop the groups of lost episodes. Call it after adding all surviving episodes: the rest of a partly dealt
+        group is skipped."""
         self.playing.difference_update(episodes)
         for number in {episode // self.config.group_size for episode in episodes}:
             self.counts["kept"] -= self.ready.pop(number, None) is not None or number in self.handed
@@ -107,7 +107,7 @@ class GroupPool:
                 self.dealt = (number + 1) * self.config.group_size
 
     def certain(self) -> list[Group]:
-        """The ready groups that `take` would return whatever the rest of this iteration brings.
+        """The ready groups that `take` will return, independent of the remaining episodes of this iteration.
 
         A group is certain if fewer than `groups` groups with a lower number are kept or may still be kept. Of two
         groups to learn from, with 0 and 3 kept, 1 dropped and 2 being played, 0 is certain and 3 only if 2 is dropped.
@@ -117,13 +117,13 @@ class GroupPool:
         return [self.ready[number] for number in rivals[: self.config.groups] if number in self.ready]
 
     def hand_on(self, group: Group) -> None:
-        """Note that this iteration already learns from a group, before `take`."""
+        """Record that a group was sent to learners before `take`."""
         number = group.episodes[0] // self.config.group_size
         del self.ready[number]
         self.handed.add(number)
 
     def take(self) -> list[Group]:
-        """Takes the groups of this iteration that were not yet sent to learners."""
+        """Returns the groups of this iteration that were not yet sent to learners."""
         left = self.config.groups - len(self.handed)
         taken = [self.ready.pop(number) for number in sorted(self.ready)[:left]]
         self.handed.clear()
@@ -156,8 +156,7 @@ class GroupPool:
 
 
 def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Sequence[bool] = ()) -> str:
-    """Returns kept, equal or out_of_bounds, by the scores, or with algo.filter_metric=success by the solved
-    episodes."""
+    """Returns kept, equal or out_of_bounds, by the scores, or with algo.filter_metric=success by the successes."""
     if config.filter == "none":
         return "kept"
     if max(scores) - min(scores) <= EQUAL:
@@ -169,8 +168,8 @@ def judge(scores: tuple[float, ...], config: PPOConfig | GRPOConfig, solved: Seq
 
 
 def score_of(result: EpisodeResult, config: PPOConfig | GRPOConfig, max_tokens: int = 0) -> float:
-    """The score of an episode: its return. A cut-off answer has 0 with algo.truncated=punish, and a long answer loses
-    up to 1 with algo.overlong: if that is 4 of 10 tokens, nothing for 6, 0.25 for 7, and 1 for 10."""
+    """The score of an episode: its return. A truncated answer has 0 with algo.truncated=punish. With algo.overlong a
+    long answer loses up to 1: for overlong 4 of 10 tokens, nothing at 6 tokens, 0.25 at 7, and 1 at 10."""
     score = 0.0 if result.truncated and config.truncated == "punish" else result.total_reward
     if config.overlong is None:
         return score
@@ -178,18 +177,18 @@ def score_of(result: EpisodeResult, config: PPOConfig | GRPOConfig, max_tokens: 
 
 
 class PromptPools:
-    """Draws prompts for groups: from one of the pools that are not empty, or a new one, in proportion to the weights.
+    """Draws prompts for groups: a new prompt or a prompt from a non-empty pool, in proportion to the weights.
 
-    A prompt has the number of the group that tried it first; a later group may repeat it. With weights 0.2, 1, 0.2 and
-    one prompt solved by a half of its group, the next group repeats it with odds 1 : 1. `counts` are those of groups
-    since it was last emptied, by pool.
+    A prompt has the number of the first group that tried it; a later group may repeat it. With weights 0.2, 1, 0.2 and
+    one prompt solved by half of its group, the next group repeats it with odds 1 : 1. `counts`: numbers of groups since
+    it was last cleared, by pool.
     """
 
     def __init__(self, weights: tuple[float, float, float], seed: int, group_size: int) -> None:
         self.weights, self.seed, self.group_size = weights, seed, group_size
-        self.rates: dict[int, float] = {}  # prompt -> the share of its last group that solved it
-        self.drawn: dict[int, int] = {}  # group that is being played -> its prompt
-        self.solved: dict[int, dict[int, bool]] = {}  # group -> its finished episodes, and whether they solved it
+        self.rates: dict[int, float] = {}  # prompt -> solved share of its last group
+        self.drawn: dict[int, int] = {}  # current group -> its prompt
+        self.solved: dict[int, dict[int, bool]] = {}  # group -> success of its finished episodes
         self.counts: Counter[str] = Counter()
 
     def draw(self, group: int) -> int:
@@ -209,7 +208,7 @@ class PromptPools:
         return self.drawn[group]
 
     def add(self, solved: dict[int, bool]) -> None:
-        """Notes which episodes solved their prompts; a prompt's rate is known when its whole group has ended."""
+        """Record the success of episodes; a prompt's rate is known when its whole group has ended."""
         for episode, success in solved.items():
             group = episode // self.group_size
             found = self.solved.setdefault(group, {})
@@ -242,5 +241,5 @@ class PromptPools:
 
 
 def pool_of(rate: float) -> str:
-    """The pool of a prompt with this rate."""
+    """The pool of a prompt with this solved share."""
     return "hard" if rate <= HARD else "easy" if rate > EASY else "normal"

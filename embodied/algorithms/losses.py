@@ -1,15 +1,14 @@
-"""The losses as sums over items, to be divided by a count that the caller knows in advance: sums of parts and ranks add
-up.
+"""The losses as sums over items. The caller divides them by a count, so sums over micro-batches and ranks can be added.
 
-An item is one decision: C env steps of A action dimensions (or tokens). `level` says what a *unit* is, which has its
-own probability ratio: "action_dim" each of C * A numbers, "action" each env step (log-probs summed over A), "chunk" the
+An item is one decision: C env steps of A action dimensions (or tokens). `level` defines the *unit* with its own
+probability ratio: "action_dim" each of C * A numbers, "action" each env step (log-probs summed over A), "chunk" the
 decision (summed over C and A). An item counts as the mean over its units, so its weight does not depend on C * A or on
-the level. Steps that were not played (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it adds
-nothing, but must hold finite numbers.
+the level. Steps after an episode's end (mask False) are in no sum, mean or ratio. An item of weight 0 is padding: it
+adds nothing, but must have finite numbers.
 
-Items may be stale (taken with older weights than the update's first ones), or sampled by an engine whose log-probs
-differ numerically. `policy_loss_sum` and `out_of_bounds` correct for both, in the policy's loss alone, since values are
-regressed on returns.
+Items may be stale (sampled with older weights than the weights at the start of the update), or sampled by an engine
+whose log-probs differ numerically. `policy_loss_sum` and `out_of_bounds` correct for both, only in the policy's loss,
+since values are regressed on returns.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ class LossItems:
     advantages: Tensor  # [B]
     mask: Tensor  # bool [B, C]
     weights: Tensor  # [B], 0 for padding
-    values: Tensor | None = None  # [B], at act time; of tokens, by the weights that the update starts from
-    returns: Tensor | None = None  # [B], targets of values, if values learn
+    values: Tensor | None = None  # [B], at act time; of tokens, by the weights at the start of the update
+    returns: Tensor | None = None  # [B], targets of values, if values are trained
     reference: Tensor | None = None  # [B, C, A], log-probs under the reference policy, if it counts in the loss
     proximal: Tensor | None = None  # [B, C, A], log-probs under the weights at the start of the update, if needed
-    answers: Tensor | None = None  # int [B], which items are one answer, if answers have their own ratio
+    answers: Tensor | None = None  # int [B], number of the item's answer, if answers have their own ratio
 
 
 Stats = dict[str, Tensor]  # scalars without gradient: sums over items, except names that end in "_max"
 
 
 def loss_terms(config: AlgoConfig) -> tuple[str, ...]:
-    """The names of the loss's parts that the log shows."""
+    """The names of the loss's terms in the log."""
     ppo, compared = isinstance(config, PPOConfig), bool(config.kl_coef) and config.kl_in == "loss"
     terms = ("policy_loss", "value_loss", "entropy") if ppo else ("policy_loss", "entropy", "reference_kl")
     terms += ("approx_kl", "clip_fraction", "dual_clip_fraction", *(("value_clip_fraction",) if ppo else ()))
@@ -52,14 +51,14 @@ def loss_terms(config: AlgoConfig) -> tuple[str, ...]:
 def loss_sum(
     logprobs: Tensor, entropy: Tensor, values: Tensor | None, items: LossItems, config: AlgoConfig
 ) -> tuple[Tensor, Stats]:
-    """The whole loss of new log-probs and entropies [B, C, A] and, if values learn, values [B]: a sum over items, and
-    its parts."""
+    """The whole loss of new log-probs and entropies [B, C, A] and, if values are trained, values [B]: a sum over items,
+    and its terms."""
     loss, bonus, stats = _surrogate(logprobs, entropy, items, config)
     parts = {"policy_loss": loss, "entropy": bonus, "reference_kl": torch.zeros_like(loss)}
     if isinstance(config, PPOConfig):
         clip, delta = config.value_clip, config.huber_delta
         parts["value_loss"], more = torch.zeros_like(loss), {"value_clip_fraction": torch.zeros_like(loss)}
-        if items.returns is not None:  # else a separate critic learns the values
+        if items.returns is not None:  # else a separate critic trains the values
             known = (items.values, items.returns, items.weights)
             parts["value_loss"], more = value_loss_sum(values, *known, value_clip=clip, huber_delta=delta)
         loss, stats = loss + config.value_coef * parts["value_loss"], stats | more
@@ -72,7 +71,7 @@ def loss_sum(
 
 
 def _surrogate(logprobs: Tensor, entropy: Tensor, items: LossItems, config: AlgoConfig) -> tuple[Tensor, Tensor, Stats]:
-    """The clipped policy loss and the entropy, which PPO and GRPO share, and their parts."""
+    """The clipped policy loss and the entropy bonus of PPO and GRPO, and their terms."""
     level = config.logprob_level
     policy_loss, stats = policy_loss_sum(
         logprobs,
@@ -90,7 +89,7 @@ def _surrogate(logprobs: Tensor, entropy: Tensor, items: LossItems, config: Algo
         importance_cap=config.importance_cap,
         answers=items.answers,
     )
-    if not config.entropy_coef:  # needed for the log only
+    if not config.entropy_coef:  # only for the log
         entropy = entropy.detach()
     return policy_loss, entropy_sum(entropy, items.mask, items.weights, within(level)), stats
 
@@ -107,7 +106,7 @@ def reference_kl_sum(
     estimator: str,
     level: str,
 ) -> Tensor:
-    """KL(policy || reference) of a unit, estimated from the action taken, with d = log-prob - reference log-prob:
+    """KL(policy || reference) of a unit, estimated from the sampled action, with d = log-prob - reference log-prob:
 
         k1  ratio * d           right on average, and so is its gradient; may be negative
         k2  d^2 / 2             right gradient on average while the ratio is 1; its value is too large far away
@@ -161,12 +160,12 @@ def policy_loss_sum(
     With level "episode" (GSPO) all tokens of an answer have its ratio, the geometric mean of theirs: with ratios 2 and
     8 and A=1 each of the two gains clip(4).
     """
-    # Ratios of units to the policy that acted
+    # Ratios of units to the acting policy
     anchor = old_logprobs if proximal is None else proximal
     log_ratio = _played(logprobs - anchor, mask)
     units, valid = _units(log_ratio, mask, level, answers)
     ratio, advantage = units.exp(), advantages[:, None]
-    # What each gains, clipped
+    # The clipped gain of each unit
     cut = None  # units without gradient, bool [B, units]
     if clip == "two_sided":
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -182,7 +181,7 @@ def policy_loss_sum(
     loss = -(weights * _mean(gain if importance is None else gain * importance, valid)).sum()
 
     def fraction(which: Tensor | None) -> Tensor:
-        """The sum over items of their share of such units."""
+        """The sum over items of the fraction of these units."""
         return ratio.new_zeros(()) if which is None else (weights * _mean(which.to(ratio.dtype), valid)).sum()
 
     # For the metrics
@@ -205,8 +204,8 @@ def policy_loss_sum(
 def _importance(
     proximal: Tensor, old_logprobs: Tensor, mask: Tensor, level: str, cap: float | None, answers: Tensor | None
 ) -> Tensor:
-    """[B, units], a unit's probability under the weights at the start of the update, divided by that under the acting
-    weights."""
+    """[B, units]: a unit's probability under the weights at the start of the update, divided by its probability under
+    the acting weights."""
     units, _ = _units(_played(proximal - old_logprobs, mask), mask, level, answers)
     return (units if cap is None else units.clamp(max=math.log(cap))).exp()
 
@@ -215,10 +214,10 @@ def out_of_bounds(
     proximal: Tensor,  # [B, C, A]
     old_logprobs: Tensor,  # [B, C, A]
     mask: Tensor,  # bool [B, C]
-    episodes: Tensor,  # int [B], which items belong together: 0, 1, ...
+    episodes: Tensor,  # int [B], number of the item's episode: 0, 1, ...
     config: AlgoConfig,
 ) -> Tensor:
-    """bool [B], items of episodes whose ratio, proximal / old, `episode_mask_low` and `episode_mask_high` exclude.
+    """bool [B]: items of episodes with a ratio (proximal / old) outside of `episode_mask_low` and `episode_mask_high`.
 
     Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4. Their error, which only
     has an upper bound, is 5: the mean over units of max(r, 1 / r), 1 where log-probs agree.
@@ -250,7 +249,7 @@ def value_loss_sum(
     value_clip: float | None,
     huber_delta: float | None,
 ) -> tuple[Tensor, Stats]:
-    """Half the squared error (or Huber's), the larger of the value's and the clipped value's."""
+    """Half the squared error (or Huber's): the larger of the errors of the value and of the clipped value."""
     loss = _error(values - returns, huber_delta)
     clipped = torch.zeros_like(values)
     if value_clip is not None:
@@ -275,8 +274,8 @@ def within(level: str) -> str:
 
 
 def _units(masked: Tensor, mask: Tensor, level: str, answers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """[B, C, A] summed to [B, units], and which units exist. With level "episode" the unit of an item is the mean over
-    the items that have its number in `answers` [B] and exist."""
+    """[B, C, A] summed to [B, units], and a mask of existing units. With level "episode" the unit of an item is the
+    mean over the existing items with the same number in `answers` [B]."""
     if level == "action_dim":
         return masked.flatten(1), mask.repeat_interleave(masked.shape[2], dim=1)
     if level == "action":
@@ -293,12 +292,12 @@ def _units(masked: Tensor, mask: Tensor, level: str, answers: Tensor | None = No
 
 
 def _played(numbers: Tensor, mask: Tensor) -> Tensor:
-    """Numbers [B, C, A], 0 where a step was not played."""
+    """Numbers [B, C, A], with 0 for masked steps."""
     return numbers.masked_fill(~mask[:, :, None], 0.0)
 
 
 def _mean(units: Tensor, valid: Tensor) -> Tensor:
-    """[B], over the units that exist; 0 if there are none."""
+    """[B]: the mean over existing units; 0 without any."""
     if units.shape[1] == 1:
         return units[:, 0].masked_fill(~valid[:, 0], 0.0)
     return units.masked_fill(~valid, 0.0).sum(dim=1) / valid.sum(dim=1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Options of imitation: how a policy learns from demonstrations."""
+"""Options of imitation from demonstrations."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class SFTConfig(Strict):
     )
 
     def minibatches(self, items: int, iteration: int) -> tuple[int, range]:
-        """The pass over `items` items that an iteration belongs to, and its minibatches of this pass."""
+        """The pass over `items` items of an iteration, and the iteration's minibatches of this pass."""
         every = -(-items // self.minibatch_size)
         epoch, part = divmod(iteration, self.iterations(items) // self.epochs)
         steps = self.steps or every

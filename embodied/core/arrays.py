@@ -116,9 +116,7 @@ class FiniteChecks:
     """
 
     def __init__(self) -> None:
-        self.wrong: dict[
-            tuple[str, int], Any
-        ] = {}  # by name and number of rows: [N], NaN for rows with non-finite numbers
+        self.wrong: dict[tuple[str, int], Any] = {}  # by name and N: [N], NaN for bad rows
 
     def note(self, what: str, array: Any, but: Any = None) -> None:
         """Rows in `but` (bool [N], a tensor) are ignored. Needs few GPU operations: zero times NaN or infinity is

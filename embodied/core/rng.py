@@ -95,9 +95,7 @@ def episode_seeds(seed: int, stream_name: str, turns: np.ndarray) -> np.ndarray:
     first = philox64(seed_keys([np.array([word], np.uint32) for word in words] + [turns.astype(np.uint32)]))
     product = (first & _LOW) * np.uint64(SEED_BOUND)
     seeds = (product >> _SHIFT).astype(np.int64)
-    for row in np.flatnonzero(
-        (product & _LOW) < 2**32 % SEED_BOUND
-    ):  # NumPy draws again, so that all numbers are equally likely
+    for row in np.flatnonzero((product & _LOW) < 2**32 % SEED_BOUND):  # NumPy draws again, for equal odds
         seeds[row] = episode_seed(seed, stream_name, int(turns[row]))
     return seeds
 

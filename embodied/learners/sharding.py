@@ -71,9 +71,7 @@ def shard(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(
-                True
-            )  # gloo can only sum, and FSDP would scale float32 gradients otherwise
+            module.set_force_sum_reduction_for_comms(True)  # FSDP would scale float32; gloo can only sum
 
 
 def leave() -> None:

@@ -59,9 +59,7 @@ class GradientSteps:
         self.sums = torch.zeros(len(self.names), dtype=model.dtype, device=model.device)
         # Largest gap and k3 of a decision, and largest error of a conversation
         self.largest = torch.full((3,), -math.inf, dtype=model.dtype, device=model.device)
-        self.counts = torch.zeros(
-            3, dtype=torch.float64, device=model.device
-        )  # divisors: of losses, of statistics, and units
+        self.counts = torch.zeros(3, dtype=torch.float64, device=model.device)  # loss and statistics divisors, units
         self.broken = torch.zeros((), device=model.device)  # 1 from the first step with non-finite numbers on
         self.steps: list[StepSums] = []
 

@@ -1,4 +1,4 @@
-"""Measure what a recipe costs on this machine, for plans: python -m embodied.profiling recipe=maniskill_ppo"""
+"""Measure the costs of a recipe on this machine, for plans: python -m embodied.profiling recipe=maniskill_ppo"""
 
 from embodied.profiling.measure import main
 

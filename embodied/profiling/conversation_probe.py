@@ -1,7 +1,7 @@
-"""What the parts of a language recipe cost: to ask and score, to write answers, to learn from conversations.
+"""Measures the parts of a language recipe: the env's prompts and scores, generation, and updates.
 
-An item is a conversation, whole: a sim's part of it is to ask and to score all of its turns, an engine's to write all
-of its answers. Their numbers of tokens are those of the policy's initial weights.
+An item is a whole conversation: a sim asks and scores all of its turns, an engine generates all of its answers. Their
+lengths in tokens come from the policy's initial weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConversationProbe(ProbeWorker):
         return samples
 
     def _rows(self, num_envs: int) -> int:
-        """All envs: asking costs little."""
+        """All env rows, since asking costs little."""
         return num_envs
 
     def _horizon(self, limit: int) -> int:
@@ -45,7 +45,7 @@ class ConversationProbe(ProbeWorker):
         return len(played.ids)
 
     def _cut_episodes(self, sim: TextWorker, limit: int) -> None:
-        """Conversations are held to their ends."""
+        """Conversations are never cut short."""
 
     def _policy(self, sim: TextWorker) -> LanguageWorker:
         policy = super()._policy(sim)
@@ -64,7 +64,7 @@ def sizes_of(played: Trajectory) -> list[tuple[int, int]]:
 
 
 class NumberAnswers(DirectChannel):
-    """Every request has a number for an answer."""
+    """The answer to every request is a number."""
 
     def answer(self) -> CompletionBatch:
         batch: PromptBatch = self.waiting.popleft()

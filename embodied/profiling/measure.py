@@ -1,8 +1,8 @@
-"""Measure what the parts of a recipe cost: python -m embodied.profiling recipe=maniskill_ppo [seconds=60]
+"""Measure the costs of a recipe's parts: python -m embodied.profiling recipe=maniskill_ppo [seconds=60]
 
-Each part is measured on the kind of device that it runs on, on all devices of that kind at the same time, as in a run.
-Then short real runs show what the parts leave out (`timed_run.py`). The result is one file that
-`python -m embodied.plan`, `placement=auto` and `python -m embodied.benchmark` read.
+Each part is measured on its kind of device, on all devices of that kind at the same time, as in a run. Then short real
+runs measure the remaining costs (`timed_run.py`). The result is one file, which `python -m embodied.plan`,
+`placement=auto` and `python -m embodied.benchmark` read.
 
 usage: python -m embodied.profiling recipe=NAME [seconds=60] [key=value ...] [--help]
 
@@ -63,19 +63,19 @@ if TYPE_CHECKING:
 
 SECONDS = 60.0
 REPEATS = 3
-QUANTILES = 33  # of the lengths of answers
-PROBING = 0.4  # of the time goes to the parts, the rest to short real runs
+QUANTILES = 33  # number of quantiles of the lengths of answers
+PROBING = 0.4  # share of the time for the parts; the rest is for short real runs
 MOST_PROBES = 8  # processes that measure at the same time
 MOST_SIZES = 4
-LEAST_ALONE = 0.5  # two threads of a core slow each other down no more than this; less is noise
-PROBERS = {  # the worker that measures the parts of a recipe, where its policy speaks, and where it acts
+LEAST_ALONE = 0.5  # two threads of a core slow each other down by at most this factor; less is noise
+PROBERS = {  # the measuring worker, for language policies and for robot policies
     True: "embodied.profiling.conversation_probe:ConversationProbe",
     False: "embodied.profiling.role_probe:ProbeWorker",
 }
 
 
 def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
-    """The command; `program`: whose roles are measured."""
+    """The command; `program`: the workflow with the measured roles."""
     return launch.run(partial(start, program=program), argv, __doc__)
 
 
@@ -98,9 +98,9 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> None:
 
 
 def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
-    """Probe the parts, then calibrate with short real runs of the program, which also show what other roles cost."""
+    """Measure the parts, then calibrate with short real runs of the program, which also measure other roles."""
     roles = roles_of(roles_of_run(program, config))
-    config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # whatever the parts need
+    config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # without a memory limit
     clock = Clock(seconds)
     there = devices.machines(config)
     counts, nodes = device_counts(there), len(there.nodes)
@@ -121,7 +121,7 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
             "stages": [n for n in (1, 2, 4) if config.env.num_envs % n == 0 and (n == 1 or not config.policy.speaks)],
         }
         if config.algo.whole_episodes:
-            # While a policy knows nothing, episodes last as long as they may.
+            # Episodes of an untrained policy last until their step limit.
             made["episode_decisions"] = probed.horizon
         costs = probed.costs | {
             role.name: {str(c): Cost(NOTHING) for c in homes(config, there, roles)[role.name]}
@@ -142,15 +142,15 @@ def measure(config: RunConfig, seconds: float, say: Callable[[str], None], progr
 
 @dataclass(frozen=True)
 class Site:
-    """Devices of one kind, and the parts of the recipe that run on them."""
+    """Devices of one kind, and the parts of the recipe on them."""
 
     on: DeviceClass
     parts: tuple[str, ...]
     sims: int = 0  # on other devices, at most
 
     def sizes(self, config: RunConfig) -> list[int]:
-        """Envs per worker and stage, the share of a device first, then sizes around it. If sims run elsewhere, rows of
-        a policy worker's call: at most its share, or the rows of a merged call, or a sim's request."""
+        """Numbers of envs per worker and stage: a device's share first, then sizes around it. If sims run elsewhere,
+        numbers of rows of a policy worker's call: at most its share, the rows of a merged call, or a sim's request."""
         total, workers = config.env.num_envs, self.on.count
         if "sim" in self.parts:
             shares = [total // n for n in (workers, 1, 2 * workers, 4 * workers, 8 * workers)]
@@ -164,7 +164,7 @@ class Site:
 
 
 def sites_of(config: RunConfig, there: Topology) -> list[Site]:
-    """Every kind of device that is used, that of the simulators first."""
+    """Every used kind of device, the simulators' kind first."""
     where = homes(config, there)
     kinds = {c.name: c for classes in where.values() for c in classes}
     sims = sum(c.count for c in where["sim"])
@@ -172,7 +172,7 @@ def sites_of(config: RunConfig, there: Topology) -> list[Site]:
 
 
 def probe_hosts(site: Site, there: Topology, draws: bool) -> list[PlannedHost]:
-    """A process on each device, on all machines; `draws`: simulators on cores do on GPUs."""
+    """A process on each device of all machines; `draws`: simulators on cores render on GPUs."""
     chosen = sorted(devices_of(site.on, there), key=lambda device: device[2])[:MOST_PROBES]
     cards = min(len(node.gpus) for node in there.nodes) if draws and site.on.kind == "cpu" else 0
     slots = [
@@ -186,12 +186,12 @@ def probe_hosts(site: Site, there: Topology, draws: bool) -> list[PlannedHost]:
 class Probed:
     costs: dict[str, dict[str, Cost]]
     horizon: int  # decisions of a rollout, or of a whole episode
-    reset_s: float  # of the resets of whole episodes, per episode of a row; part of a sim's cost per decision
+    reset_s: float  # of whole episodes' resets, per episode of a row; part of a sim's cost per decision
     lengths: Lengths | None = None  # of conversations
 
 
 def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probed:
-    """The costs of every part on every kind of device that it runs on."""
+    """The costs of every part on each of its kinds of devices."""
     costs: dict[str, dict[str, Cost]] = {"sim": {}, "policy": {}, "learner": {}}
     sites, horizon, reset_s, lengths = sites_of(config, there), 1, 0.0, None
     for place, site in enumerate(sites):
@@ -209,8 +209,8 @@ def probe(config: RunConfig, there: Topology, clock: Clock, logs: Path) -> Probe
 def probe_site(
     config: RunConfig, site: Site, hosts: list[PlannedHost], clock: Clock, share: float, logs: Path
 ) -> Probed:
-    """The costs of its parts on one of its devices, while its other devices do the same. `share`: of the time, at
-    most."""
+    """The costs of a site's parts on one device, while its other devices do the same. `share`: the largest share of the
+    time."""
     found: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     alone: dict[str, float] = defaultdict(lambda: 1.0)
     used_bytes: dict[str, dict[float, float]] = defaultdict(lambda: defaultdict(float))
@@ -263,7 +263,7 @@ def probe_site(
 
 
 def lengths_of(config: RunConfig, conversations: list[tuple[int, int]], pass_cost: tuple[float, ...]) -> Lengths:
-    """The lengths of these conversations (tokens of the prompt, and of what follows), as a plan needs them."""
+    """The lengths of these conversations (tokens of the prompt, and of the rest), in the form of a plan."""
     prompts, answers = np.array(conversations).T
     quantiles = np.quantile(np.maximum(answers, 1), np.linspace(0, 1, QUANTILES)).round().astype(int)
     shares = config.learner.share_prompts
@@ -278,7 +278,7 @@ def lengths_of(config: RunConfig, conversations: list[tuple[int, int]], pass_cos
 
 
 def share_of_step(config: RunConfig, num_envs: int, decisions: int) -> int:
-    """Items of a gradient step that so many envs of all have collected; conversations in whole groups."""
+    """The items of a gradient step from `envs` of all envs; conversations in whole groups."""
     whole = config.algo.minibatch_size or decisions * config.env.num_envs
     share = max(1, round(whole * num_envs / config.env.num_envs))
     if config.policy.speaks:
@@ -308,12 +308,12 @@ def movable(cost: Cost, moves: list[Moves], on: DeviceClass) -> Cost:
 
 
 def affordable(sizes: list[int], probes, clock: Clock, share: float) -> tuple[int, int]:
-    """The most decisions of a rollout with which two sizes of envs can be measured in time, and the decisions of the
-    recipe."""
+    """The largest number of decisions of a rollout with which two numbers of envs can be measured in time, and the
+    recipe's number of decisions."""
     samples = probes.rollout(sizes[0], FEWEST_DECISIONS, 1).wait()
     horizon = samples[0].horizon
     decision_s = max(found.decision_s for found in samples)
-    rows = sum(sizes[:2]) / sizes[0] + 1  # and the first again, beside nobody
+    rows = sum(sizes[:2]) / sizes[0] + 1  # and the first size again, alone
     left = share * clock.seconds - clock.spent()
     most = int(left / 2 / ((REPEATS + 1) * rows * decision_s))
     return min(max(FEWEST_DECISIONS, most), horizon), horizon

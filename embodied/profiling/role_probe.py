@@ -1,9 +1,9 @@
 """A worker that measures the parts of a recipe in one process: its env, its policy and its learner, at several sizes.
 
-The real workers do the work, unchanged, on the device that their role has in a run; only the channels between them are
-replaced, by calls. So measurements include all work of a run (recording, resets, noise, checks), but no transfers.
-Where simulators have other devices than networks, each is measured by itself: sims with noise for actions, networks
-with what a few rows of a sim show, many times over.
+The real, unchanged workers do the work on their role's device; only the channels between them are replaced by calls. So
+measurements include all work of a run (recording, resets, noise, checks), but no transfers. If simulators and networks
+have different devices, they are measured separately: sims with random actions, networks with repeated observations of a
+few rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from embodied.runtime.weights import new_name
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PARTS = ("sim", "policy", "learner")
-ROWS = 4  # of a sim that only feeds networks
+ROWS = 4  # rows of a sim that only feeds networks
 
 
 @dataclass
@@ -57,34 +57,34 @@ class Samples:
     """Repeated measurements at one size."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)  # of a sim's decision, a policy's answer, its value
-    reset_s: list[float] = field(default_factory=list)  # of the resets of whole episodes, per episode of a row
-    bytes: int = 0  # of this process's memory that came with the envs
+    reset_s: list[float] = field(default_factory=list)  # of whole episodes' resets, per episode of a row
+    bytes: int = 0  # of this process's memory for the envs
     horizon: int = 1  # decisions of a rollout, or of a whole episode
-    decision_s: float = 0.0  # that went by for each decision of the last rollout, whatever in it is measured
-    policy_bytes: float = 0.0  # that the policy says it needs, having answered this size
+    decision_s: float = 0.0  # wall-clock seconds per decision of the last rollout
+    policy_bytes: float = 0.0  # the policy's reported need after answering this size
     conversations: list[tuple[int, int]] = field(default_factory=list)  # tokens of the prompt, and of the rest
     pass_cost: tuple[float, ...] = (1.0, 0.0)  # as `Policy.pass_cost`
 
 
 @dataclass(frozen=True)
 class Moves:
-    """A worker's need of its device's memory, and the seconds that it takes to give that back and to take it again."""
+    """A worker's device memory, and the seconds to offload and onload it."""
 
     bytes: float
     offload_s: float
     onload_s: float
-    weight_bytes: float = 0.0  # of them, weights shared with a learner in the process
-    split_bytes: float = 0.0  # of them, what learners with shards divide among them
+    weight_bytes: float = 0.0  # weights among these that are shared with a learner in the process
+    split_bytes: float = 0.0  # part of these that learners with shards divide
 
 
 @dataclass
 class ProbedPart:
-    """A sim, its last rollout, and the policy that it asks, if that is measured."""
+    """A sim, its last rollout, and the policy it asks, if the policy is measured."""
 
     sim: SimWorker
     kept: ReplayedChannel
     policy: PolicyWorker | None
-    bytes: int  # that came with the sim
+    bytes: int  # memory for the sim
     limit: int  # env steps of its episodes
 
 
@@ -98,19 +98,20 @@ class ProbeWorker(Worker):
         self.device = device
         self.measured = parts
         self.grouped = config.algo.whole_episodes
-        self.parts: dict[int, ProbedPart] = {}  # by rows of the sim
-        self.samples: dict[int, Samples] = {}  # by size
-        self.steps = 0  # env steps that episodes in groups may last
+        self.parts: dict[int, ProbedPart] = {}  # by number of the sim's rows
+        self.samples: dict[int, Samples] = {}  # by number of rows
+        self.steps = 0  # step limit of episodes in groups
 
     def rollout(self, num_envs: int, decisions: int, repeats: int) -> Samples:
-        """Play rollouts of so many decisions in so many envs, one more than `repeats`: the first builds and resets
-        everything. Whole episodes end after so many decisions; what their resets take is spread over a real episode."""
+        """Play `repeats` + 1 rollouts with these numbers of decisions and envs; the first one builds and resets
+        everything. Whole episodes end after this number of decisions; their resets' time is spread over a real
+        episode."""
         rows = self._rows(num_envs)
         part, copies = self._part(rows), num_envs // rows
         horizon = self._horizon(part.limit)
         samples = self.samples.setdefault(num_envs, Samples(bytes=part.bytes, horizon=horizon))
         part.kept.copies = copies
-        if part.policy:  # what larger requests took does not count
+        if part.policy:  # larger requests are not counted
             part.policy.computing, part.policy.cache_bytes = Computing(), 0
         self.steps = decisions * self._chunk
         for repeat in range(repeats + 1):
@@ -144,7 +145,7 @@ class ProbeWorker(Worker):
             samples.seconds.setdefault(name, []).append(seconds)
 
     def _rows(self, num_envs: int) -> int:
-        """Rows of the sim: all of them where it is measured, else a few."""
+        """The sim's number of rows: all if it is measured, else a few."""
         if "sim" in self.measured:
             return num_envs
         return next(rows for rows in range(min(ROWS, num_envs), 0, -1) if num_envs % rows == 0)
@@ -154,15 +155,15 @@ class ProbeWorker(Worker):
         return self.config.policy.chunk
 
     def _num_decisions(self, direct: DirectChannel) -> int:
-        """The number that a rollout's seconds are divided by."""
+        """The divisor of a rollout's seconds."""
         return len(direct.act_s)
 
     def update(self, num_envs: int, minibatch: int, repeats: int) -> dict[str, list[float]]:
-        """Learn from the last rollout of this many envs. Returns seconds of a gradient step ("step"), of the rest of an
-        update ("fixed"), of encoding an item with frozen parts ("ahead"), of all that was measured ("whole"); and bytes
-        of the learner ("bytes") and of an item that waits for it ("item_bytes")."""
+        """Update on the last rollout of this many envs. Returns seconds of a gradient step ("step"), of the rest of an
+        update ("fixed"), of encoding an item with frozen parts ("ahead"), of the whole measurement ("whole"); and bytes
+        of the learner ("bytes") and of an item waiting for it ("item_bytes")."""
         part = self.parts[self._rows(num_envs)]
-        first = 2 if self._has_frozen_parts(part) else 1  # epochs: with one nothing is kept of what frozen parts make
+        first = 2 if self._has_frozen_parts(part) else 1  # epochs: with a single one no frozen features are kept
         times, encoding = {first: [], first + 1: []}, []
         items = self._num_items(part.kept.get())
         steps = -(-items // minibatch)
@@ -189,7 +190,7 @@ class ProbeWorker(Worker):
         return len(played.mask)
 
     def _updates(self, algo: Any, part: ProbedPart, repeats: int, found: list[float]) -> tuple[list[float], float]:
-        """Seconds of updates of a new learner, added to `found`; -> seconds of encoding, and needed bytes."""
+        """Adds seconds of updates of a new learner to `found`. Returns seconds of encoding, and needed bytes."""
         learner, encoding = self._learner(algo, part), []
         for repeat in range(repeats + 1):
             started, before = perf_counter(), learner.timers.totals()
@@ -204,7 +205,7 @@ class ProbeWorker(Worker):
 
     @contextmanager
     def _away(self, part: ProbedPart) -> Iterator[None]:
-        """The policy leaves a GPU meanwhile, which might not hold a learner beside it."""
+        """Inside, the policy is offloaded: the GPU may be too small for a learner beside it."""
         moves = self.device != "cpu"
         if moves:
             part.policy.offload()
@@ -235,7 +236,7 @@ class ProbeWorker(Worker):
         return found
 
     def _play(self, part: ProbedPart, num_envs: int, decisions: int, route: Route) -> float:
-        """-> seconds that went into resets of whole episodes."""
+        """Play the rollout; returns the seconds of whole episodes' resets."""
         alike = self.config.algo.group_size if self.grouped and not self.config.policy.speaks else 1
         tasks = env_class(self.config.env).tasks(self.config.env)
         episodes = EpisodeList(self.config.seed + self.rank, "profile", tasks, group_size=alike)
@@ -276,7 +277,7 @@ class ProbeWorker(Worker):
         return -(-limit // self._chunk) if self.grouped else self.config.algo.rollout_decisions
 
     def _cut_episodes(self, sim: SimWorker, limit: int) -> None:
-        """Let episodes begin so late that they end after `steps`."""
+        """Start episodes at a later step, so that they end after `steps`."""
         env = sim.stages[0].env
         reset = env.reset
 
@@ -295,7 +296,7 @@ class ProbeWorker(Worker):
 
 
 def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
-    """The second time: the first one also gets the host memory that tensors go to."""
+    """Moves a worker out and back twice and measures the second time: the first one also allocates host memory."""
     for _ in range(2):
         started = perf_counter()
         worker.offload()
@@ -308,7 +309,7 @@ def moves_of(worker: PolicyWorker | LearnerWorker) -> Moves:
 
 
 def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
-    """Moves of one of several learners that share out this one's weights; bytes as if it were alone."""
+    """Moves of one of several learners with shards of this one's weights; bytes as if it were alone."""
     parameters = list(learner.policy.parameters())
     trained = [p for p in parameters if p.requires_grad]
     blocks = [num_bytes(block.parameters()) for block in learner.policy.blocks()]
@@ -328,7 +329,7 @@ def in_shards(learner: LearnerWorker, moves: Moves) -> Moves:
 
 
 def real(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:
-    """A worker outside of a group, alone of its role."""
+    """A worker outside of a group, the only one of its role."""
     worker = cls.__new__(cls)
     worker.name, worker.rank, worker.world_size, worker.timers = f"probed-{cls.__name__}", 0, 1, Timers()
     if tick:
@@ -338,22 +339,22 @@ def real(cls: type[Worker], *args: Any, tick=None, **kwargs: Any) -> Any:
 
 
 def used_bytes(simulator: str) -> int:
-    """Bytes in use of this process's memory, or of the GPU that it sees."""
+    """Bytes in use of this process's memory, or of its GPU."""
     if simulator == "cuda":
         free, total = torch.cuda.mem_get_info()
         return total - free
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-# Stand-ins for channels and their other ends, around a worker that is measured alone
+# Replacements for channels and their other ends, around a measured worker
 
 
 class DirectChannel:
-    """A channel for requests and replies: `answer` runs in this process when somebody waits for a reply."""
+    """A channel for requests and replies: `answer` runs in this process when a reply is awaited."""
 
     def __init__(self) -> None:
         self.waiting: deque = deque()
-        self.act_s: list[float] = []  # that answers took
+        self.act_s: list[float] = []  # seconds of answers
         self.value_s: list[float] = []
 
     def put(self, request: Any) -> None:
@@ -368,7 +369,7 @@ class DirectChannel:
 
 
 class PolicyAnswers(DirectChannel):
-    """A policy's, as if `copies` sims asked."""
+    """Answers of a policy, as if `copies` sims asked."""
 
     def __init__(self, policy: PolicyWorker, copies: int) -> None:
         super().__init__()
@@ -398,7 +399,7 @@ class NoiseAnswers(DirectChannel):
 
 
 class ReplayedChannel:
-    """A channel that keeps its items and gives them repeatedly, as if `copies` sims had sent them."""
+    """A channel that keeps its items and returns them repeatedly, as if `copies` sims had sent them."""
 
     copies = 1
 
@@ -425,7 +426,7 @@ class Items:
 
 
 def copied(played: Trajectory, copies: int) -> Trajectory:
-    """The trajectories of so many sims that played the same, each in env rows or episodes of its own."""
+    """Copies of the trajectories, as if `copies` sims had played them in separate env rows or episodes."""
     each = int(played.ids.max()) + 1
     parts = [replace(played, ids=played.ids + copy * each) for copy in range(copies)]
     return replace(join(parts), source=played.source)

@@ -1,9 +1,9 @@
-"""Finds the stored profile of a recipe, and the dataflow that it asks for. Free of torch and simulators.
+"""Finds the stored profile of a recipe, and the recipe's dataflow. Free of torch and simulators.
 
-A profile holds for everything that costs the same: the same env, task, policy and algorithm on the same kind of
-processor, and on as many machines with as many devices of the same kinds. How many envs, decisions, epochs and
-minibatches there are may differ: that is the dataflow, not the costs.
-An iteration of whole episodes (GRPO) counts as one round of all its groups, none of them dropped and played anew.
+A profile is valid for recipes with equal costs: the same env, task, policy and algorithm on the same kind of processor,
+with equal numbers of machines and devices. Numbers of envs, decisions, epochs and minibatches may differ: they belong
+to the dataflow, not to the costs. An iteration of whole episodes (GRPO) counts as one round of all its groups, without
+replaced groups.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ AMOUNTS = {
         *("surplus", "clip", "ratio_cap", "importance_cap", "episode_mask_low", "episode_mask_high"),
     ),
 }
-PAYS = 0.05  # of an iteration; a gain below that may be an error of the prices
+PAYS = 0.05  # of an iteration; a smaller gain may be an error of the prices
 
 
 def in_turns(config: RunConfig) -> RunConfig:
-    """The recipe with rollouts and updates one after the other, as its parts are measured."""
+    """The recipe with rollouts and updates in turns, for measuring its parts."""
     return config.with_values("pipeline", schedule="sync", async_level=1)
 
 
 def repeated(config: RunConfig) -> RunConfig:
-    """The recipe with the same work in every iteration: groups are played once, and learned from; the learning rate is
-    zero, since a robot that learns to touch things gives its simulator more to do."""
+    """The recipe with the same work in every iteration: groups are played once and never dropped. The learning rate is
+    zero, since a robot that learns to touch objects increases the simulator's work."""
     same = {"lr": 0.0, "value_lr": 0.0} if config.algo.name == "ppo" else {"lr": 0.0, "filter": "none"}
     return config.with_values("algo", **same)
 
@@ -61,8 +61,8 @@ def dataflow_of(
     roles: Sequence[PlacedRole] = EMBODIED,
     lengths: Lengths | None = None,
 ) -> Dataflow:
-    """The dataflow of an iteration of this recipe; `episode_decisions` is how long whole episodes are, `lengths` how
-    long conversations are."""
+    """The dataflow of an iteration of this recipe; `episode_decisions`: length of whole episodes, `lengths`: lengths of
+    conversations."""
     algo, envs = config.algo, config.env.num_envs
     if not algo.whole_episodes:
         decisions = algo.rollout_decisions
@@ -86,9 +86,8 @@ def dataflow_of(
 
 
 def with_memory(profile: Profile, machines: Topology, memory_gb: float | None) -> tuple[Profile, list[DeviceClass]]:
-    """The profile with what a run counts of the memory of cores: what policies and learners say they need where
-    `cluster.memory_gb` limits that, else only what simulators take of the machine. And the devices that it knows, with
-    the memory that `cluster.memory_gb` leaves each."""
+    """The profile with the counted memory of cores: the needs of policies and learners if `cluster.memory_gb` limits
+    them, else only the simulators' memory. And the profile's devices with their memory under `cluster.memory_gb`."""
     costs = {name: dict(on) for name, on in profile.costs.items()}
     for name, on in costs.items():
         if "cpu" in on and (name == "sim") == (memory_gb is not None):
@@ -101,10 +100,10 @@ def with_memory(profile: Profile, machines: Topology, memory_gb: float | None) -
 
 
 def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
-    """Names what costs the same."""
+    """A key that is equal for recipes with equal costs."""
     said = config.model_dump(mode="json", include={"env", "policy", "algo", "learner"})
     free = {(section, key) for section, keys in AMOUNTS.items() for key in keys}
-    if config.algo.name == "ppo" and not config.algo.kl_coef:  # nor where nobody compares with a reference
+    if config.algo.name == "ppo" and not config.algo.kl_coef:  # without a reference
         free |= {("algo", key) for key in ("kl_coef", "kl_estimator", "kl_in")}
     if not config.algo.whole_episodes:
         free |= {("algo", key) for key in ("truncated", "overlong", "pools", "weighting")}
@@ -119,7 +118,7 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
     }
     more: list[Any] = sorted(role.name for role in extra_roles(roles))
     added = config.roles.model_dump(mode="json", exclude_defaults=True, exclude={"critic_lr", "reward_weight"})
-    more += [added] if more and added else []  # a verifier costs less than a reward model, in the same role
+    more += [added] if more and added else []  # a verifier costs less than a reward model in the same role
     return hashlib.sha256(json.dumps([said, processor(), *more], sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -129,7 +128,7 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
 def homes(
     config: RunConfig, machines: Topology, roles: Sequence[PlacedRole] = EMBODIED
 ) -> dict[str, list[DeviceClass]]:
-    """Role -> the kinds of devices that it runs on, in the modes and in what `auto` may choose."""
+    """Role -> its kinds of devices, in all modes and in `auto`."""
     classes = [c for c in machines.classes() if c.count]
     cores, gpus = ([c for c in classes if c.kind == kind] for kind in ("cpu", "gpu"))
     networks = gpus if networks_on(config, machines) == "gpu" else cores
@@ -138,12 +137,12 @@ def homes(
 
 
 def device_counts(machines: Topology) -> dict[str, int]:
-    """The number of devices of each kind that profiles know: {"gpu-H200": 1, "cpu": 16}."""
+    """The number of devices by the kinds in profiles: {"gpu-H200": 1, "cpu": 16}."""
     return {str(c): c.count for c in machines.classes() if c.count}
 
 
 def describe_devices(counts: Mapping[str, int], nodes: int = 1) -> str:
-    """1 GPU (H200) and 16 cores; of several machines how many these are."""
+    """`1 GPU (H200) and 16 cores`; with several machines also their number."""
     parts = []
     for kind, count in counts.items():
         what, _, model = kind.partition("-")
@@ -153,8 +152,7 @@ def describe_devices(counts: Mapping[str, int], nodes: int = 1) -> str:
 
 
 def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
-    """The reason on these machines; "" where it counts. Profiles from before there were other kinds know their cores
-    alone."""
+    """The reason why a profile is invalid on these machines; "" if it is valid. Old profiles only name their cores."""
     made = profile.made
     measured, nodes = made.get("devices") or {"cpu": made.get("cores", 0)}, made.get("nodes", 1)
     if (measured, nodes) == (device_counts(machines), len(machines.nodes)):
@@ -167,7 +165,8 @@ def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
 def profile_for(
     config: RunConfig, machines: Topology, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[Path | None, str]:
-    """The newest stored profile that holds for this recipe on these machines; else why those there are do not count."""
+    """The newest stored profile that is valid for this recipe on these machines; else the reason why stored ones are
+    invalid."""
     reason = ""
     for path in stored_profiles(config, roles):
         try:
@@ -186,7 +185,7 @@ def processor() -> str:
 
 
 def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[PlacedRole] = EMBODIED) -> Path:
-    """The file of what was `made` on these machines: another one for each."""
+    """The file name of a profile with this origin (`made`), different for other machines."""
     counts, nodes = made.get("devices", {}), made.get("nodes", 1)
     where = [f"{count}{kind}" for kind, count in counts.items()] + [f"{nodes}nodes"] * (nodes > 1)
     parts = [config.run.name or "run", *where, cost_key(config, roles)]
@@ -194,13 +193,13 @@ def profile_path(config: RunConfig, made: Mapping = {}, roles: Sequence[PlacedRo
 
 
 def stored_profiles(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> list[Path]:
-    """Measured with this processor for what costs the same, under whatever recipe's name; the newest first."""
+    """Profiles with this cost key from this processor, also of other recipes' names; the newest first."""
     found = (Path(config.run.dir) / "profiles").glob(f"*-{cost_key(config, roles)}.json")
     return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def newest_profile(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> Path:
-    """The one measured last, on whatever machines. Raises ConfigError where there is none."""
+    """The newest profile of any machines. Raises ConfigError without one."""
     path = next(iter(stored_profiles(config, roles)), None)
     if path is None:
         name = config.run.name or "NAME"
@@ -212,7 +211,7 @@ def newest_profile(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) ->
 
 
 def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[PlacedRole] = EMBODIED) -> Profile:
-    """The profile with this recipe's amounts of work."""
+    """The profile with this recipe's dataflow."""
     key = profile.made.get("key")
     if key != cost_key(config, roles):
         raise ConfigError(
@@ -226,7 +225,7 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[P
 
 
 def made_lengths(profile: Profile) -> Lengths | None:
-    """The lengths of conversations that were measured."""
+    """The measured lengths of conversations."""
     found = profile.made.get("lengths")
     return lengths_from_json(found) if found else None
 
@@ -237,8 +236,7 @@ def made_lengths(profile: Profile) -> Lengths | None:
 def plan_from_profile(
     config: RunConfig, machines: Topology, path: Path, roles: Sequence[PlacedRole] = EMBODIED
 ) -> tuple[RunConfig, PlacementPlan]:
-    """The config with the plan's stages, granularity and schedule, and the plan, on all devices that the profile
-    knows."""
+    """The config with the plan's stages, granularity and schedule, and the plan, on all devices of the profile."""
     profile = fitted_to(config, read_profile(path), path, roles)
     profile, classes = with_memory(profile, machines, config.cluster.memory_gb)
     asked = config.pipeline.stages
@@ -263,7 +261,7 @@ def plan_from_profile(
 
 
 def periodic_is_the_same(config: RunConfig) -> bool:
-    """True if periodic learns what sync does: not where sync carries groups over that periodic discards."""
+    """True if periodic has the same result as sync: false if sync carries over groups that periodic discards."""
     algo = config.algo
     if not algo.whole_episodes:
         return False
@@ -271,7 +269,7 @@ def periodic_is_the_same(config: RunConfig) -> bool:
 
 
 def periodic_if_it_pays(planner: Planner, best: Choice) -> tuple[Choice, str]:
-    """The fastest layout and its schedule, of those that learn the same."""
+    """The fastest layout and its schedule, among schedules with the same result."""
     if planner.dataflow.groups:
         dataflow = planner.dataflow.under("periodic")
         other = Planner(dataflow, planner.pricer.profile, planner.classes, planner.stages).best()

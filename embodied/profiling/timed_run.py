@@ -1,8 +1,8 @@
-"""Short real runs: iterations of the real recipe under one plan, only timed, with nothing written and nothing kept.
+"""Short real runs: timed iterations of the real recipe under one plan, without writing any file.
 
-A benchmark compares them with predictions. A profile takes from them the costs that only a real run shows, as its
-seconds beyond the parts: handing over between processes, sims and learners waiting for each other, new weights, the
-driver, and roles that have no probe.
+A benchmark compares them with predictions. A profile takes from them the costs of a real run beyond its parts:
+transfers between processes, sims and learners waiting for each other, weight sync, the driver, and roles without a
+probe.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from embodied.runtime.timers import Total, seconds_between
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
-MANY = 1_000_000  # iterations that the schedule of the learning rate is stretched over
+MANY = 1_000_000  # iterations, so that the learning-rate schedule is flat
 PHASES = ("rollout", "update", "publish")
-# The work of an iteration, by role; a role that is not named here does nothing else.
+# The work of an iteration by role; other roles are measured as a whole.
 OUTER = {"sim": ("collect",), "policy": ("serve",), "learner": ("learn",)}
 WAITING = ("wait", "sync")
 
@@ -49,15 +49,15 @@ class Round:
     rollout_s: float
     update_s: float
     publish_s: float
-    sync_s: float  # of the update: a learner's waits and exchanges with other learners; their mean
-    barrier_s: float  # of the rollout, in which a sim that has ended waits for the slowest; their mean
-    first_backward_s: float | None  # since the iteration began; None where the first rank learned nothing
+    sync_s: float  # of the update: a learner's exchanges with other learners, waits included; mean over learners
+    barrier_s: float  # of the rollout: waits of finished sims for the slowest sim; mean over sims
+    first_backward_s: float | None  # since the iteration began; None if the first rank had no gradient
     env_steps: int
     busy: dict[str, float]
 
 
 def check_program(program: type) -> None:
-    """Raise ConfigError for a workflow that is no training loop: what its iterations are made of is not known."""
+    """Raise ConfigError for a workflow that is no training loop: the parts of its iterations are unknown."""
     if not issubclass(program, EmbodiedLoop):
         raise ConfigError(
             f"program={program.__module__}:{program.__qualname__}: only training loops can be measured, "
@@ -105,18 +105,17 @@ class TimedRun:
         return Round(seconds, *phases, synced, barrier_s, first, int(numbers["env_steps"]), busy)
 
     def traced(self, path: Path) -> Path:
-        """One more iteration, whose every piece of work is written to `path`."""
+        """One more iteration, with a trace of all its work in `path`."""
         with Timeline(self.loop.groups, self.loop.timers, path, 1) as timeline:
             self.iterate()
             timeline.collect(1)
         return path
 
     def flows(self) -> dict[tuple[str, str], tuple[float, float]]:
-        """The roles between which items went in the last iteration, and from when to when. Weights have ways of their
-        own besides channels."""
+        """The edges between roles in the last iteration, with first and last time. Weights do not only use channels."""
         known = {group.role for group in self.loop.groups}
         found: dict[tuple[str, str], tuple[float, float]] = {("learner", "policy"): self.loop.weight_sync.times}
-        here = []  # through channels at home with the driver
+        here = []  # through channels whose home is the driver
         for host in hosts_of_runs.values():
             here.append(host.flows)
             host.flows = {}
@@ -129,14 +128,14 @@ class TimedRun:
         return through_the_driver(found, roles_of_run(self.program, self.loop.config))
 
     def peak_bytes(self) -> int:
-        """Bytes of all processes of the plan, each at its peak; shared pages count in every process that maps them."""
+        """The sum of the peak bytes of the plan's processes; shared pages count in every process that maps them."""
         peaks: dict[tuple[str, int], int] = {}
         for group in self.loop.groups:
             peaks |= zip(group.process().wait(), group.peak_bytes().wait(), strict=True)
         return sum(peaks.values())
 
     def idle(self, rounds: Sequence[Round], num_devices: int) -> float:
-        """The share of all devices' time in which no worker of the plan was at work."""
+        """The share of all devices' time without work."""
         busy = sum(sum(r.busy[g.role] for r in rounds) / len(rounds) * len(g.workers) for g in self.loop.groups)
         return max(0.0, 1 - busy / num_devices)
 
@@ -158,9 +157,9 @@ class TimedRun:
 def through_the_driver(
     flows: dict[tuple[str, str], tuple[float, float]], roles: Sequence[Any]
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """These, and what a role sends to another by way of the driver, as prompts for whichever engine has room: answers
-    come back directly, and say from when to when. A role that asks another hands on what it has once it was answered:
-    sim -> reward -> judge -> learner. `roles` as a program declares them."""
+    """These edges, and edges through the driver, such as prompts for any engine with room: answers come back directly
+    and give the times. A role that asks another role sends its results on after the answers: sim -> reward -> judge ->
+    learner. `roles`: as declared by the program."""
     declared = {(role.name, other) for role in roles for other in role.sends_to}
     routed = {pair: flows[pair[::-1]] for pair in declared if pair not in flows and pair[::-1] in flows}
     found = flows | routed
@@ -174,8 +173,8 @@ def through_the_driver(
 # Costs for a profile
 
 FEWEST_DECISIONS = 4
-REAL_ITERATIONS = 4  # of each of two short real runs; the first one warms up
-START_S = 8.0  # of the processes of a real run, on a machine that is not busy
+REAL_ITERATIONS = 4  # iterations of each of two short real runs; the first one warms up
+START_S = 8.0  # start of a real run's processes on an idle machine
 
 
 @dataclass
@@ -187,7 +186,7 @@ class Clock:
         return time.monotonic() - self.started
 
     def left(self, share: float) -> bool:
-        """True if less than this share of the time is spent."""
+        """True if less than this share of the time has passed."""
         return self.spent() < share * self.seconds
 
 
@@ -197,19 +196,19 @@ class RunTimings:
 
     rollout_s: float
     update_s: float
-    sync_s: float  # of it, between learners
+    sync_s: float  # exchanges between learners
     publish_s: float
-    barrier_s: float  # until the slowest sim has ended
+    barrier_s: float  # waits for the slowest sim
     rest_s: float
-    edges: tuple[Edge, ...]  # between roles, as the last iteration's items went through the channels
-    busy_s: dict[str, float]  # of a worker of each role
+    edges: tuple[Edge, ...]  # between roles, from the last iteration's channels
+    busy_s: dict[str, float]  # by role, of one worker
 
 
 def calibrate(
     config: RunConfig, profile: Profile, there: Topology, clock: Clock, logs: Path, say, reset_s: float, program: type
 ) -> Profile:
-    """Short real runs: rollout and update in turns on all devices, then policies with learners, apart from sims. Both
-    are made however little time is left, since without the second one handing over would count as free."""
+    """Short real runs: first rollout and update in turns on all devices, then policies with learners on other devices
+    than sims. Both always run, since without the second one transfers would cost nothing."""
     classes = [c for c in there.classes() if c.count and profile.knows(c)]
     roles = roles_of(roles_of_run(program, config))
     where, draws = homes(config, there, roles), draws_on_gpus(config.env)
@@ -235,8 +234,8 @@ def calibrate(
 def timed_layouts(
     sims: DeviceClass, networks: DeviceClass, num_envs: int, more: Sequence[PlacedRole] = ()
 ) -> list[Layout]:
-    """The layouts of the real runs: learners take turns with policies; then, with enough devices, they share processes,
-    on other devices than sims. Other roles are beside the policies, or, without networks, beside the sims."""
+    """The layouts of the real runs: first learners take turns with policies; then, with enough devices, both share
+    processes on other devices than sims. Other roles are beside the policies, or, without networks, beside the sims."""
     computing = tuple(role.name for role in more if role.network or sims == networks)
     playing = tuple(role.name for role in more if role.name not in computing)
     workers = next(k for k in range(min(sims.count, num_envs), 0, -1) if num_envs % k == 0)
@@ -255,7 +254,7 @@ def positions(layout: Layout) -> dict[str, tuple[Zone, int]]:
 
 
 def latency_of(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> float:
-    """Seconds of handing over between a sim's process and a policy's, as a rollout shows it."""
+    """Seconds of a transfer between a sim's process and a policy's, from a rollout."""
     expected = float(pricer.node_seconds(("sim", "policy"), positions(layout), 1))
     expected += beside_sims_s(profile, pricer, layout)
     return (
@@ -272,7 +271,7 @@ def with_apart(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTiming
 
 
 def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
-    """Seconds of a sim's decision that go into resets because episodes are cut short here."""
+    """Seconds of resets in a sim's decision that are due to shortened episodes."""
     whole = profile.made.get("episode_decisions")
     if whole is None:
         return 0.0
@@ -281,12 +280,12 @@ def more_resets(short: RunConfig, profile: Profile, reset_s: float) -> float:
 
 
 def with_sim(profile: Profile, seconds: float) -> Profile:
-    """The same with sims that take so much longer for each decision."""
+    """The profile with sims that take `more_s` longer for each decision."""
     return with_costs(profile, "sim", lambda cost: replace(cost, seconds=cost.seconds.plus(seconds)))
 
 
 def with_barrier(profile: Profile, sims: int, seconds: float) -> Profile:
-    """The same where so many sims wait so long per decision for the slowest of them; one alone waits for nobody."""
+    """The profile with a wait per decision of this number of sims for the slowest; a single sim does not wait."""
     if sims == 1:
         return profile
     return with_costs(profile, "sim", lambda cost: replace(cost, exchange_s=Curve((1.0, float(sims)), (0.0, seconds))))
@@ -301,7 +300,7 @@ def with_costs(profile: Profile, name: str, change: Callable[[Cost], Cost]) -> P
 def with_others(
     profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings, more: Iterable[PlacedRole]
 ) -> Profile:
-    """The profile with what roles without a probe cost in a run, in proportion to their items."""
+    """The profile with the costs of roles without a probe, in proportion to their items."""
     at = positions(layout)
     for role in more:
         size = -(-profile.dataflow[role.name].items // int(pricer.count(role.name, at, 1)))
@@ -311,14 +310,14 @@ def with_others(
 
 
 def beside_sims_s(profile: Profile, pricer: Pricer, layout: Layout) -> float:
-    """Seconds of a rollout that roles besides sims and policies take."""
+    """Seconds of a rollout in roles other than sims and policies."""
     known = {role.name for role in EMBODIED}
     names = [c.name for c in profile.dataflow.components if c.name not in known]
     return sum(float(pricer.node_seconds((name,), positions(layout), 1)) for name in names)
 
 
 def with_turns(profile: Profile, pricer: Pricer, layout: Layout, seen: RunTimings) -> Profile:
-    """Assign the first run's seconds beyond its parts."""
+    """The profile with the first run's additional seconds assigned to its parts."""
     at, dataflow = positions(layout), profile.dataflow
     ranks = int(pricer.count("learner", at, 1))
     update = float(pricer.node_seconds(("learner",), at, 1) + pricer.encoding_seconds("learner", at))
@@ -366,7 +365,8 @@ def shortened(
 
 
 def fewer_episodes(config: RunConfig, share: float, length: int) -> tuple[RunConfig, int]:
-    """One group for every group's worth of envs at least; if that is too much, episodes of fewer decisions."""
+    """The recipe with fewer groups, at least one per `group_size` envs; if that is still too long, with shorter
+    episodes."""
     algo = config.algo
     fewest = min(-(-config.env.num_envs // algo.group_size), algo.groups)
     groups = max(fewest, int(share * algo.groups))

@@ -58,9 +58,7 @@ class Console:
         self.note = note or (lambda _: None)
         self.stream = stream or sys.stdout or StringIO()  # stdout may be closed from the start
         self.live = self.stream.isatty()
-        self.recent: deque[dict[str, float | None]] = deque(
-            maxlen=RECENT
-        )  # values of the last episodes, by the names in `MEANS`
+        self.recent: deque[dict[str, float | None]] = deque(maxlen=RECENT)  # values named in `MEANS`
         self.last_checkpoint: Path | None = None
         self.warned = False
         self.advice = advice

@@ -20,9 +20,7 @@ from embodied.reporting.partial_evaluation import PARTIAL, partial_in
 from embodied.reporting.results import RESULTS, check_info, check_row, read_results
 from embodied.run.run_folder import lost
 
-IN_TRAINING = re.compile(
-    r"v\d{6,}"
-)  # folders of evaluations during training; evaluations started by hand have other names
+IN_TRAINING = re.compile(r"v\d{6,}")  # evaluations during training, not those started by hand
 CHOOSES_EPISODES = ("episodes", "seed", "samples", "temperature", "top_p", "top_k")
 LOST = (
     "It ended before it could say why: it was killed, or its machine went down. "

@@ -65,9 +65,7 @@ class Worker:
     def all_reduce(self, array: Any) -> Any:
         """The sum of all workers' arrays in this role, added in rank order."""
         role = self.name.rpartition("-")[0]
-        self.broadcast(
-            copy(array), role, "all_reduce"
-        )  # a copy: this worker may change its array before other workers read it
+        self.broadcast(copy(array), role, "all_reduce")  # a copy: the array may change before readers copy it
         ranks = range(self.world_size)
         return sum(array if rank == self.rank else self.recv((role, rank), "all_reduce") for rank in ranks)
 

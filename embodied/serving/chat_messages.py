@@ -1,4 +1,4 @@
-"""Messages of a chat as clients send them, and as chat templates take them: texts, pictures, calls of tools."""
+"""Converts clients' chat messages into the form of chat templates: texts, pictures, tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OF_TOOLS = ("tool_calls", "tool_call_id")
 
 
 class BadRequest(EmbodiedError):
-    """A request that cannot be answered as it is; the client gets the text."""
+    """An invalid request; the client gets the text."""
 
     def __init__(self, text: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(text)
@@ -21,7 +21,7 @@ class BadRequest(EmbodiedError):
 
 
 def message_of(message: Any, number: int) -> dict[str, Any]:
-    """A message as chat templates take it. Contents of several texts are joined; pictures are data URLs."""
+    """A message in the form of chat templates. Several texts are joined; pictures are data URLs."""
     where = f"messages[{number}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest(f"{where} should be an object with role and content", "messages")
@@ -42,7 +42,7 @@ def message_of(message: Any, number: int) -> dict[str, Any]:
 
 
 def call_of(call: Any, where: str) -> dict[str, Any]:
-    """A call of a tool as chat templates take it: its arguments are no text but what the text says."""
+    """A tool call in the form of chat templates: its arguments are parsed from JSON text."""
     try:
         arguments = call["function"]["arguments"]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -52,7 +52,7 @@ def call_of(call: Any, where: str) -> dict[str, Any]:
 
 
 def part_of(part: Any, where: str) -> dict[str, str]:
-    """A part of a message's content. A picture that is anywhere else than in the request is refused."""
+    """A part of a message's content. Pictures outside the request are refused."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
         return {"type": "text", "text": str(part.get("text", ""))}
@@ -74,6 +74,6 @@ def with_tools(tokenizer: Any, messages: Any, tools: Sequence[dict[str, Any]]) -
         return tokenizer.own.apply_chat_template(
             list(messages), tools=list(tools), tokenize=False, add_generation_prompt=True
         )
-    except Exception as err:  # whatever the template raises
+    except Exception as err:  # a template may raise anything
         text = " ".join(str(err).split())
         raise BadRequest(f"the model's chat template refuses this conversation ({text})", "messages") from None

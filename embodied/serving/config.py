@@ -55,24 +55,24 @@ class ServeConfig(Strict):
         60.0, gt=0, description="A client that asks nothing for so long loses its place as soon as another wants it."
     )
 
-    of_robots: ClassVar = ("temperature", "batch", "wait_ms", "idle_s")  # mean nothing to a language model
+    of_robots: ClassVar = ("temperature", "batch", "wait_ms", "idle_s")  # options of robot servers only
 
     @property
     def token(self) -> str | None:
-        """The token clients must show, from the environment: other users of a machine can see command lines."""
+        """The token that clients must send, from the environment: other users of a machine can see command lines."""
         return os.environ.get(TOKEN) or None
 
     @property
     def loopback(self) -> bool:
-        """True if only programs on this machine can connect."""
+        """True if only programs of this machine can connect."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def names_this_server(self, hosts: Sequence[str]) -> bool:
-        """True if a request's Host headers name this machine, where only its programs may ask. A browser page whose
-        domain was pointed at loopback (DNS rebinding) names its own domain."""
+        """True if a request's Host headers name this machine; checked if only this machine's programs may connect. A
+        browser page whose domain points to loopback (DNS rebinding) names its own domain."""
         return not self.loopback or all(map(self._is_local, hosts))
 
     def _is_local(self, host: str) -> bool:

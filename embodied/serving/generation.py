@@ -1,7 +1,7 @@
-"""Conversations of many clients, continued side by side by our own engine in a thread of its own.
+"""Continues the conversations of many clients side by side, by our own engine in a separate thread.
 
-Clients share the engine's rows: the first that waits gets the next free one, at any token. Weights change only while
-nothing is being written, so that every answer is of one version.
+Clients share the engine's rows: the first waiting conversation gets the next free row, at any token. Weights change
+only while no answer is open, so every answer has one version.
 """
 
 from __future__ import annotations
@@ -31,48 +31,48 @@ from embodied.policies.language.slots import SlotEngine
 from embodied.runtime.tensor_bytes import Blob, blob_of, tensor_of
 from embodied.serving.openai_protocol import BadRequest, TokenScore
 
-SCORED = 256  # places of a prompt whose logits are computed at a time
+SCORED = 256  # prompt tokens whose logits are computed at a time
 FAILS = "the engine fails at this request; the server's log says why"
 FAILED = "the engine has failed; the server's log says why"
-GATHER_S = 0.01  # for which a prompt waits for others while answers are written: one pass reads them all
-ROUND = "serve"  # the stream of noise of requests that bring none
+GATHER_S = 0.01  # wait for further prompts while answers are open: one pass reads several prompts
+ROUND = "serve"  # the noise stream of requests without one
 Mode = Literal["wait", "abort", "keep"]
 
 
 @dataclass(frozen=True)
 class Written:
-    """An answer with what its client gets to know about it."""
+    """An answer with the data for its client."""
 
     answer: Answer
     finish: str  # stop, length or abort
     version: int
     fingerprint: str
-    prompt: tuple[TokenScore, ...] = ()  # of the prompt's tokens but the first
+    prompt: tuple[TokenScore, ...] = ()  # of the prompt's tokens except the first
 
 
 @dataclass(eq=False)
 class ServedConversation:
-    """One answer that is asked for."""
+    """One requested answer."""
 
     tokens: list[int]
     max_tokens: int
     episode: int
     sampling: Sampling
-    names: tuple[str, ...] = ()  # of the request that it is an answer to
-    stop: tuple[str, ...] = ()  # texts at which it ends
-    pictures: tuple[str, ...] = ()  # that `tokens` show
-    on_progress: Callable[[Answer], object] | None = None  # is called with the answer so far, token by token
+    names: tuple[str, ...] = ()  # ids of its request
+    stop: tuple[str, ...] = ()  # texts that end the answer
+    pictures: tuple[str, ...] = ()  # pictures in `tokens`
+    on_progress: Callable[[Answer], object] | None = None  # called with the answer so far after every token
     written: Future[Written] = field(default_factory=Future)
     scores: int | None = None  # how many of the likeliest tokens are reported at every place of the prompt; None: none
     since: float = field(default_factory=time.monotonic)
-    alone: bool = False  # the engine failed while it was written: it is written again with no other beside it
+    alone: bool = False  # retried alone, after the engine failed while it was open
 
 
 class Generation:
     """Answers conversations. Every method may be called by any thread, and returns at once."""
 
     def __init__(self, policy: LanguagePolicy, version: int, on_failure: Callable[[], object] = lambda: None) -> None:
-        """`on_failure` is called where the engine can write nothing more."""
+        """`on_failure` is called if the engine has failed for good."""
         self.policy, self.version, self.on_failure = policy, version, on_failure
         self.fingerprint = fingerprint(version, ((name, blob_of(w)) for name, w in policy.state_dict().items()))
         self.engine = SlotEngine(policy.config, policy)
@@ -80,16 +80,17 @@ class Generation:
         self.orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.waiting: deque[ServedConversation] = deque()
         self.writing: set[ServedConversation] = set()
-        self.scored: dict[ServedConversation, tuple[TokenScore, ...]] = {}  # of prompts whose answers are written
-        self.answers = self.tokens = 0  # written so far
-        self.changes: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # that wait until nothing is written
+        self.scored: dict[ServedConversation, tuple[TokenScore, ...]] = {}  # scores of prompts with open answers
+        self.answers = self.tokens = 0  # totals so far
+        self.changes: deque[tuple[Callable[[], Any], Future[Any]]] = deque()  # waiting changes
         self.paused = self.kept = False
         self.failed: BaseException | None = None
         self.thread = threading.Thread(target=self.work, name="engine", daemon=True)
         self.thread.start()
 
     def ask(self, *conversations: ServedConversation) -> list[Future[Written]]:
-        """Futures of the answers; cancelling one gives its conversation up. One pass reads all of these prompts."""
+        """Futures of the answers; cancelling a future abandons its conversation. One pass reads all of these
+        prompts."""
         futures = [each.written for each in conversations]
         if self.failed:
             for future in futures:
@@ -99,8 +100,8 @@ class Generation:
         return futures
 
     def pause(self, mode: Mode) -> Future[None]:
-        """Begin no more conversations until `resume`. Open conversations are finished first, aborted with their answers
-        so far, or kept as they are."""
+        """Begin no conversation until `resume`. Open conversations are finished first, aborted with their partial
+        answers, or frozen."""
         done: Future[None] = Future()
 
         def pause() -> None:
@@ -124,8 +125,8 @@ class Generation:
         return self.order(resume, done)
 
     def update(self, source: Path | dict[str, Blob], version: int, mode: Mode, known: str | None = None) -> Future[str]:
-        """Load weights, a folder's or these by their published names, once no answer is open; returns their
-        fingerprint. Weights whose fingerprint is `known` are not loaded again."""
+        """Load weights (of a folder, or by their published names) when no answer is open; returns their fingerprint.
+        Weights whose fingerprint is `known` are not loaded again."""
         done: Future[str] = Future()
 
         def update() -> None:
@@ -152,7 +153,7 @@ class Generation:
         }
 
     def close(self) -> None:
-        """End the thread; nothing that waits is answered."""
+        """End the thread; waiting conversations get no answer."""
         self.orders.put(None)
         self.thread.join(30)
 
@@ -200,7 +201,7 @@ class Generation:
             change, done = self.changes.popleft()
             try:
                 settle(done, change())
-            except Exception as err:  # goes to the client that asked
+            except Exception as err:  # sent to the client
                 settle(done, error=err)
             return
         gathered = self.waiting and (not self.writing or time.monotonic() - self.waiting[0].since >= GATHER_S)
@@ -208,7 +209,7 @@ class Generation:
             one = self.waiting.popleft()
             try:
                 self.scored[one] = () if one.scores is None else self.score(one.tokens, one.scores)
-            except Exception:  # of whatever kind, such as memory that a long prompt does not get
+            except Exception:  # any kind, such as out of memory for a long prompt
                 print(traceback.format_exc(), file=sys.stderr, flush=True)
                 settle(one.written, error=EmbodiedError(FAILS))
                 continue
@@ -223,14 +224,14 @@ class Generation:
                 self.find_culprit(traceback.format_exc())
 
     def holds(self) -> bool:
-        """True while no conversation may begin: after /pause, before a change of weights, and while a conversation runs
-        alone, or has to and other conversations are open."""
+        """True while no conversation may begin: after /pause, before a change of weights, and around a conversation
+        that must run alone."""
         alone = bool(self.writing) and (self.waiting[0].alone or any(one.alone for one in self.writing))
         return alone or self.paused or bool(self.changes)
 
     def find_culprit(self, why: str) -> None:
-        """The engine failed: a conversation that was written alone is to blame, and its client hears so, unless the
-        engine fails at one of its own too. Several are written again, each alone."""
+        """After a failure of the engine: a conversation that ran alone is the cause, and its client gets the error,
+        unless the engine also fails at a test conversation. Several conversations are retried, each alone."""
         print(why, file=sys.stderr, flush=True)
         self.engine.abort()
         conversations = [*self.writing]
@@ -261,8 +262,8 @@ class Generation:
                 conversation.on_progress(answer)
 
     def stops(self, conversation: ServedConversation, answer: Answer) -> bool:
-        """True if the last token completed a text to stop at."""
-        window = 4 * max(map(len, conversation.stop)) + 4  # tokens: a letter is four at most
+        """True if the last token completed a stop text."""
+        window = 4 * max(map(len, conversation.stop)) + 4  # in tokens: a letter has at most four
         end = self.policy.tokenizer.decode(answer.tokens[-window:].tolist())
         return any(text in end for text in conversation.stop)
 
@@ -274,7 +275,7 @@ class Generation:
         settle(conversation.written, Written(answer, finish, self.version, self.fingerprint, scores))
 
     def score(self, tokens: list[int], count: int) -> tuple[TokenScore, ...]:
-        """The log-probs of all tokens but the first, and so many of the likeliest at their places."""
+        """The log-probs of all tokens except the first, and the `likeliest` tokens at their places."""
         found: list[TokenScore] = []
         with torch.no_grad():
             ids = torch.tensor([tokens], device=self.policy.device)
@@ -295,7 +296,7 @@ class Generation:
                 self.finish(answer.key, answer, "abort")
 
     def abort_requests(self, names: Collection[str] | None) -> Future[int]:
-        """Abort the conversations of these requests, or all, with their answers so far; returns their number."""
+        """Abort the conversations of these requests, or all, with their partial answers; returns their number."""
         done: Future[int] = Future()
 
         def abort() -> None:
@@ -309,7 +310,7 @@ class Generation:
         return self.order(abort, done)
 
     def forget_who_left(self) -> None:
-        """Give up conversations whose clients are gone."""
+        """Abandon conversations of disconnected clients."""
         if any(each.written.cancelled() for each in self.waiting):
             self.waiting = deque(each for each in self.waiting if not each.written.cancelled())
         for conversation in [each for each in self.writing if each.written.cancelled()]:
@@ -318,7 +319,7 @@ class Generation:
             self.scored.pop(conversation, None)
 
     def load(self, source: Path | dict[str, Blob], version: int, known: str | None) -> str:
-        """Replace all weights by a folder's, or by these; or none, on any error."""
+        """Replace all weights by a folder's or by these; on an error none is replaced."""
         if known == self.fingerprint:
             return known
         folder = source if isinstance(source, Path) else "what was sent"
@@ -327,7 +328,7 @@ class Generation:
         names = {name: self.policy.stored_name(stored, name) for name in own}
         if odd := sorted({*names.values()} ^ stored.keys()):
             raise CheckpointError(f"{folder}: these are weights of another model: {', '.join(odd[:4])} differ")
-        found = {name: tensor_of(stored[there]) for name, there in names.items()}  # read once: they may be gone soon
+        found = {name: tensor_of(stored[there]) for name, there in names.items()}  # read once: they may be deleted
         blobs = [(names[name], blob_of(tensor)) for name, tensor in found.items()]
         for name, new in found.items():
             check_like(name, new, own[name])

@@ -1,4 +1,4 @@
-"""Requests over HTTP, bounded in number, length and time: what a server does before it knows what is asked."""
+"""HTTP requests, limited in number, length and time: checks before a request is parsed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from aiohttp.http_exceptions import BadHttpMessage
 from embodied.serving import openai_protocol as openai
 from embodied.serving.openai_protocol import BadRequest
 
-TOKEN_BYTES = 16  # of a request, for each token of a prompt
-HEAD_S, BODY_S = 15.0, 60.0  # for a first request's head, and for a request's body
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character, or one of two halves
+TOKEN_BYTES = 16  # of a request, for each prompt token
+HEAD_S, BODY_S = 15.0, 60.0  # limits for a first request's head, and for a request's body
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a surrogate pair
 ADAPTERS = "adapters come with the weights (/update_weights), and all clients are answered with the same ones"
 NO_NCCL = "weights come from a folder or in buckets (/update_weights, /receive_weights), not by NCCL"
 NOT_SERVED = {  # paths of other servers
@@ -40,12 +40,12 @@ NOT_SERVED = {  # paths of other servers
 
 
 class Connections:
-    """Limits the number of open connections, and closes those that send no request: aiohttp keeps them for ever."""
+    """Limits the number of open connections, and closes connections without a request: aiohttp keeps them for ever."""
 
     def __init__(self, server: web.Server, most: int) -> None:
         self.server, self.most = server, most
-        self.silent: set[Any] = set()  # have not asked anything yet
-        self.new: set[Any] = set()  # of the last second: the server may not know them yet
+        self.silent: set[Any] = set()  # connections without a request so far
+        self.new: set[Any] = set()  # connections of the last second: the server may not know them yet
 
     def accept(self) -> asyncio.BaseProtocol:
         """The protocol of a new connection."""
@@ -68,14 +68,14 @@ class Connections:
 
 
 class TurnedAway(asyncio.Protocol):
-    """A connection that is one too many."""
+    """A refused connection, above the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 async def long_body_of(request: web.Request, most: int) -> bytes:
-    """The bytes of a request whose body may be longer than usual."""
+    """The body of a request that may be longer than usual."""
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -89,7 +89,7 @@ async def long_body_of(request: web.Request, most: int) -> bytes:
 
 
 async def body_of(request: web.Request, most: int | None = None) -> Any:
-    """The JSON of a request of at most so many bytes, or of as many as a request of one prompt may have."""
+    """The JSON of a request with at most `most` bytes (default: the limit for one prompt)."""
     try:
         async with asyncio.timeout(BODY_S):
             text = (await (request.read() if most is None else long_body_of(request, most))).decode()

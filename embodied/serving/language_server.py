@@ -1,7 +1,7 @@
-"""The server of language models: OpenAI's routes, and those by which a trainer hands over weights.
+"""The server of language models: OpenAI's routes, and routes for a trainer's new weights.
 
-Who may ask: programs of this machine without a token, others with it (ServeConfig refuses anything else). What changes
-the server itself, its weights or whether it answers, needs the token always.
+Programs of this machine need no token unless one is set; all other programs do (ServeConfig refuses anything else).
+Routes that change the server (weights, pause) always need the token.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from embodied.serving.many_answers import SEND_S, UnusableAnswer, answer_many
 from embodied.serving.openai_protocol import AnswerChoice, Ask, BadRequest, Served, TokenScore
 
 CHANGE_S = 3600.0  # limit for open answers to end and new weights to load
-REQUESTS = 1024  # at a time, unless max_clients says otherwise
-SPARE = 64  # connections beyond these, for health checks and for requests that are told to try again
-IDLE_S = 75.0  # that a connection is kept after an answer
-HEAD_BYTES = 16 << 20  # of a bucket: names, shapes and places of tensors
-OTHERS = 1_000_000  # bytes of a request, beside the tokens of its prompt
+REQUESTS = 1024  # simultaneous requests, unless max_clients is set
+SPARE = 64  # further connections, for health checks and refused requests
+IDLE_S = 75.0  # seconds that a connection is kept after an answer
+HEAD_BYTES = 16 << 20  # head of a bucket: names, shapes and offsets of tensors
+OTHERS = 1_000_000  # bytes of a request besides the tokens of its prompt
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of the weights that a server begins with."""
+    """The source of a server's first weights."""
 
-    name: str  # of the model, as clients see it
+    name: str  # of the model, for clients
     folder: Path
     version: int
 
@@ -106,7 +106,7 @@ class LanguageServer:
         if failed := self.generation.failed:
             raise EmbodiedError(f"the engine failed ({type(failed).__name__}: {failed}), so the server ends")
 
-    # Who may ask
+    # Access
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -134,7 +134,7 @@ class LanguageServer:
             return refusal(403, FOREIGN_HOST)
         if request.path in ("/healthz", "/health"):
             return None
-        if "Origin" in request.headers:  # no page in a browser may use this server behind its user's back
+        if "Origin" in request.headers:  # pages in a browser may not use this server
             return refusal(403, "pages of browsers are not answered")
         token = self.token
         if token is None and request.path in CONTROL:
@@ -170,7 +170,7 @@ class LanguageServer:
 
     @contextlib.contextmanager
     def admitted(self, *asks: Ask) -> Iterator[None]:
-        """Count a request while it is answered, unless it is one too many or for another model."""
+        """Count a request while it is answered; refuses requests above the limit or for another model."""
         if model := next((ask.model for ask in asks if ask.model and ask.model != self.origin.name), None):
             raise BadRequest(f"model={model[:80]}: this server has {self.origin.name}", "model", 404)
         if self.active >= (self.config.max_clients or REQUESTS):
@@ -191,7 +191,7 @@ class LanguageServer:
             try:
                 written = await asyncio.gather(*found)
             finally:
-                for future in found:  # the client is gone, or one has failed
+                for future in found:  # the client has disconnected, or an answer has failed
                     future.cancel()
         scores = [written[at - at % ask.n].prompt for at in range(len(written))]
         choices = [self.choice(ask, *each) for each in zip(conversations, written, scores)]
@@ -199,7 +199,7 @@ class LanguageServer:
         return web.json_response(openai.reply(ask, str(number), choices, served))
 
     def conversations(self, ask: Ask, number: int) -> list[ServedConversation]:
-        """The conversations that a request asks to continue, n for each prompt."""
+        """The conversations of a request, n for each prompt."""
         stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
         most = self.policy.config.max_tokens if ask.max_tokens is None else ask.max_tokens
         scores = ask.likeliest if ask.echo and ask.logprobs else ask.prompt_logprobs
@@ -217,7 +217,7 @@ class LanguageServer:
                     seed, stream = noise.seed, f"act/{noise.stream}"
                 elif ask.seed is not None:
                     seed, stream = ask.seed, f"act/{ROUND}"
-                else:  # nobody names the noise, so no two answers share it
+                else:  # without a noise address no two answers share noise
                     seed, stream = self.config.seed, f"act/{ROUND}/{number}"
                 rule = SamplingRule(ask.temperature, ask.top_p, ask.top_k)
                 sampling = Sampling(seed, stream, rule, stops, ask.likeliest, ask.proof)
@@ -228,7 +228,7 @@ class LanguageServer:
         return found
 
     def encoded(self, prompt: openai.Asked, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """A prompt as tokens that leave room for an answer."""
+        """A prompt as tokens; refuses prompts that leave no room for an answer."""
         if tools:
             prompt = with_tools(self.policy.tokenizer, prompt, tools)
         if isinstance(prompt, list):
@@ -237,7 +237,7 @@ class LanguageServer:
                 raise BadRequest(f"prompt: token {max(tokens)} is none of this model's {words}", "prompt")
         else:
             try:
-                first = not tools  # else the chat template has begun it
+                first = not tools  # else the chat template has added the begin token
                 tokens = self.policy.tokenizer.encode(prompt, first=first, max_tokens=self.policy.max_length)
             except EmbodiedError as err:  # the chat template refuses it, or it is far too long
                 raise BadRequest(str(err), "prompt" if isinstance(prompt, str) else "messages") from None
@@ -256,12 +256,12 @@ class LanguageServer:
         written: Written,
         scores: Sequence[TokenScore] = (),
     ) -> AnswerChoice:
-        """The result that a client gets of an answer; `scores` are of the prompt."""
+        """The client's result of an answer; `scores`: of the prompt."""
         answer = written.answer
         if answer.dropped:
             raise UnusableAnswer(answer.dropped)
         ids = answer.tokens.tolist()
-        ended = ids and ids[-1] in conversation.sampling.stops  # the token that ends it is no word of it
+        ended = ids and ids[-1] in conversation.sampling.stops  # without the end token
         text, found = cut(self.policy.tokenizer.decode(ids[:-1] if ended else ids), ask.stop)
         if ask.echo:
             text = self.policy.tokenizer.decode(conversation.tokens) + text
@@ -269,7 +269,7 @@ class LanguageServer:
         return replace(whole, scores=scores, words=self.words(ask), proof=answer.proof)
 
     def words(self, ask: Ask) -> Callable[[int], str]:
-        """The names of tokens in an answer."""
+        """The names of an answer's tokens."""
         return openai.token_name if ask.token_names else self.word
 
     def served(self) -> Served:
@@ -278,7 +278,7 @@ class LanguageServer:
     async def stream(
         self, request: web.Request, ask: Ask, conversations: list[ServedConversation], number: int
     ) -> web.StreamResponse:
-        """The answers as they are written, in server-sent events."""
+        """The answers as they are generated, in server-sent events."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Answer | None]]()
 
         def tell(place: int, answer: Answer | None) -> None:
@@ -288,7 +288,7 @@ class LanguageServer:
             loop.call_soon_threadsafe(tell, place, answer)
 
         for place, conversation in enumerate(conversations):
-            if not ask.tools:  # half a call means nothing
+            if not ask.tools:  # a partial tool call is not sent
                 conversation.on_progress = partial(tell_of, place)
         done = [*map(asyncio.wrap_future, self.generation.ask(*conversations))]
         for place, future in enumerate(done):
@@ -316,13 +316,13 @@ class LanguageServer:
                 await send(openai.chunk(ask, str(number), rest, served, first, place))
             if ask.usage:
                 await send(openai.last_chunk(ask, str(number), whole, served))
-        except EmbodiedError as err:  # after the head was sent an event alone can say it
+        except EmbodiedError as err:  # after the head only an event can carry the error
             await send(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
-        except TimeoutError:  # the client reads nothing
+        except TimeoutError:  # the client does not read
             if request.transport is not None:
                 request.transport.abort()
             return response
-        except ConnectionResetError:  # the client is gone
+        except ConnectionResetError:  # the client has disconnected
             return response
         finally:
             for future in done:
@@ -393,7 +393,7 @@ class LanguageServer:
         return await self.change(Path(fields["path"]), version, mode, fields.get("weight_version"))
 
     async def reload_weights(self, _: web.Request) -> web.Response:
-        """The checkpoint's own weights once more."""
+        """Load the checkpoint's own weights again."""
         return await self.change(self.origin.folder, self.origin.version, "wait")
 
     async def receive_weights(self, request: web.Request) -> web.Response:
@@ -410,7 +410,7 @@ class LanguageServer:
             raise BadRequest(str(err)) from None
         except BadRequest:
             raise
-        except EmbodiedError as err:  # damaged on its way, or incomplete: worth another attempt
+        except EmbodiedError as err:  # damaged or incomplete: the client may send again
             self.arriving = None
             raise BadRequest(str(err), status=503) from None
         if not bucket.last:
@@ -469,11 +469,11 @@ CONTROL = ("/update_weights", "/receive_weights", "/reload_weights", "/pause", "
 
 
 class StreamedAnswer:
-    """Divides an open answer into its sent and its new part."""
+    """Divides an open answer into its sent and new parts."""
 
     def __init__(self, server: LanguageServer, ask: Ask, conversation: ServedConversation) -> None:
         self.server, self.ask, self.conversation = server, ask, conversation
-        self.held = max(map(len, ask.stop), default=1) - 1  # letters that may be the beginning of a text to stop at
+        self.held = max(map(len, ask.stop), default=1) - 1  # letters that may begin a stop text
         self.tokens, self.letters = 0, 0
         self.begun = False
 
@@ -495,6 +495,6 @@ class StreamedAnswer:
 
 
 def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
-    """The text before the first of these, and whether there is one."""
+    """The text before the first of these stop texts, and True if there is one."""
     places = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(places)], True) if places else (text, False)

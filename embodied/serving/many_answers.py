@@ -1,7 +1,7 @@
-"""Answers to many requests that come as one, each sent as soon as it has ended.
+"""Answers many requests in one HTTP request; each answer is sent as soon as it has ended.
 
-A request over HTTP costs as much as some ten tokens of a small model. So policy workers send all conversations that a
-server has room for at once, and read the answers from the open connection:
+An HTTP request costs as much as about ten tokens of a small model. So policy workers send as many conversations as a
+server has room for in one request, and read the answers from the open connection:
 
     {"requests": [BODY, BODY, ...]}             bodies of /v1/completions, of one prompt and one answer each
     {"number": 1, "status": 200, "body": ...}   a line of an answer: its tokens and their log-probs; or of an error
@@ -27,17 +27,17 @@ from embodied.serving.openai_protocol import Ask, BadRequest
 if TYPE_CHECKING:
     from embodied.serving.language_server import LanguageServer
 
-SEND_S = 30.0  # for a part of an answer
+SEND_S = 30.0  # limit for sending a part of an answer
 
 
 class UnusableAnswer(EmbodiedError):
-    """The weights make no numbers for this prompt."""
+    """The weights give non-finite log-probs for this prompt."""
 
     code = NOT_FINITE
 
 
 async def answer_many(server: LanguageServer, request: web.Request) -> web.StreamResponse:
-    """{"requests": [...]}: a line of JSON for each answer, in the order in which they end."""
+    """{"requests": [...]}: sends a line of JSON for each answer, in the order of their ends."""
     longest = server.longest + MOST_TOGETHER * server.policy.max_length * TOKEN_BYTES
     asks = read_many(await body_of(request, longest))
     loop, news = asyncio.get_running_loop(), asyncio.Queue[int]()
@@ -91,7 +91,7 @@ def read_many(body: Any) -> list[Ask]:
 
 
 def line(number: int, future: Future[Written]) -> bytes:
-    """What a client hears of an answer: its choice as /v1/completions tells it, without text."""
+    """A client's line for an answer: its choice as in /v1/completions, without text."""
     try:
         written = future.result()
         if written.answer.dropped:

@@ -1,7 +1,7 @@
-"""OpenAI's messages for language models, as plain functions: what a request asks for, and the JSON of an answer.
+"""OpenAI's protocol for language models, as plain functions: parses requests and writes the JSON of answers.
 
-Tokens come and go as numbers where a client wants them: `prompt` may be a list of them, and `return_token_ids` (vLLM's
-option) adds those of prompt and answer. What is asked for is done or refused by name, never left out in silence.
+Clients may use token numbers: `prompt` may be a list of them, and `return_token_ids` (vLLM's option) adds the token
+numbers of prompt and answer. Every option is obeyed or refused by name, never silently ignored.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 MOST_CHOICES = 1024  # answers to one request
 MOST_STOPS = 16
 LARGEST_SEED = 2**63 - 1
-MOST_LIKELY = 20  # tokens whose log-probs may be asked for at every place
-NEUTRAL = {  # options that we have no use for, at the values that change nothing
+MOST_LIKELY = 20  # limit of reported tokens at every place
+NEUTRAL = {  # options without effect here, with their neutral values
     "best_of": (None, 1), "frequency_penalty": (None, 0), "presence_penalty": (None, 0),
     "logit_bias": (None, {}), "suffix": (None, ""), "min_p": (None, 0),
     "repetition_penalty": (None, 1), "min_tokens": (None, 0), "use_beam_search": (None, False),
@@ -38,7 +38,7 @@ NEUTRAL = {  # options that we have no use for, at the values that change nothin
     "priority": (None, 0), "add_generation_prompt": (None, True),
     "modalities": (None, ["text"]),
 }  # fmt: skip
-WHY_NOT = {  # what clients ask for most
+WHY_NOT = {  # refused options that clients often use
     "response_format": "answers are drawn from all tokens, so that their log-probs are the model's; ask for JSON in "
     "words and check the answer",
     "tool_choice": "answers are drawn from all tokens, so no call can be forced; send auto or none",
@@ -72,7 +72,7 @@ Asked = str | list[int] | tuple[dict[str, Any], ...]  # text or tokens to contin
 
 @dataclass(frozen=True)
 class NoiseAddress:
-    """The random numbers that choose the tokens, as the engines in a policy worker address them."""
+    """The address of the random numbers that choose tokens, as in a policy worker's engine."""
 
     seed: int
     stream: str
@@ -91,18 +91,18 @@ class Ask:
     top_k: int = 0  # 0: all
     n: int = 1
     seed: int | None = None
-    noise: NoiseAddress | None = None  # of the only answer
-    stop: tuple[str, ...] = ()  # texts at which an answer ends, before them
+    noise: NoiseAddress | None = None  # noise of the only answer
+    stop: tuple[str, ...] = ()  # texts before which an answer ends
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # the model's own stop tokens do not end an answer
     logprobs: bool = False
-    likeliest: int = 0  # how many of the likeliest tokens are told at every place, with log-probs
-    echo: bool = False  # the prompt is told before the answer
+    likeliest: int = 0  # number of likeliest tokens reported at every place, with log-probs
+    echo: bool = False  # the prompt is returned before the answer
     proof: bool = False  # each answer comes with a proof of its computation (policies/language/trust.py)
     prompt_logprobs: int | None = None  # the same as `likeliest`, at the places of the prompt; None: nothing is told
     tools: tuple[dict[str, Any], ...] = ()
     return_token_ids: bool = False
-    token_names: bool = False  # tokens with log-probs are told as token_id:NUMBER, not as text
+    token_names: bool = False  # tokens with log-probs are named token_id:NUMBER, not by text
     stream: bool = False
     usage: bool = False  # a stream ends with the number of tokens
     model: str | None = None
@@ -116,12 +116,12 @@ class AnswerChoice:
     prompt: Sequence[int]
     tokens: Sequence[int]
     logprobs: Sequence[float]  # at temperature 1
-    pieces: Sequence[str]  # the tokens as text, where log-probs are asked for
-    text: str  # without the token that ends it
+    pieces: Sequence[str]  # the tokens as text, if log-probs are requested
+    text: str  # without the end token
     finish: str  # stop, length or abort
     likeliest: Sequence[Sequence[tuple[str, float]]] = ()  # tokens as text and their log-probs, by place
-    scores: Sequence[TokenScore] | None = None  # of the prompt's tokens but the first
-    words: Callable[[int], str] = str  # of a token
+    scores: Sequence[TokenScore] | None = None  # of the prompt's tokens except the first
+    words: Callable[[int], str] = str  # name of a token
     proof: Sequence[ProofBlock] = ()
 
 
@@ -131,13 +131,13 @@ class TokenScore:
 
     token: int
     logprob: float
-    rank: int  # 1: it is the likeliest
+    rank: int  # 1: the likeliest
     likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model and weights that answer; part of every reply."""
+    """The answering model and weights; part of every reply."""
 
     model: str
     version: int  # of the weights
@@ -242,7 +242,7 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
     name = fields.get("request_id")
     if name is not None and not (isinstance(name, str) and len(name) <= 256):
         raise BadRequest("request_id should be a short text", "request_id")
-    fewest = 0 if echo or scored is not None else 1  # a request may want only the prompt's log-probs
+    fewest = 0 if echo or scored is not None else 1  # a request may ask only for the prompt's log-probs
     most, usage = whole(fields, "max_tokens", None, fewest, 2**31), bool(options.get("include_usage"))
     seed = whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED)
     ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
@@ -254,7 +254,7 @@ def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, log
 
 
 def tools_of(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Tools as chat templates take them."""
+    """Tools in the form of chat templates."""
     for tool in tools if isinstance(tools, list) else [None]:
         of = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
         if not isinstance(of, dict) or not isinstance(of.get("name"), str):
@@ -378,7 +378,7 @@ def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]
 
 
 def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
-    """Why an answer ends, null while there is more of it; its log-probs and tokens where they are asked for."""
+    """The reason why an answer ended (null while it is open), and its log-probs and tokens if requested."""
     called = bool(ask.tools and choice.finish == "stop" and calls_in(choice.text)[1])
     found: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish or None, "logprobs": None}
     if ask.logprobs:
@@ -389,7 +389,7 @@ def ending(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
 
 
 def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
-    """Of an answer's tokens; with `echo` of the prompt's before them, the first of which has none."""
+    """The log-probs of an answer's tokens. With `echo` the prompt's come first; its first token has none."""
     pieces, logprobs, likeliest = [*choice.pieces], [*choice.logprobs], [*map(dict[str, float], choice.likeliest)]
     if ask.echo and choice.scores is not None:
         pieces = [*map(choice.words, choice.prompt), *pieces]
@@ -416,7 +416,7 @@ def likeliest_words(score: TokenScore, words: Callable[[int], str]) -> dict[str,
 
 
 def prompt_logprobs(choice: AnswerChoice) -> list[Any]:
-    """As vLLM returns them: for every token of the prompt its log-prob and those of the likeliest tokens."""
+    """In vLLM's form: for every token of the prompt the log-probs of this token and of the likeliest tokens."""
     found: list[Any] = [None]
     for score in choice.scores or ():
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.likeliest, 1)]

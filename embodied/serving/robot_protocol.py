@@ -1,8 +1,8 @@
 """openpi's messages: msgpack with numpy arrays (bytes, type and shape), and the names of observations.
 
-No message is trusted: only plain numbers become arrays, and their size must be that of their bytes. Objects cost more
-than bytes, since each becomes a Python object while no other client is served: 30 MB of empty maps would take ten
-seconds and 2 GB. So every count has a limit.
+No message is trusted: only plain numbers become arrays, and shape and bytes must agree. Objects cost more than bytes,
+since each becomes a Python object while no other client is served: 30 MB of empty maps would take ten seconds and 2 GB.
+So every count has a limit.
 
 Images are looked up under `images/CAMERA`, `observation/CAMERA` and CAMERA; as in openpi's LIBERO example, the first
 camera is `observation/image` as well and the second `observation/wrist_image`.
@@ -22,7 +22,7 @@ from embodied.core.types import EnvSpec, Observation
 
 KINDS = "biuf"
 MOST_AXES = 8
-MOST_KEYS = 64  # of a map, and entries of a list
+MOST_KEYS = 64  # keys of a map, and entries of a list
 MOST_CONTAINERS = 512  # maps and lists in a message; an array is two
 LONGEST_TEXT = 8192  # bytes
 
@@ -32,7 +32,7 @@ class BadMessage(EmbodiedError):
 
 
 def check_packages(*needed: str) -> None:
-    """Raise ConfigError where a package that serving needs is missing."""
+    """Raise ConfigError if a package for serving is missing."""
     try:
         for name in needed:
             importlib.import_module(name)
@@ -129,21 +129,21 @@ ALIASES = ("image", "wrist_image")
 LONGEST = 2000  # letters of an instruction
 LARGEST = 4096  # pixels along a side
 NUMBER = 8  # bytes of a number at most
-OTHERS = 1_000_000  # bytes of a message that this policy does not read
+OTHERS = 1_000_000  # bytes of a message for keys that the policy does not read
 
 
 def largest_array(spec: EnvSpec) -> int:
-    """Bytes of the largest array that this policy reads, whatever its number type."""
+    """Bytes of the largest array that this policy reads, in any number type."""
     return NUMBER * max(numbers_read(spec))
 
 
 def longest_request(spec: EnvSpec) -> int:
-    """Bytes of the longest request that this policy needs."""
+    """Bytes of the longest request for this policy."""
     return NUMBER * sum(numbers_read(spec)) + OTHERS
 
 
 def numbers_read(spec: EnvSpec) -> list[int]:
-    """Of each image and of the state."""
+    """The number of values in each image and in the state."""
     return [*map(math.prod, spec.images.values()), spec.state_dim or 0]
 
 
@@ -178,7 +178,7 @@ def found(flat: dict[str, Any], *names: str) -> Any:
 
 
 def image_of(image: Any, size: tuple[int, int, int], any_size: bool, camera: str) -> np.ndarray:
-    """The image as uint8 [H, W, 3]; colours first and floats from 0 to 1 are taken too, as by openpi."""
+    """The image as uint8 [H, W, 3]; like openpi's, it may have the colours first, or floats from 0 to 1."""
     if not isinstance(image, np.ndarray) or image.ndim != 3 or 3 not in (image.shape[0], image.shape[2]):
         raise BadMessage(f"the image of {camera!r} should be an array [height, width, 3]")
     if image.shape[2] != 3:

@@ -1,7 +1,7 @@
-"""The server: which clients are admitted, how requests are batched, and what the policy answers.
+"""The server for robots: admits clients, batches their requests, and answers with the policy.
 
-An error goes to the client as text, the sign of one in openpi's protocol, and never says more than the client needs;
-what went wrong inside is printed here. What a request may hold, and why one is refused, is in `robot_protocol.py`.
+Errors are sent to the client as text, as in openpi's protocol, without internal details; these are printed by the
+server. `robot_protocol.py` checks requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ClientRequest:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Shapes of the images, by camera; one pass of the policy needs images of the same sizes."""
+        """The images' shapes by camera; one pass of the policy needs images of equal sizes."""
         return sorted((camera, image.shape) for camera, image in self.obs.get("images", {}).items())
 
 
@@ -86,13 +86,13 @@ class Answers:
         return (self.config.max_request_mb or ANY_SIZE_MB) * 1_000_000
 
     def read(self, data: bytes, client: int, number: int) -> ClientRequest:
-        """The request in a client's message; raises BadMessage where it cannot be answered."""
+        """The request in a client's message; raises BadMessage if it is invalid."""
         any_size, spec = self.policy.any_image_size, self.policy.spec
         request = unpack(data, None if any_size else max(largest_array(spec), OTHERS))
         return ClientRequest(observation_of(request, spec, any_size), client, number)
 
     def answer(self, requests: list[ClientRequest]) -> list[bytes | BadMessage]:
-        """Answers in the order of the requests; those with images of one size share a pass."""
+        """Answers in the order of the requests; requests with images of equal sizes share a pass."""
         found: dict[int, bytes | BadMessage] = {}
         order = sorted(range(len(requests)), key=lambda at: requests[at].shapes)
         for _, alike in itertools.groupby(order, key=lambda at: requests[at].shapes):
@@ -108,7 +108,7 @@ class Answers:
         obs = text_lists(join_rows([text_arrays(one.obs) for one in requests]))
         output = self.policy.act(obs, noise, self.config.temperature)
         actions = host(output.actions)
-        sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are numbers even where all else is NaN
+        sound = finite_rows(actions) & finite_rows(output.logprobs)  # tokens are finite even if all else is NaN
         spent = 1000 * (time.perf_counter() - began)
         odd = BadMessage("the policy's actions or their log-probs are not finite for this observation")
         found = [pack({"actions": row, "policy_timing": {"infer_ms": spent}}) for row in actions]
@@ -117,16 +117,16 @@ class Answers:
 
 @dataclass
 class Batching:
-    """Answers requests that arrive together in one pass of the policy.
+    """Answers simultaneous requests in one pass of the policy.
 
-    A request waits for others only while a connected client has sent none, and never longer than `wait_s`.
+    A request waits for further requests while a connected client has sent none, but never longer than `wait_s`.
     """
 
     # May block, since it runs in a thread. An answer that is an exception is raised by `ask`.
     answer: Callable[[list[ClientRequest]], Sequence[bytes | Exception]]
     most: int
     wait_s: float
-    clients: Callable[[], int]  # how many are connected
+    clients: Callable[[], int]  # number of connected clients
     asked: asyncio.Queue[tuple[ClientRequest, asyncio.Future]] = field(default_factory=asyncio.Queue)
 
     async def ask(self, request: ClientRequest) -> bytes:
@@ -144,8 +144,8 @@ class Batching:
                     while len(batch) < min(self.most, self.clients()):
                         batch.append(await self.asked.get())
             except TimeoutError:
-                pass  # the requests that are here are answered
-            # The answer to a client that has left is done already.
+                pass  # answer the requests received so far
+            # The future of a disconnected client is already done.
             if waiting := [(request, answer) for request, answer in batch if not answer.done()]:
                 await self._answer(waiting)
 
@@ -154,7 +154,7 @@ class Batching:
         try:
             answers = await asyncio.to_thread(self.answer, requests)
         except Exception as err:
-            if len(batch) > 1:  # one bad request must not fail the others
+            if len(batch) > 1:  # a bad request must not fail other requests
                 for one in batch:
                     await self._answer([one])
                 return
@@ -170,7 +170,7 @@ class Batching:
 
 @dataclass
 class Client:
-    """A connection that has a place."""
+    """An admitted connection."""
 
     connection: Any
     silent_since: float | None = field(default_factory=lambda: time.monotonic())  # None while it is being answered
@@ -182,7 +182,7 @@ class Client:
 
 
 class PolicyServer:
-    """Talks to several clients at a time."""
+    """Serves several clients at a time."""
 
     def __init__(self, answers: Answers, config: ServeConfig, notify: Callable[[str], None] = print) -> None:
         self.answers, self.config, self.notify = answers, config, notify
@@ -230,7 +230,7 @@ class PolicyServer:
         from websockets.exceptions import ConnectionClosed
 
         number = next(self.numbers)
-        if not self.has_room():  # several were admitted at the same time
+        if not self.has_room():  # several clients were admitted at the same time
             await connection.close(FULL, "too many clients")
             return
         client = self.clients[number] = Client(connection)

@@ -1,4 +1,3 @@
-"""What this machine offers and lacks: devices (`discovery`), packages and drivers (`machine`, `vulkan_driver`), and how
-busy it is (`cpu_load`)."""
+"""The machine: its devices (`discovery`), packages and drivers (`machine`, `vulkan_driver`), and load (`cpu_load`)."""
 
 __all__ = ["cpu_load", "discovery", "machine", "probes", "vulkan_driver"]

@@ -1,4 +1,4 @@
-"""How many of our cores other programs keep busy: what spoils a measurement, before it and during it."""
+"""Measures how many of our cores other programs keep busy, before and during a measurement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-BUSY = 0.1  # of the cores in other programs' hands: a measurement is off by more than its own error
-SETTLE_S = 1.0  # over which the time before a measurement is watched
+BUSY = 0.1  # share of cores used by other programs: above it a measurement is unreliable
+SETTLE_S = 1.0  # seconds of watching before a measurement
 IDLE = (3, 4)  # columns of /proc/stat: idle, and waiting for a disk
 
 
@@ -29,8 +29,8 @@ class LoadMeter:
         self.begun = clock(), self.busy_s(), self.own_s()
 
     def others(self) -> float | None:
-        """The number of our cores that programs other than this one and its ended children kept busy, on average; None
-        where the system does not say."""
+        """The mean number of our cores kept busy by other programs than this one and its ended children; None if
+        unknown."""
         begun, busy_s, own_s = self.begun
         now, elapsed = self.busy_s(), self.clock() - begun
         if now is None or busy_s is None or elapsed <= 0:
@@ -56,15 +56,15 @@ def own_cpu_s() -> float:
 
 
 def load_before() -> dict[str, Any]:
-    """The load of other programs now: `others`, the cores that they keep busy over a second, and the load `average`."""
+    """The load of other programs now: `others`, the cores kept busy over a second, and the load `average`."""
     meter = LoadMeter()
     time.sleep(SETTLE_S)
     return {"others": meter.others(), "average": round(os.getloadavg()[0], 2)}
 
 
 def under_load(load: Mapping[str, Any], cores: int) -> str:
-    """Says when other programs kept more of these cores busy than a measurement bears; "" where they did not.
-    `load`: cores that they kept busy `before` and `during` it."""
+    """A phrase if other programs kept too many of these cores busy for a reliable measurement; else "". `load`: cores
+    kept busy `before` and `during` it."""
     kept = {when: load[when] for when in ("before", "during") if load.get(when) is not None}
     times = [f"{others:.1f} {when} it" for when, others in kept.items() if others > BUSY * cores]
     return f"other programs kept cores busy ({' and '.join(times)}, of {cores})" if times else ""

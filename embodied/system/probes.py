@@ -1,6 +1,6 @@
-"""What `doctor` tries in processes of their own: python -m embodied.system.probes NAME. The last line is JSON.
+"""`doctor`'s tests in separate processes: python -m embodied.system.probes NAME. The last line is JSON.
 
-Each probe uses the code of a run, so that what works here works there.
+Each probe uses the code of a run, so its result holds for runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FLAT = 1.0  # a frame whose grey values spread less than this shows nothing
+FLAT = 1.0  # a frame with a smaller deviation of grey values is blank
 
 
 def torch() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def torch() -> dict[str, Any]:
 
 
 def frame(kind: str) -> dict[str, Any]:
-    """Make an env of this kind, begin an episode and draw a frame."""
+    """Make an env of this kind, begin an episode and render a frame."""
     import numpy as np
     from pydantic import TypeAdapter
 
@@ -51,7 +51,7 @@ def frame(kind: str) -> dict[str, Any]:
 
 
 def renderer() -> dict[str, Any]:
-    """Ask the GPU whether SAPIEN can draw on it, which a CUDA driver without its graphics part cannot."""
+    """Test whether SAPIEN can render on the GPU: a CUDA driver without its graphics part cannot."""
     from embodied.system.vulkan_driver import ensure_vulkan
 
     ensure_vulkan()
@@ -62,7 +62,7 @@ def renderer() -> dict[str, Any]:
 
 
 def mujoco() -> dict[str, Any]:
-    """Draw a box without a screen, as LIBERO draws."""
+    """Render a box without a screen, as LIBERO does."""
     import mujoco
 
     box = "<geom type='box' size='.2 .2 .2' rgba='1 0 0 1'/>"
@@ -124,7 +124,7 @@ def process_id() -> int:
 
 
 def tasks(kind: str) -> dict[str, Any]:
-    """The tasks that this kind of simulator lists, and the downloads that each lacks here."""
+    """The tasks of this kind of simulator, with each one's missing downloads."""
     from embodied.envs import plugin
 
     return {**plugin(kind).catalogued()}

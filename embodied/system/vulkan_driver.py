@@ -1,8 +1,8 @@
-"""Finds the Vulkan driver that SAPIEN needs even where nothing is rendered; without a GPU, a software driver.
+"""Finds the Vulkan driver that SAPIEN needs even without rendering; without a GPU, a software driver.
 
-`ensure_vulkan` runs before sapien is imported and installs nothing. It uses the graphics card's driver, a system
-lavapipe that is new enough, or the one that `python -m embodied.vulkan` puts into the user's cache folder. Standard
-library only.
+`ensure_vulkan` runs before sapien is imported and installs nothing. It uses the graphics card's driver, a new enough
+system lavapipe, or the driver that `python -m embodied.vulkan` has put into the user's cache folder. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OLDEST_HEADER = 270  # lavapipe built against Vulkan headers x.y.270 or later is
 
 
 def ensure_vulkan() -> None:
-    """Make sure that importing sapien finds a driver; raises EmbodiedError with the fix where there is none."""
+    """Make sure that importing sapien finds a driver; raises EmbodiedError with the fix if there is none."""
     if any(os.environ.get(name) for name in CHOSEN_BY_USER) or has_system_driver():
         return
     icd = private_icd()
@@ -58,7 +58,7 @@ def has_nvidia() -> bool:
 
 
 def is_usable(icd: Path) -> bool:
-    """True if a system driver serves: Mesa's where there is a GPU, lavapipe where it is new enough.
+    """True if a system driver can be used: Mesa's with a GPU, or a new enough lavapipe.
 
     NVIDIA's is decided by `has_nvidia`.
     """

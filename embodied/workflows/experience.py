@@ -53,9 +53,7 @@ class Experience:
         self.keepers = [rollouts.sims, *relays]
         self.worker = {name: group[rank] for group in self.keepers for rank, name in enumerate(group.workers)}
         self.channels: list[Channel] = []
-        self.kept_by: dict[
-            int, tuple[str, int]
-        ] = {}  # episode -> the worker that plays or keeps it, and the worker's life
+        self.kept_by: dict[int, tuple[str, int]] = {}  # episode -> its worker, and the worker's life
         self.sent = 0  # parts of groups, in all
         self.under_way: list[GroupTransfer] = []
         self.loads = np.zeros(0)  # by rank, the cost of this batch's groups sent during the rollout

@@ -188,9 +188,7 @@ class RolloutManager:
             loads = self.weight_sync.reload(here)
             present = self.device_sharing.has_memory
             absent = [policy for policy in here if not present(names[policy])]
-            loads += [
-                self.policies[policy].offload() for policy in absent
-            ]  # after it has loaded weights into that memory
+            loads += [self.policies[policy].offload() for policy in absent]  # after it has loaded weights
             abandoned = sum(self._begin_anew(sim) for sim in sims) if self.episodes else 0
             loads += [self.sims[sim].offload() for sim in sims if not present(self.sims.workers[sim])]
             self.cluster.rebuilt_by(host, built, loads)
