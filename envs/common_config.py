@@ -1,4 +1,4 @@
-"""The options that all envs share, and those that several simulators share. Imports neither torch nor simulators."""
+"""Options common to all envs, and options common to several simulators. Imports neither torch nor simulators."""
 
 from __future__ import annotations
 

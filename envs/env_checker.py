@@ -35,8 +35,8 @@ class ContractViolation(EmbodiedError):
 def check_vector_env(env: VectorEnv, atol: float = 0.0) -> None:
     """Raise `ContractViolation` for the first broken rule.
 
-    `atol` is how much a row's numbers may depend on the other rows of its batch, for simulators that are not exact. The
-    same batch must always give the same numbers.
+    `atol`: tolerance for the influence of other rows in the batch on a row's numbers, for simulators that are not
+    exact. The same batch must always give the same numbers.
     """
     if env.num_envs < 3:
         raise ValueError(f"the check needs 3 env rows or more, this env has {env.num_envs}")
@@ -130,7 +130,7 @@ class Checker:
         actions = self.actions(min(FEW, self.spec.max_episode_steps))
         once = self.play(actions, self.first)
         self.equal(rule, once, self.play(actions, self.first), "the same batch played twice differs", exact=True)
-        moved = np.roll(np.arange(self.num), 1)  # row r plays what row r-1 played; the last one gets other company
+        moved = np.roll(np.arange(self.num), 1)  # row r plays the episode of row r-1, beside other rows
         specs = [self.first[row] for row in moved]
         specs[0], elsewhere = self.others[0], actions[moved].copy()
         elsewhere[0] = self.actions(actions.shape[1])[0]
@@ -171,7 +171,7 @@ class Checker:
             fail("action-errors", f"actions with {what} are accepted; they must raise ValueError")
 
     def finished_rows_end_once_and_freeze(self) -> Played:
-        """Whole episodes, step by step, with row 1 a little behind the others."""
+        """Whole episodes, step by step, with row 1 a few steps behind the other rows."""
         start, over = self.stagger()
         self.whole = self.actions(self.spec.max_episode_steps + FEW)
         played = self.play(self.whole)
@@ -271,14 +271,14 @@ class Checker:
         self.looks_right(self.env.set_state(state))
         self.equal("saved-state", expected, self.play(actions), "steps after set_state differ", exact=True)
 
-    # What rules are checked with
+    # Helpers of the rules
 
     def episodes(self, seed: int) -> list[EpisodeSpec]:
         spec = EpisodeSpec(self.env.config.task, -1, seed, 0)
         return [spec._replace(seed=seed + row, index=row) for row in range(self.num)]
 
     def reset(self, specs: list[EpisodeSpec], rows: Sequence[int] | None = None) -> tuple[Observation, dict[str, Any]]:
-        """Begin these episodes, or those of some rows."""
+        """Begin these episodes, in all rows or in the rows of a mask."""
         mask = np.ones(self.num, bool) if rows is None else np.isin(np.arange(self.num), rows)
         episodes = [spec if chosen else None for spec, chosen in zip(specs, mask, strict=True)]
         return self.env.reset(options={"reset_mask": mask, "episodes": episodes})
@@ -303,7 +303,7 @@ class Checker:
         return self.env.step(actions[:, 0] if self.spec.action.discrete else actions)
 
     def play(self, actions: np.ndarray, specs: list[EpisodeSpec] | None = None) -> Played:
-        """Take these steps, from the start of these episodes or from where the rows are."""
+        """Take these steps, from the start of these episodes or from the rows' current states."""
         if specs:
             self.reset(specs)
         rows = []
@@ -362,7 +362,7 @@ def array_is(name: str, array: Any, dtype: Any, shape: tuple[int, ...], rule: st
         fail(rule, f"{name} is {have}, not {np.dtype(dtype)} {list(shape)}")
 
 
-# What was played, and how two episodes are compared
+# Results, and comparisons of two episodes
 
 
 @dataclass
@@ -420,7 +420,7 @@ def images_are_painted_where_promised(check: Checker) -> None:
     with painted_rows(env) as counts:
         check.reset(check.first)
         if not counts.any():
-            return  # its images come with its observations
+            return  # its observations contain images
         expect(counts, np.ones(check.num, int), "a reset of all rows")
         moved = env.step_chunk(check.actions(CHUNK)).mask.any(axis=1)
         expect(counts, moved.astype(int), f"a chunk of {CHUNK} steps")
@@ -428,7 +428,7 @@ def images_are_painted_where_promised(check: Checker) -> None:
         expect(counts, (everybody == 1).astype(int), "a reset of row 1")
         check.stagger()
         counts[:] = 0
-        size = check.spec.max_episode_steps - check.lead + 1  # the others end inside, row 1 goes on
+        size = check.spec.max_episode_steps - check.lead + 1  # other rows end inside the chunk, row 1 continues
         moved = env.step_chunk(check.actions(size)).mask.any(axis=1)
         expect(counts, moved.astype(int), "a chunk in which episodes end")
         env.step_chunk(check.actions(1))

@@ -1,4 +1,4 @@
-"""A vector env, the episodes that its rows play, and the record of what they play.
+"""Plays episodes in the rows of a vector env, and records them.
 
 `EpisodePlayer` is the common part of rollouts and evaluations (`evaluation.py`): rows without an episode stay frozen,
 and no policy sees them. Episodes and their outcomes do not depend on the number of rows.
@@ -232,7 +232,7 @@ class Stage(EpisodePlayer):
         retried: np.ndarray | bool = False,
     ) -> None:
         """Begin the next episode of these rows: env e plays episodes e, e + E, e + 2E, ... The rows `retried`, bool
-        [len(rows)], begin in the initial state of their last one."""
+        [len(rows)], begin in the initial state of their last episode."""
         next_index = self.env_ids[rows] + self.rows.started[rows] * self.num_envs_total
         self.initial[rows] = np.where(retried, self.initial[rows], next_index)
         if self.journal is not None:

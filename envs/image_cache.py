@@ -24,7 +24,8 @@ class ImageCache:
         self.stale = np.zeros(num_envs, bool)
 
     def images(self, rows: np.ndarray | None = None) -> Images:
-        """The images of all rows; those of the given rows (by default of all that ever began) are up to date."""
+        """The images of all rows. The images of the given rows (default: all rows that ever began an episode) are up to
+        date."""
         stale = self.stale if rows is None else self.stale & np.isin(np.arange(len(self.stale)), rows)
         rows = np.flatnonzero(stale)
         if len(rows):

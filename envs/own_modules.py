@@ -39,7 +39,7 @@ def prepare_libero() -> None:
         simulator()
 
 
-# package -> what to do before its import
+# package -> its preparation before the import
 PREPARE: dict[str, Callable[[], None]] = {
     "sapien": ensure_vulkan,
     "robosuite": prepare_libero,

@@ -12,8 +12,8 @@ from embodied.core.types import ActReply, ActRequest, PolicyOutput, Servers
 
 
 class RequestClient:
-    """A player's end of the requests of one round. When a worker dies or leaves, the player is told the remaining
-    workers and sends them its requests."""
+    """A player's end of the requests of one round. When a worker dies or leaves, the player gets the remaining workers'
+    names and sends them its requests."""
 
     def __init__(self, servers: Servers, room: float = float("inf")) -> None:
         """A worker has at most `room` rows of its requests at a time."""

@@ -30,7 +30,7 @@ class PassCost:
 
     item: float = 1.0  # a token, or a decision
     pair: float = 0.0  # a pair of tokens in attention; L tokens have L^2 pairs
-    place: float = 0.0  # of a picture, in the vision tower
+    place: float = 0.0  # a picture token, in the vision tower
 
     def of(self, lengths: Sequence[int], shared: int = 0, places: int = 0) -> float:
         """The cost of sequences whose first `shared` tokens are equal and computed once, plus `places` image places.

@@ -18,7 +18,7 @@ AFFINE_ERROR = 0.05  # a floor and a line within this relative error are preferr
 
 @dataclass(frozen=True)
 class Curve:
-    """`error` is the largest relative miss when each inner measurement is predicted from the others; `spread` the
+    """`error`: the largest relative error if each inner measurement is predicted from the other ones. `spread`: the
     largest interquartile range of the repetitions at one size, relative to their median."""
 
     sizes: tuple[float, ...]

@@ -183,7 +183,7 @@ def embodied_dataflow(
     **more: Any,
 ) -> Dataflow:
     """The graph of `embodied.train`: sims and policies in a cycle, trajectories to the learner, weights to the next
-    iteration. `others` process every decision once, between sims and learner."""
+    iteration. The components `others` process every decision once, between sims and learner."""
     return Dataflow(
         components=(
             Component("sim", decisions, num_envs, even=True, splits=True),

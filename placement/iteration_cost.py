@@ -235,8 +235,8 @@ class Pricer:
         return self.table(node[0], zone.device_class, stages).seconds[devices] * slowed
 
     def slowed(self, node: tuple[str, ...], at: Mapping, stages: int, beside: bool = False) -> dict[str, Array]:
-        """For each component of a node, its duration relative to one with all devices busy. Only the devices that the
-        node keeps busy work (with one stage, one zone after the other), and those of the other side with `beside`."""
+        """For each component of a node, its duration relative to a node with all devices busy. Only the node's busy
+        devices work (with one stage, one zone after the other), and with `beside` also the other side's devices."""
         costs = {name: self.cost(name, at[name][0].device_class) for name in node}
         if all(cost.alone == 1 for cost in costs.values()):
             return dict.fromkeys(node, 1.0)
@@ -426,7 +426,7 @@ def bytes_of(pricer: Pricer, name: str, at: Mapping, stages: int) -> Array:
 
 
 def used_bytes(layers: Sequence[LayerPrice], device_class: str) -> float:
-    """Bytes on the fullest device: those of the layer at work, and those that other layers keep there."""
+    """Bytes on the fullest device: of the working layer, and kept by other layers."""
     rest = sum(float(layer.idle.get(device_class, 0.0)) for layer in layers)
     return max(
         rest + float(layer.active.get(device_class, 0.0)) - float(layer.idle.get(device_class, 0.0)) for layer in layers

@@ -1,4 +1,4 @@
-"""The shape of a plan: which components share devices, which have their own, and in which order they take turns.
+"""The shape of a plan: components that share devices, components with separate devices, and the order of turns.
 
 A layout is a sequence of layers that take turns on all devices. Inside a layer, zones are disjoint sets of devices of
 one class each; components of one zone take turns on it, zones work at the same time. So

@@ -184,7 +184,7 @@ def with_drawing(placement: dict[str, Any], machines: Topology) -> dict[str, Any
 
 
 def learner_at_home(groups: Groups, home: str) -> Groups:
-    """Ensures that the first learner, which writes the checkpoints, is on the machine that starts the run."""
+    """Ensures that the first learner is on the machine that starts the run: it writes the checkpoints."""
     learning = next(held for roles, held in groups if "learner" in roles.split(","))
     theirs = [device for _, held in groups for device in held if device[0] == home and device[1] == learning[0][1]]
     if not theirs or any(device[0] == home for device in learning):

@@ -56,7 +56,7 @@ class PlacementPlan:
         return not any(mine & {*host.held} for host in self.hosts if {*host.roles} - {*roles})
 
     def only(self, *roles: str) -> PlacementPlan:
-        """The plan with only these roles, for commands that need no others."""
+        """The plan with only these roles, for commands that need only these."""
         kept = [(host, tuple(r for r in host.roles if r in roles)) for host in self.hosts]
         hosts = tuple(replace(host, roles=roles) for host, roles in kept if roles)
         return replace(self, hosts=hosts)

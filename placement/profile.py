@@ -92,8 +92,8 @@ class Profile:
         self, classes: Sequence[DeviceClass], homes: Mapping[str, Sequence[DeviceClass]] | None = None
     ) -> list[tuple[str, DeviceClass]]:
         """Components and device classes without costs that are needed to use all of these devices. `homes` says where
-        each component runs. Without it: a component that has costs on other devices than cores runs on such devices
-        here, policies on those of learners; devices that were present at the measurement but have no costs stay
+        each component runs. Without it: a component with costs on other devices than cores runs on such devices, and
+        policies run on the learners' devices; devices that were present at the measurement but have no costs stay
         unused."""
         if homes is not None:
             wanted = [(name, c) for name in self.costs for c in homes.get(name, ())]

@@ -1,5 +1,5 @@
-"""The policies: one file or folder per family, chosen here by `policy.name`, and the public names for a policy of one's
-own.
+"""The policies: one file or folder per family, chosen here by `policy.name`, and the public classes for the user's own
+policy.
 
 `make_policy` builds one with fresh weights, `load_policy` one from its folder. Families are imported only when named.
 """

@@ -1,7 +1,7 @@
 """The contract of every policy: act in the rollout, score in the learner, live in a folder.
 
-`act` and `forward` must agree: the log-probs of `act` equal those of `forward` for the same weights. A policy has no
-randomness of its own; the worker passes noise that is keyed by episode and decision.
+`act` and `forward` must give equal log-probs for the same weights. A policy has no randomness of its own; the worker
+passes noise that is keyed by episode and decision.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from embodied.core.types import EnvSpec, NoiseSpec, Observation, PolicyOutput
 from embodied.policies.policy_folder import CONFIG, WEIGHTS
 from embodied.runtime.tensor_bytes import Spec, blob_of, spec_of, write_safetensors
 
-# Arrays from other processes are read-only, and nobody here writes to an observation.
+# Arrays from other processes are read-only, and policies never write to an observation.
 warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
 
 

@@ -1,4 +1,4 @@
-"""What the options of every policy family have. Free of torch, so that `--help` stays fast."""
+"""The base of every policy family's options. Free of torch, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from embodied.core.options import Requirement, Strict
 
 @dataclass(frozen=True)
 class PublishedFolder:
-    """What a family recognises its published models by."""
+    """The files of a published model, by which its family is recognised."""
 
     config: dict[str, Any]  # config.json
     files: frozenset[str]  # names of the files beside it
-    weights: Callable[[], Iterable[str]]  # the names of the weights, which take a moment to read
+    weights: Callable[[], Iterable[str]]  # reads the names of the weights, which takes a moment
 
 
 class PolicyOptions(Strict):
-    """Attributes that the toolkit asks of every family."""
+    """Attributes of every family."""
 
     name: str
 
@@ -35,7 +35,7 @@ class PolicyOptions(Strict):
 
     @classmethod
     def recognise(cls, folder: PublishedFolder) -> str | None:
-        """The policy.name of a model that others published, if it is of this family."""
+        """The policy.name of a published model, if it is of this family."""
         return None
 
     needs: ClassVar[Requirement] = Requirement()
@@ -70,10 +70,10 @@ class PolicyOptions(Strict):
 
     @property
     def few_weights(self) -> float:
-        """The number of weights where it may be so small that a core is enough; else infinity."""
+        """The number of weights if a core may be enough for them; else infinity."""
         return float("inf")
 
     @property
     def least_weights(self) -> int:
-        """The number of weights that it has at least, where options alone say so; else 0."""
+        """A lower bound on the number of weights, if it follows from options; else 0."""
         return 0

@@ -1,4 +1,4 @@
-"""The options of a policy: one model per family, chosen by `name`; those of a folder stand in its `config.py`.
+"""The options of a policy: one model per family, chosen by `name`. Families with a folder have them in its `config.py`.
 Installed packages add families of their own. Free of torch, so that `--help` stays fast.
 """
 
@@ -24,7 +24,7 @@ from embodied.policies.smolvla.config import SmolVLAConfig
 
 
 class ActorCriticConfig(PolicyOptions):
-    """The options that small policies with an actor and a critic share."""
+    """The options common to small policies with an actor and a critic."""
 
     compile: ClassVar[bool] = False
 
@@ -97,7 +97,7 @@ class CNNConfig(ActorCriticConfig):
     @property
     def least_image_side(self) -> int:
         """Height and width, in pixels, of the smallest image that the convolutions accept."""
-        side = 2 if self.keypoints else 1  # of what the last layer makes of it
+        side = 2 if self.keypoints else 1  # of the last layer's output
         for kernel, stride in zip(reversed(self.kernels), reversed(self.strides), strict=True):
             side = max(kernel, (side - 1) * stride + kernel)
         return side
@@ -126,7 +126,7 @@ class CNNConfig(ActorCriticConfig):
 class ExternalPolicyConfig(PolicyOptions):
     chunk: ClassVar[int] = 1
     compile: ClassVar[bool] = False
-    dtype: ClassVar[str] = ""  # the class's own
+    dtype: ClassVar[str] = ""  # chosen by the class
     max_tokens: ClassVar[int | None] = None  # likewise
 
     name: str = Field(pattern=r"^[\w.]+:\w+$", description="Your own policy class, as my_pkg.my_module:MyPolicy.")
@@ -134,7 +134,7 @@ class ExternalPolicyConfig(PolicyOptions):
 
     @property
     def few_weights(self) -> float:
-        return 0  # nothing is known here
+        return 0  # unknown
 
 
 FAMILIES: dict[str, type[PolicyOptions]] = {
@@ -147,7 +147,7 @@ FAMILIES: dict[str, type[PolicyOptions]] = {
     "smolvla": SmolVLAConfig,
     "language": LanguageConfig,
 }
-"""The options of each family by policy.name. They say which class is the policy, and recognise its published models."""
+"""The options of each family by policy.name. They name the policy's class, and recognise its published models."""
 
 
 GROUP = "embodied.families"

@@ -1,7 +1,7 @@
 """Noise for acting, made on the device that uses it: the numbers of `core/rng.py` from the same counters.
 
-Uniform numbers are the host's bit for bit. Normal ones may differ in the last digits, since each device has logarithms,
-sines and square roots of its own.
+Uniform numbers equal the host's bit for bit. Normal numbers may differ in the last digits, since devices compute
+logarithms, sines and square roots differently.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def normal(seed: int, name: str, episodes: Tensor, decisions: Tensor, width: int
 
 
 def draw(kind: str, seed: int, name: str, episodes: Array, decisions: Array, width: int, device: str) -> Tensor:
-    """Noise of this kind; its counters are all that goes to the device, if they are not there."""
+    """Noise of this kind; only its counters are sent to the device, unless they are already there."""
     if not is_tensor(episodes):
         episodes, decisions = torch.from_numpy(np.stack([episodes, decisions]).astype(np.int64)).to(device)
     there = (counters.to(device) for counters in (episodes, decisions))

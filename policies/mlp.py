@@ -24,7 +24,7 @@ CLIP = 10.0
 
 
 class ObservationNormalizer(nn.Module):
-    """(x - mean) / sqrt(variance + floor^2), clipped to +-10; the identity until something was counted."""
+    """(x - mean) / sqrt(variance + floor^2), clipped to +-10; the identity before the first count."""
 
     count: Tensor
     mean: Tensor
@@ -42,7 +42,7 @@ class ObservationNormalizer(nn.Module):
         part = slice(first, first + state.shape[-1])
         std, mean = self._deviation(self.floor)[part], self.mean[part]
         normal = ((state - mean.to(state.dtype)) / std.to(state.dtype)).clamp(-CLIP, CLIP)
-        return torch.where(self.count < 2, state, normal)  # the device decides: nobody waits for it
+        return torch.where(self.count < 2, state, normal)  # decided on the device, so the host does not wait
 
     def spread(self, first: int, least: float) -> Tensor:
         """The deviation of `forward`'s numbers from `first` on. Numbers that vary by less than `least`, in units of the
@@ -51,8 +51,8 @@ class ObservationNormalizer(nn.Module):
         return torch.where(self.count < 2, torch.ones_like(found), found)
 
     def within(self, states: np.ndarray) -> np.ndarray:
-        """Numbers [..., D] to count, cut off where `forward` cuts them off: one cube that flies off the table would
-        make the table look like a point ever after."""
+        """Numbers [..., D] to count, clipped like in `forward`: otherwise a cube that flies off the table would shrink
+        all other positions to a point."""
         if self.count < 2:
             return states
         mean, reach = self.mean.cpu().numpy(), CLIP * self._deviation(self.floor).cpu().numpy()
@@ -99,7 +99,7 @@ class ActorCritic(Policy):
     def __init__(self, config: ActorCriticConfig, spec: EnvSpec, width: int) -> None:
         super().__init__(config, spec)
         self.dtype = getattr(torch, config.dtype)
-        self.exact = torch.promote_types(self.dtype, torch.float32)  # what distributions and values are computed in
+        self.exact = torch.promote_types(self.dtype, torch.float32)  # dtype of distributions and values
         self.per_step = spec.action.num_choices if spec.action.discrete else spec.action.dim
         self.actor = mlp(width, config.hidden, config.chunk * self.per_step, config.activation, self.dtype)
         known = (spec.state_dim or 0) + (spec.privileged_dim or 0)
@@ -135,7 +135,7 @@ class ActorCritic(Policy):
 
     @property
     def device(self) -> torch.device:
-        """The device that it computes on, without a walk through all modules, since every call asks."""
+        """Its device, found without a walk through all modules, since every call needs it."""
         return self.critic[0].weight.device
 
     def noise_spec(self) -> NoiseSpec:
@@ -186,11 +186,11 @@ class ActorCritic(Policy):
         self.normalizer.merge(rows)
 
     def state(self, obs: Observation) -> Tensor:
-        """The observed numbers in the policy's precision, normalised where it does that."""
+        """The observed numbers in the policy's precision, normalised if the option is set."""
         return self._normal(obs["state"], 0)
 
     def privileged(self, obs: Observation) -> Tensor:
-        """The same of what only training knows."""
+        """The privileged numbers, like `state`."""
         return self._normal(obs["privileged"], self.spec.state_dim or 0)
 
     def _normal(self, numbers: Any, first: int) -> Tensor:

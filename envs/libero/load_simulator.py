@@ -123,7 +123,7 @@ def calm_robosuite() -> None:
 
 
 def warn(message: str) -> None:
-    """Print a warning of MuJoCo, whose own handler would write MUJOCO_LOG.TXT into the working directory."""
+    """Print a warning of MuJoCo. Its own handler would write MUJOCO_LOG.TXT into the working directory."""
     print(f"MuJoCo: {message}", file=sys.stderr)
 
 

@@ -1,8 +1,8 @@
-"""The files of LIBERO's tasks (description, instruction, stored initial states): those of the installed package, and
-the user's own, a BDDL file or a class that names one, with initial states in a NumPy file.
+"""The files of LIBERO's tasks (description, instruction, stored initial states). They come from the installed package
+or from the user: a BDDL file, or a class that names one, with initial states in a NumPy file.
 
-Mistakes are found without a simulator where possible, before anything starts; those that only LIBERO can find (kinds of
-objects, predicates, classes) just before its env is built.
+Mistakes are found without a simulator if possible, before anything starts. Mistakes that only LIBERO can find (kinds of
+objects, predicates, classes) are found just before its env is built.
 """
 
 from __future__ import annotations

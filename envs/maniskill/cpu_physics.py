@@ -167,7 +167,7 @@ class BatchedCpuPhysics:
         self._hide(self.all_rows)
 
     def refresh(self, envs: Iterable[int]) -> None:
-        """Fetch all values of these envs, also those that steps omit: before and after writes."""
+        """Fetch all values of these envs, also values that steps omit: before and after writes."""
         chosen = set(envs)
         rows = [row for env in chosen for row in self.rows_of[env]]
         self._fetch_poses(rows, chosen)
@@ -319,7 +319,7 @@ class BatchedCpuPhysics:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Take the postponed steps, all of one env before those of the next."""
+        """Take the postponed steps, env by env."""
         steps, self.owed = range(self.owed), 0
         if steps:
             for env in self.active:

@@ -65,7 +65,7 @@ class ManiSkillEnv(VectorEnv):
 
     @classmethod
     def missing_files(cls, config: ManiSkillConfig, machine: Any) -> dict[str, str]:
-        """Missing files of the bridge tasks; only ManiSkill knows those of other tasks."""
+        """Missing files of the bridge tasks; only ManiSkill knows the files of other tasks."""
         here = asset_folder(machine.environ)
         tasks = [task for task in cls.tasks(config) if is_bridge(task)]
         return {asset: source_of(asset) for task in tasks for asset in absent(task, here, machine.exists)}

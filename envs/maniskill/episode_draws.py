@@ -22,7 +22,7 @@ TORCH_RAND = torch.rand
 
 
 class EpisodeDraws:
-    """Random numbers of rows with these seeds. Row i's numbers are those of generators seeded with `seeds[i]`."""
+    """Random numbers of rows with these seeds: row i's numbers equal a generator's with seed `seeds[i]`."""
 
     def __init__(self, seeds: np.ndarray) -> None:
         self.seeds = np.asarray(seeds, np.uint32)

@@ -54,7 +54,7 @@ class Proof:
 
 def compare(env_class: type[VectorEnv], config: ManiSkillConfig) -> tuple[dict[str, Any], list[VectorEnv]]:
     """Returns the largest differences over whole episodes in ROWS rows: all rows together, then two rows that begin
-    while the others continue. Also returns the envs, the batched one first."""
+    while other rows continue. Also returns the envs, the batched one first."""
     if is_bridge(config.task):  # otherwise random actions mean a metre, which is out of reach: the arm would never move
         config = config.model_copy(update={"action_units": (FASTEST, FASTEST_TURN)})
     both = [config.model_copy(update={"backend": name, "on_success": "continue"}) for name in ("cpu_batched", "cpu")]

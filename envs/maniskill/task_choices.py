@@ -45,7 +45,7 @@ def refused(config: ManiSkillConfig, err: Exception) -> ConfigError:
 
 
 def reward_modes(cls: type) -> list[str]:
-    """The reward modes of a task's class, without shaped ones that it does not implement."""
+    """The reward modes of a task's class; shaped rewards that it does not implement are left out."""
     from mani_skill.envs.sapien_env import BaseEnv
 
     if cls.get_reward is not BaseEnv.get_reward:  # it computes rewards in its own way

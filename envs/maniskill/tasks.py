@@ -38,7 +38,7 @@ BATCHED_TASKS = {
     "MS-CartpoleBalance-v1": 1000,
 }
 BATCHED_BRIDGE = (f"{PLATES}Single-v1",)  # the same for bridge tasks, whose arm has one control mode
-ROLLING = ("RollBall-v1",)  # those of these tasks whose objects may leave the table: every scene needs the ground
+ROLLING = ("RollBall-v1",)  # tasks among these with objects that may leave the table: every scene needs the ground
 BATCHED_CONTROLS = ("pd_joint_delta_pos", "pd_joint_target_delta_pos")
 BATCHED_GAIN = 3.2  # batched to single on PushCube-v1, docs/results.md
 

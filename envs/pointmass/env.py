@@ -23,7 +23,7 @@ REACH = 0.1  # a success within this distance, in world sizes
 DIRECTIONS = np.array([[0, 0], [-1, 0], [1, 0], [0, -1], [0, 1]])
 INSTRUCTION = "move the red point to the green target"
 VIDEO_SIZE = (192, 192)
-NEAR = 0.4  # how far the camera beside the point sees, in world sizes
+NEAR = 0.4  # range of the camera beside the point, in world sizes
 WHITE, GREEN, RED = (245, 245, 245), (60, 180, 75), (220, 40, 40)
 
 
@@ -112,7 +112,7 @@ class PointMassEnv(VectorEnv):
         return self._draw(rows, self.config.image_size, self._position[rows] / self.config.size, NEAR)
 
     def _draw(self, rows: np.ndarray, size: tuple[int, int], middle: float | np.ndarray = 0.0, reach: float = 1.0):
-        """The target and on it the point, seen from above, as far as `reach` from the middle; y points up."""
+        """The target and on it the point, seen from above, within `reach` of the middle; y points up."""
         height, width = size
         frames = np.full((len(rows), height, width, 3), WHITE, np.uint8)
         right, up = ((np.arange(side) + 0.5) / side * 2 - 1 for side in (width, height))

@@ -182,7 +182,7 @@ class Single:
 
     def step(self, action: np.ndarray) -> tuple[float, bool]:
         """Reward, and whether the task ends the episode."""
-        self.env.done = False  # some tasks set it at success, after which an episode may go on
+        self.env.done = False  # some tasks set it at success, but an episode may continue
         with self._draws.used():
             seen, reward, done, _ = self.env.step(self.centre + action * self._reach)
         self._look(seen)
@@ -219,7 +219,7 @@ class Single:
         """Do nothing: a separate simulation is always attached."""
 
     def _look(self, seen: dict[str, np.ndarray]) -> None:
-        """Take robosuite's groups of numbers, those of the robots first."""
+        """Take robosuite's groups of numbers, the robots' first."""
         groups = [name for name in seen if name.endswith("-state")]
         robots = [name for name in groups if name.endswith("_proprio-state")]
         chosen = robots + [name for name in groups if name not in robots and not self._proprio]
@@ -272,7 +272,7 @@ def build(config: RobosuiteConfig) -> Any:
 
 
 def accepted(kind: type) -> set[str]:
-    """The options of a class: its own, and if it passes others on, those of its base class."""
+    """The options of a class: its own, and if it passes options on, its base class's."""
     names: set[str] = set()
     for base in kind.__mro__:
         if "__init__" in vars(base):
@@ -290,7 +290,7 @@ def controller(name: str) -> dict[str, Any]:
 
 
 def robots(config: RobosuiteConfig, kind: type) -> list[str]:
-    """The robots that play; unset, the class's own choice, or Pandas."""
+    """The robots of the task; unset: the class's own choice, or Pandas."""
     from robosuite.environments.manipulation.two_arm_env import TwoArmEnv
     from robosuite.robots import ROBOT_CLASS_MAPPING
 

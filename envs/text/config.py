@@ -148,7 +148,7 @@ class MixtureConfig(TextConfig):
 class VerifiersConfig(TextConfig, NamedWithKind):
     needs = Requirement(elsewhere="verifiers")
     written = "verifiers:<environment>"
-    side_by_side: ClassVar[int] = 1  # a rollout that hangs has its process replaced, with those of all others in it
+    side_by_side: ClassVar[int] = 1  # the process of a hanging rollout is replaced, with all other rollouts in it
 
     name: str = Field(pattern=r"^verifiers:[\w./-]+$", description="verifiers:<environment>, as the package loads it.")
     task: str = Field("", description="How results name it; unset: the environment's name.")

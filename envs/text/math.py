@@ -1,11 +1,11 @@
 """Questions from a data set (`core/rows.py`). The content of an answer's last `\\boxed{...}` is compared with the
 solutions as mathematics, by math-verify in a separate process.
 
-A row holds `question` or `problem` (asked as a message, with the request to box the result), `prompt` (text to be
-continued as it is) or `messages`, and `answer` or `solutions`, of which any will do. With `images`, a question or its
-messages show pictures, each at an <image> in the text, or all before a text without one. They are files beside the data
-set, or bytes in its rows, as in geometry3k. `env.solve_rate` chooses training questions by `solve_rate`, the share of
-some model's answers that were right.
+A row has `question` or `problem` (asked as a message, with the request to box the result), `prompt` (text to be
+continued as it is) or `messages`; and `answer`, or `solutions` with several accepted answers. With `images`, a question
+or its messages show pictures, each at an <image> in the text, or all before a text without one. They are files beside
+the data set, or bytes in its rows, as in geometry3k. `env.solve_rate` chooses training questions by their field
+`solve_rate`, some model's share of right answers.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def boxed(text: str) -> str | None:
 
 
 def questions(config: Any) -> tuple[list[Question], list[Question]]:
-    """The questions to train on, and those held out."""
+    """The training questions, and the held-out questions."""
     if config.file is None:
         raise ConfigError(
             'env.name=math reads questions from a file: env.file=FILE.jsonl with lines {"question": ..., "answer": ...}'

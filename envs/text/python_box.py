@@ -1,8 +1,8 @@
 """Runs Python that a policy wrote in a child process that can only compute.
 
 The child imports a few modules; then the kernel (seccomp) forbids it to open files or sockets, to start processes or
-threads, and to signal others. Limits end it after some seconds of work or some memory. It has no environment variables,
-and only its output is returned. Linux on x86-64 only: elsewhere it is refused.
+threads, and to signal other processes. Limits end it after some seconds of work or some memory. It has no environment
+variables, and only its output is returned. Linux on x86-64 only: elsewhere it is refused.
 """
 
 from __future__ import annotations

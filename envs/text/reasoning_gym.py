@@ -1,9 +1,9 @@
 """`env.name=reasoning_gym:<task>`: the generated puzzles of reasoning_gym, whose answers come in <answer> tags.
 
-A training conversation asks one of the first 10,000 questions of a data set with seed 0, an evaluation those of another
-seed; common questions are not trained on. The package's scores reward parts of an answer, and longer texts that contain
-it. Here an answer is right or wrong, unless `env.partial_scores` is set, and a text that only contains the answer is
-wrong.
+A training conversation asks one of the first 10,000 questions of a data set with seed 0, an evaluation questions of
+another seed; common questions are not trained on. The package's scores reward parts of an answer, and longer texts that
+contain it. Here an answer is right or wrong, unless `env.partial_scores` is set, and a text that only contains the
+answer is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class HeldOutQuestions:
     system: str
     scorer: Scorers
-    questions: frozenset[str]  # of the held-out ones
+    questions: frozenset[str]  # the held-out questions
 
 
 class ReasoningGym(TextEnv):

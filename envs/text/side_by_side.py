@@ -1,4 +1,5 @@
-"""Env steps of several conversations at the same time, in threads, where they take long: tools, scores, other servers.
+"""Env steps of several conversations at the same time, in threads, if they take long: tools, scores, requests to
+servers.
 
 Steps of microseconds stay in the worker's own thread, one after the other: a thread would cost more than they do, and
 the order of everything stays the same. Each conversation has an env of its own, whose calls never overlap.
@@ -57,7 +58,7 @@ class SideBySide(Generic[Talk]):
         return [(one, step.result()) for one, step in over]
 
     def give_up(self) -> None:
-        """Forget all steps: steps that have not begun are cancelled, the others are waited for."""
+        """Forget all steps: steps that have not begun are cancelled, running steps are waited for."""
         running = [step for _, step in self.begun if not step.cancel()]
         self.begun = []
         wait(running)

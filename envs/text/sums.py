@@ -2,9 +2,9 @@
 
 `add2` shows "37+58=" and wants "95". `fewshot_sums` is for pretrained models: it shows three sums with their results
 and one without, and scores the text before the end of the line. `calc2` is `add2` with factors, for a policy that may
-use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and goes on. `mul2` asks the same
-products without one. `Calculator` is a mixin for text envs and an example of a tool. Arithmetic is read as a syntax
-tree; nothing is executed.
+use a calculator: an answer that ends in `<calc>12*7</calc>` gets the reply "84", and the conversation continues. `mul2`
+asks the same products without a calculator. `Calculator` is a mixin for text envs and an example of a tool. Arithmetic
+is read as a syntax tree; nothing is executed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Sums(Calculator, TextEnv):
         self.task, self.result = spec.task, None
         low, high = RANGES[spec.task]
         products = spec.task in ("calc2", "mul2")
-        spec = spec._replace(task="calc2") if products else spec  # what one holds out, the other never shows
+        spec = spec._replace(task="calc2") if products else spec  # held-out products are the same for both tasks
         self.numbers = a, b = self.draw(spec, lambda rng: two_numbers(rng, low, high), every_pair(low, high))
         self.right = str(a * b if products else a + b)
         if spec.task == "fewshot_sums":

@@ -39,7 +39,7 @@ ODD = (
 
 @dataclass(frozen=True)
 class CheckedTextEnv:
-    """What the check found out about an env."""
+    """The check's findings about an env."""
 
     said: str  # its first held-out prompt
     solution: str | None
@@ -149,7 +149,7 @@ class TextEnvChecker:
                 fail("solution", f"solution() is not scored as a success ({said}): {turns[-1]!r:.200}")
 
     def conversations_end(self, specs: list[EpisodeSpec]) -> None:
-        """Fails unless some conversation ends before the turn limit, whichever answers are tried."""
+        """Fails unless a conversation ends before the turn limit with one of the tried answers."""
         for spec in specs:
             ways = [*ODD[:3], *([None] if self.solution(spec) is not None else [])]
             if any(self.play(spec, way)[-1].done for way in ways):
@@ -164,7 +164,7 @@ class TextEnvChecker:
             return self.checked(self.env.reset(spec), "reset")
 
     def question(self, spec: EpisodeSpec) -> str:
-        """The question of a conversation: that of `draw`, which the prompt may hide, or else the prompt and its
+        """The question of a conversation: the question from `draw`, which the prompt may hide, else the prompt and its
         solution."""
         self.env.drawn = None
         said = self.begin(spec)
@@ -183,7 +183,7 @@ class TextEnvChecker:
         return found
 
     def odd(self, spec: EpisodeSpec) -> list[str]:
-        """Answers that policies give: odd ones, and a right one that was cut off."""
+        """Answers as policies give them: odd answers, and a truncated right one."""
         solution = self.solution(spec)
         return [*ODD, *([solution[: len(solution) // 2]] if solution else [])]
 
@@ -242,7 +242,7 @@ def training_spec(task: str, number: int) -> EpisodeSpec:
 
 
 def in_a_line(said: Said) -> str:
-    """One line of what was said."""
+    """An env's message as one line."""
     return repr(said) if isinstance(said, str) else "; ".join(f"{one['role']}: {in_words(one)!r}" for one in said)
 
 

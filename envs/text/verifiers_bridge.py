@@ -4,8 +4,8 @@ An environment calls the model, so the sim worker serves an OpenAI endpoint, on 
 token. A chat request waits there until the policy has answered. `Bridge` holds the process (`verifiers_child.py`) and
 the endpoint; `Example` is one conversation.
 
-A process that dies, or sends no request or score in time, is replaced. The conversation at which it failed is lost; the
-others are repeated to the new process, which must ask the same questions.
+A process that dies, or sends no request or score in time, is replaced. The conversation at which it failed is lost;
+other conversations are repeated to the new process, which must ask the same questions.
 """
 
 from __future__ import annotations

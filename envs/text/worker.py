@@ -194,8 +194,8 @@ class Part:
     specs: Sequence[EpisodeSpec]
     rows: int
     begun: Callable[[list[EpisodeSpec]], None] = lambda specs: None
-    alone: frozenset[int] = frozenset()  # the last of them, which are played one at a time
-    override: SamplingRule | None = None  # of their answers; None: the round's rule
+    alone: frozenset[int] = frozenset()  # the last episodes, which are played one at a time
+    override: SamplingRule | None = None  # rule of their answers; None: the round's rule
     free: list[TextEnv] = field(default_factory=list)  # envs that hold no conversation
 
     def __post_init__(self) -> None:
@@ -402,7 +402,7 @@ class ConversationClient(RequestClient):
         return bool(self.open)
 
     def ask(self, conversations: Iterable[Conversation]) -> None:
-        """Let policies continue these."""
+        """Send these conversations to the policies."""
         prompts = [self._prompt(one) for one in conversations]
         self.put(*(Waiting(one.number, one, 1, one.episode, one.has_more_turns) for one in prompts))
 
@@ -461,7 +461,7 @@ def play_conversations(
 
 
 def hear(one: Conversation, completion: Completion) -> bool:
-    """Let the env hear an answer; returns whether the conversation is over."""
+    """Pass an answer to the env; returns True if the conversation is over."""
     turn = Turn(dropped=completion.dropped) if completion.dropped else one.env.step(completion.text)
     if not isinstance(turn, Turn):
         raise EmbodiedError(f"{type(one.env).__name__}.step returned {type(turn).__name__}, it must be a Turn")

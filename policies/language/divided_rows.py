@@ -24,8 +24,8 @@ DIVIDED = "embodied_divided"  # the name of this attention for transformers
 
 
 def divided(packed: Packed, count: int) -> list[Packed]:
-    """Returns the parts of `count` ranks. Ids, positions and scored tokens are a rank's own; blocks and segments, which
-    define the attention mask, are those of whole rows, padded to a multiple of `count` places.
+    """Returns the parts of `count` ranks. Ids, positions and scored tokens are a rank's own. Blocks and segments, which
+    define the attention mask, are of whole rows, padded to a multiple of `count` places.
 
     Rows of 5 places on 2 ranks: places 0, 2, 4 and 1, 3, 5; place 5 is padding.
     """

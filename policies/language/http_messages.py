@@ -1,7 +1,7 @@
 """The HTTP messages between a policy worker and a server, as plain functions: OpenAI's completions with token ids.
 
 vLLM, our server (`embodied.serve`) and other servers get the same body, which switches off all options that would
-change samples. Only our server knows `noise`, which makes its tokens equal to those of our engine.
+change samples. Only our server knows `noise`, which makes its tokens equal to our engine's.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def read_answer(body: Any) -> ParsedAnswer:
 
 
 def read_line(data: bytes) -> tuple[int, int, Any]:
-    """The number of a request among those that were sent as one, and the status and the JSON of its answer; raises
-    ValueError where the line has none."""
+    """The number of a request among requests that were sent together, and the status and JSON of its answer; raises
+    ValueError if the line has none."""
     try:
         found = json.loads(data)
         return int(found["number"]), int(found["status"]), found["body"]
@@ -94,7 +94,7 @@ def read_line(data: bytes) -> tuple[int, int, Any]:
 
 
 def read_json(text: str) -> Any:
-    """The JSON of a response; its beginning, where it is none."""
+    """The JSON of a response; for other content its beginning as text."""
     try:
         return json.loads(text) if text.strip() else {}
     except ValueError:

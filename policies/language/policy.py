@@ -132,7 +132,7 @@ class LanguagePolicy(PublishedPolicy):
                 parameter.data = parameter.data.to(self.dtype)
 
     def adopt(self, model: Any) -> None:
-        """Make the model's modules those of this policy, except a head that is tied to the embeddings."""
+        """Make the model's modules this policy's modules, except a head that is tied to the embeddings."""
         for name, part in model.named_children():
             if not (self.tied and part is model.get_output_embeddings()):
                 self.add_module(name, part)
@@ -204,7 +204,7 @@ class LanguagePolicy(PublishedPolicy):
         return found
 
     def imitate(self, inputs: dict[str, Any], noise: Any) -> Tensor:
-        """At temperature 1, whatever the temperature of rollouts."""
+        """At temperature 1, independent of the temperature of rollouts."""
         drawn_at, self.temperature = self.temperature, 1.0
         try:
             return super().imitate(inputs, noise)

@@ -1,8 +1,9 @@
 """A server that answers for a language policy: its kind, its weights, and how it loads new ones.
 
-It is ours (`python -m embodied.serve`), vLLM's (`vllm serve`), or another one with OpenAI's completions and token ids,
-which keeps its weights. New weights come through a common folder, or in buckets. vLLM loads weights by its development
-routes (`VLLM_SERVER_DEV_MODE=1`); buckets and tied heads need our worker extension (`vllm_worker.FromFolder`).
+It is ours (`python -m embodied.serve`), vLLM's (`vllm serve`), or another server with OpenAI's completions and token
+ids, which keeps its weights. New weights come through a common folder, or in buckets. vLLM loads weights by its
+development routes (`VLLM_SERVER_DEV_MODE=1`); buckets and tied heads need our worker extension
+(`vllm_worker.FromFolder`).
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class RemoteServer:
             ) from None
 
     async def answers(self, bodies: dict[int, dict[str, Any]]) -> AsyncIterator[tuple[int, Any]]:
-        """The answers of /v1/completions to these requests, by number, as they come; an error in place of one that
-        failed alone. Our servers are asked for all at once."""
+        """Yields the answers of /v1/completions to these requests, by number, as they arrive; for a failed request an
+        error. Our servers get all requests in one call."""
         if not self.ours:
             for number, body in bodies.items():
                 yield number, await self.call("POST", "/v1/completions", body)
@@ -186,7 +187,7 @@ class RemoteServer:
         load: dict[str, Any] = {"method": "load_folder", "args": [str(folder)]}
         try:
             seen = await self.call("POST", RPC, {"method": "sees_folder", "args": [str(folder)]})
-        except ServerUnavailable as err:  # it is without our extension
+        except ServerUnavailable as err:  # it lacks our extension
             if err.status != 500:
                 raise
             if tied:
@@ -252,7 +253,7 @@ class RemoteServer:
             raise ServerUnavailable(f"{type(err).__name__}: {err}" if str(err) else type(err).__name__) from None
 
     def judged(self, status: int, found: Any, path: str) -> Any:
-        """The JSON of an answer with this status, if it is none of an error."""
+        """The JSON of an answer; raises an error for an error status."""
         if status < 300:
             return found
         said, code = read_error(found)

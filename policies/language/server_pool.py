@@ -1,6 +1,6 @@
 """Servers that take requests from one queue, while they have the current weights and room.
 
-A server may join, leave, die, be started again, or be given other weights by somebody else at any moment:
+A server may join, leave, die, restart, or get other weights from another program at any moment:
 
     it has other weights         it takes no requests until it has loaded those that are wanted
     a request fails there        that request waits again, and the server takes none until it was looked at
@@ -8,8 +8,8 @@ A server may join, leave, die, be started again, or be given other weights by so
     it has become very slow      its last requests wait again, once other servers have nothing left to do
     its log-probs are wrong      all its requests wait again, with the answers that were not released; it stays out
 
-An answer is released once its server's log-probs were compared with the learner's (`compare`), so nothing that a
-dropped server has written in its last batch is used. All of this runs in one asyncio loop.
+An answer is released after its server's log-probs were compared with the learner's (`compare`), so no answer of a
+dropped server's last batch is used. All of this runs in one asyncio loop.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ServerPool:
         self.wanted = ""  # name of the current weights
         self.named, self.joined = asyncio.Event(), asyncio.Event()
         self.keepers: list[asyncio.Task] = []
-        self.asking: set[asyncio.Task] = set()  # calls that have not ended, also those whose answers nobody wants
+        self.asking: set[asyncio.Task] = set()  # open calls, also calls with cancelled requests
         self.totals = dict.fromkeys(COUNTED, 0)
 
     @property
@@ -391,7 +391,7 @@ class ServerPool:
                 server.calls |= dict.fromkeys(some, call)
 
     async def ask(self, server: PooledServer, requests: dict[int, PooledRequest]) -> None:
-        """Have a server answer these, by one call."""
+        """Send these requests to a server, in one call."""
         began, remote, left = time.monotonic(), server.remote, dict(requests)
         server.asked_at |= dict.fromkeys(requests, began)
         bodies = {number: one.body | {"model": remote.model} for number, one in requests.items()}
@@ -418,7 +418,7 @@ class ServerPool:
             del server.calls[number], server.asked_at[number]
 
     async def hear(self, server: PooledServer, number: int, request: PooledRequest, answer: Any, began: float) -> None:
-        """Keep an answer to be compared, or ask again where it is of other weights."""
+        """Keep an answer for comparison, or ask again if it is of other weights."""
         found, remote = read_answer(answer), server.remote
         check_tokens(found, request.body["max_tokens"], self.settings["vocab_size"])
         has = found.fingerprint if remote.ours else None

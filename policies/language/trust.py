@@ -9,7 +9,7 @@ compares the numbers. Since the noise of a token is known, it also checks whethe
     worker   find_mismatch(policy, request.tokens, answer, rule, noise)   # "" if the answer is this policy's
 
 Without the weights nobody can compute the numbers. A server with the weights could generate with other weights and
-compute the proof afterwards; then its tokens are not those that the noise draws.
+compute the proof afterwards; but then its tokens differ from the tokens drawn by the noise.
 """
 
 from __future__ import annotations

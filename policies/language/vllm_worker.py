@@ -50,7 +50,7 @@ class FromFolder:
     receive_bucket(first), ..., receive_bucket(last), load_received()      # elsewhere
     """
 
-    arriving: Any = None  # weights of which some buckets have arrived
+    arriving: Any = None  # partially received weights
 
     def sees_folder(self, folder: str) -> bool:
         return Path(folder).is_dir()

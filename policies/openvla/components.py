@@ -1,7 +1,7 @@
 """Components that OpenVLA-OFT stores in files beside its shards, such as action_head--150000_checkpoint.pt.
 
 Upstream writes them with torch.save. They are read with a reader that only makes tensors, and written as safetensors:
-`python -m embodied.policies.openvla.components FOLDER` converts those of a folder, with the same names and bytes.
+`python -m embodied.policies.openvla.components FOLDER` converts a folder's files, with the same names and bytes.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class OpenVLAOFTPolicy(PrismaticPolicy):
 
     def imitate_actions(self, inputs: dict[str, Any], noise: np.ndarray | None) -> Tensor:
         """The loss of demonstrated actions. With an l1 head: the absolute difference, plus a loss that fits the scale
-        to it. With a pure likelihood, constant action numbers would suppress the gradients of the others."""
+        to it. With a pure likelihood, constant action numbers would suppress the gradients of other numbers."""
         if self.config.sft_loss == "vocabulary":
             return self._word_losses_of_items(inputs)
         if self.head != "l1":

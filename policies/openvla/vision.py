@@ -1,7 +1,7 @@
 """The vision towers: DINOv2 and SigLIP transformers with timm's key names, their patch features side by side.
 
-Features are those of the second to last block, without the final norm. The last block, the norm and SigLIP's pooling
-exist only because published checkpoints contain them.
+Features come from the second to last block, without the final norm. The last block, the norm and SigLIP's pooling exist
+only because published checkpoints contain them.
 """
 
 from __future__ import annotations

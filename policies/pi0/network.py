@@ -88,7 +88,7 @@ class Pi0Network(nn.Module):
         return self.paligemma_with_expert.gemma_expert.model
 
     def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor) -> Prefix:
-        """`pixels` [N, cameras, 3, S, S], word ids and which are there [N, L]."""
+        """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L]."""
         rows = len(pixels)
         patches = self.to_words(self.vlm.vision_tower.vision_model(pixels.flatten(0, 1)))
         patches = patches.view(rows, -1, patches.shape[-1])
@@ -233,7 +233,7 @@ class GemmaStack(nn.Module):
         condition: Tensor | None = None,
     ) -> tuple[Tensor, list[KeysValues]]:
         """Returns hidden states [N, L, D] and each layer's keys and values, for embeddings [N, L, D] at `position` [N,
-        L]; `mask` [N, 1, L, all tokens, those of `past` first] is the attention mask."""
+        L]; `mask` [N, 1, L, all tokens, `past` first] is the attention mask."""
         x = x.to(self.layers[0].mlp.up_proj.weight.dtype)
         turn = turns(position, self.settings.head_dim, THETA, x.dtype)
         seen = []

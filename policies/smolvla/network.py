@@ -186,7 +186,7 @@ class SmolVLANetwork(nn.Module):
         return self.vlm_with_expert.lm_expert
 
     def prefix(self, pixels: Tensor, ids: Tensor, there: Tensor, state: Tensor) -> Prefix:
-        """`pixels` [N, cameras, 3, S, S], word ids and which are there [N, L], and states [N, state_dim]."""
+        """`pixels` [N, cameras, 3, S, S], word ids [N, L] and their mask [N, L], and states [N, state_dim]."""
         rows, scale = len(pixels), math.sqrt(self.settings.language.dim)
         patches = shuffled(self.vlm.vision_model(pixels.flatten(0, 1)), self.settings.shuffle)
         images = (self.to_words(patches) * scale).view(rows, -1, self.settings.language.dim)

@@ -173,7 +173,7 @@ class FlowPolicy(VLAPolicy):
 
     def read_folder(self) -> dict[str, Blob]:
         stored = self.source.weights if self.source else {}
-        if self.config.statistics:  # statistics that replace those of our folder
+        if self.config.statistics:  # statistics that replace our folder's
             stored = {name: blob for name, blob in stored.items() if not name.startswith(SCALES)}
         return stored
 

@@ -35,7 +35,7 @@ LAYER = ".base_layer.weight"  # peft's name of the weight of an adapted layer
 WORDS = "lm_head"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."  # prefix of peft's names
-UNKNOWN = (  # options of peft that are not supported: they change what is adapted, or how
+UNKNOWN = (  # unsupported options of peft, which change the adapted layers or the adapters
     "use_qalora",
     "lora_bias",
     "fan_in_fan_out",

@@ -50,7 +50,7 @@ class VLAPolicy(PublishedPolicy):
         raise NotImplementedError
 
     def read_stored(self) -> dict[str, Blob]:
-        """The folder's weights and those of `policy.lora_path`."""
+        """The folder's weights and the weights of `policy.lora_path`."""
         stored = self.read_folder()
         if self.adapters is None or not stored:
             return stored

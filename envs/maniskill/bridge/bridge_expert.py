@@ -20,7 +20,7 @@ OPEN, CLOSE = 1.0, -1.0
 FASTEST, FASTEST_TURN = 0.05, 0.35  # largest movement per env step, in metres and radians
 ABOVE = 0.07  # height above an object before the hand comes down
 CLEAR = 0.06  # height above its place at which an object is carried
-PRESS = 0.02  # how far below its resting height an object is lowered, so that it touches before the fingers open
+PRESS = 0.02  # depth below its resting height to which an object is lowered, so that it touches before release
 DEEP = 0.004  # depth below an object's middle at which fingers close
 BASE_TURN = np.array([-1.0, -1.0, 1.0])  # from the world's axes to the arm's base axes
 

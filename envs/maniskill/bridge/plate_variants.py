@@ -43,7 +43,7 @@ OLD_PLATES, NEW_PLATES = (0,), tuple(range(1, 17))
 
 @dataclass(frozen=True)
 class Variant:
-    """The choices from which episodes are drawn, by default those of training."""
+    """The choices from which episodes are drawn; the defaults are the training task."""
 
     objects: tuple[int, ...] = OLD_OBJECTS
     plates: tuple[int, ...] = OLD_PLATES
