@@ -4,11 +4,11 @@
     python -m benchmarks.balance --measure  and updates of two learner processes, one thread each
 
 A ratio is the maximum over the mean load of the ranks: how many times longer an update takes than with equal loads.
-`neighbours` are equal numbers of units as they come, `buckets` equal numbers of units of similar lengths, `packing`
-equal numbers of tokens, `dealt` is `deal` of `placement/balance.py` and `cut` its `deal_groups`, which learners get and
-which cuts groups of answers where that helps; `divided` lets ranks compute long sequences together
-(`placement/sequence_degrees.py`). An update waits for its slowest rank, so what is measured is the maximum over ranks:
-CPU time, and between two quiet cores seconds of a clock, in which ranks also wait for each other's exchanges.
+`neighbours`: equal numbers of units in their order; `buckets`: equal numbers of units of similar lengths; `packing`:
+equal numbers of tokens; `dealt`: `deal` of `placement/balance.py`; `cut`: its `deal_groups`, which learners use and
+which cuts groups of answers if that helps; `divided`: ranks compute long sequences together
+(`placement/sequence_degrees.py`). An update waits for its slowest rank, so the maximum over ranks is measured: CPU
+time, and on two idle cores wall-clock seconds, which include waits for each other's exchanges.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from embodied.placement.balance import PassCost, balance_ratio, blocks, deal, de
 from embodied.placement.sequence_degrees import ExchangeCosts, SequenceLoad, divide_sequences
 
 K = 1024
-EXAMPLE = [32 * K, 16 * K, 16 * K, *[8 * K] * 8]  # on 4 ranks, where attention is all that costs
+EXAMPLE = [32 * K, 16 * K, 16 * K, *[8 * K] * 8]  # on 4 ranks, with costs of attention only
 SHAPES = {"8B": PassCost(8e9, 32 * 4096), "0.6M": PassCost(0.6e6, 3 * 128)}  # weights, layers * width
 DRAWS = {  # groups, answers each, tokens of the prompt, median and deviation of an answer's logarithm, most tokens
     "maths": (16, 8, 128, 1500, 0.8, 16 * K),
@@ -110,8 +110,8 @@ def example() -> dict[str, float]:
 
 
 def draws(count: int, tflops: float) -> list[dict]:
-    """Ratios of random batches, and seconds that are predicted for an update of the 8B shape: three passes' worth of
-    products, two operations each."""
+    """Ratios of random batches, and predicted seconds for an update of the 8B shape: the products of three passes, with
+    two operations each."""
     found, shape = [], SHAPES["8B"]
     for name, (groups, size, prompt, middle, deviation, most) in DRAWS.items():
         for ranks in (2, 8):
@@ -119,7 +119,7 @@ def draws(count: int, tflops: float) -> list[dict]:
             equal = []
             for number in range(count):
                 draw = np.random.default_rng(number)
-                # Of a hard prompt all answers are longer: half of the deviation is the group's.
+                # All answers to a hard prompt are longer: half of the deviation belongs to the group.
                 spread = deviation / 2**0.5 * (draw.normal(size=(groups, 1)) + draw.normal(size=(groups, size)))
                 answers = np.minimum(middle * np.exp(spread), most - prompt).astype(int) + prompt
                 costs = [shape.of(group.tolist(), prompt) for group in answers]
@@ -137,7 +137,7 @@ def draws(count: int, tflops: float) -> list[dict]:
 
 
 def peak_of_cut(answers: np.ndarray, shape: PassCost, prompt: int, ranks: int) -> float:
-    """The load of the busiest rank where groups [G, S] may be cut."""
+    """The load of the busiest rank if groups [G, S] may be cut."""
     members = [[(group, member) for member in range(answers.shape[1])] for group in range(len(answers))]
     rank_of = deal_groups(members, lambda part: shape.of([int(answers[one]) for one in part], prompt), ranks)
     loads = np.zeros(ranks)
@@ -179,7 +179,7 @@ def measured(widths: Sequence[int], batches: Sequence[str], rounds: int) -> list
 
 
 def owners(costs: Sequence[float], lengths: Sequence[int]) -> list[int]:
-    """The rank that has each sequence where two ranks may compute one together."""
+    """The owner rank of each sequence if two ranks may compute a sequence together."""
     sequences = [SequenceLoad(*each) for each in zip(lengths, costs, strict=True)]
     return [ranks.start for ranks in divide_sequences(sequences, 2, ExchangeCosts(), (1, 2)).ranks]
 
@@ -249,7 +249,7 @@ def rank_of_two() -> None:
             batch = build_batch(played, unit, 0, config, collective, model)
             steps = GradientSteps(model, optimizer, config)
             divisor = batch.divisor(batch.num_units)
-            collective.gather(np.zeros(1))  # both begin now
+            collective.gather(np.zeros(1))  # both ranks begin now
             started = process_time(), perf_counter()
             steps.add(batch, batch.own_units, divisor)
             if number:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the resolved recipe, commands run with their costs measured, and where it all happened."""
+"""Helpers of the benchmarks: the resolved recipe, commands with measured costs, and the machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-SAMPLE_S = 0.5  # between two looks at the memory of a running command
+SAMPLE_S = 0.5  # between two measurements of a command's memory
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a command took with all its processes. Shared pages count in every process that maps them."""
+    """The cost of a command with all its processes. Shared pages count in every process that maps them."""
 
     wall_s: float
     cpu_s: float
@@ -33,26 +33,26 @@ def train_command(recipe: str, *overrides: str) -> list[str]:
 
 
 def resolved(recipe: str, *overrides: str, defaults: bool = True) -> dict:
-    """The recipe with every default spelt out, or with what differs from the defaults alone, as JSON has it."""
+    """The recipe as JSON, with all options or only with options that differ from their defaults."""
     from embodied.config.recipe import load
 
     return load([f"recipe={recipe}", *overrides]).config.model_dump(mode="json", exclude_defaults=not defaults)
 
 
 def settings(config: dict) -> dict:
-    """What a config says, apart from the seed and from where results go."""
+    """The settings of a config, without the seed and the folders of results."""
     kept = {key: value for key, value in config.items() if key != "seed"}
     return kept | {"run": {key: value for key, value in config["run"].items() if key not in ("dir", "name")}}
 
 
 def config_hash(config: dict) -> str:
-    """Names what a recipe says."""
+    """A hash of a recipe's settings."""
     return hashlib.sha256(json.dumps(settings(config), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def still_says(recipe: str, kept: dict, *overrides: str) -> bool:
-    """Whether a recipe says what these settings of an earlier day say. An option that came since may have its default
-    alone, with which everything is as it was; what evaluations record changes no result."""
+    """True if a recipe equals these older settings. New options must have their defaults, and the recording of
+    evaluations is ignored, since it changes no result."""
 
     def same(kept: dict, now: dict, chosen: dict) -> bool:
         return not chosen.keys() - kept.keys() and all(
@@ -67,13 +67,13 @@ def still_says(recipe: str, kept: dict, *overrides: str) -> bool:
 
 
 def unrecorded(config: dict) -> dict:
-    """The config without what says how many videos evaluations make."""
+    """The config without the numbers of videos."""
     kept = {key: value for key, value in config.get("eval", {}).items() if key not in ("videos", "failure_videos")}
     return config | {"eval": kept} if "eval" in config else config
 
 
 def code_commit() -> str:
-    """The commit, with a hash of the uncommitted changes where there are some; results do not count as changes."""
+    """The commit, with a hash of uncommitted changes, if any; results are ignored."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -85,7 +85,7 @@ def code_commit() -> str:
 
 
 def packages() -> dict[str, str]:
-    """Versions on our side."""
+    """Versions of our packages."""
     from embodied.run.run_folder import provenance
 
     return provenance()["packages"]
@@ -115,7 +115,7 @@ def environment() -> dict[str, str]:
 def measure(
     command: Sequence[str], env: dict[str, str], timeout_s: float, look: Callable[[], None] = lambda: None
 ) -> Cost:
-    """Run a command to its end, taking a `look` now and then. Its output is shown only if it fails."""
+    """Run a command to its end, and call `look` from time to time. Its output is shown only if it fails."""
     started, cpu_before, peak = time.perf_counter(), children_cpu_s(), 0
     with tempfile.TemporaryFile("w+") as output:
         with subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT) as process:
@@ -137,13 +137,13 @@ def measure(
 
 
 def children_cpu_s() -> float:
-    """CPU seconds of the children that have ended, and of theirs that they waited for."""
+    """CPU seconds of ended children and of their awaited children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def tree_bytes(pid: int) -> int:
-    """Resident memory of a process and all below it; one that ends meanwhile counts nothing."""
+    """Resident memory of a process and all its descendants; a process that ends meanwhile counts nothing."""
     try:
         resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         children = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
@@ -153,7 +153,7 @@ def tree_bytes(pid: int) -> int:
 
 
 def only_run(parent: Path) -> Path:
-    """The one run folder in a folder that was made for it."""
+    """The only run folder in this folder."""
     runs = [path.parent for path in parent.glob("*/run.json")]
     if len(runs) != 1:
         raise SystemExit(f"{parent} holds {len(runs)} runs where one was started")
@@ -173,7 +173,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, columns padded so that it also reads well in a terminal."""
+    """A table with padded columns, readable in a terminal."""
     table = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[column]) for row in table) for column in range(len(header))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in table]

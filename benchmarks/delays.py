@@ -1,4 +1,4 @@
-"""Parts that take a known time: is a plan's prediction right when what it plans with is, and where does each mode win?
+"""Parts with known times: is a plan's prediction right if its costs are, and which mode wins when?
 
     python -m embodied.benchmark recipe=benchmarks/delays.yaml          # collocated: simulators divide among cores
     python -m embodied.benchmark recipe=benchmarks/delays_weights.yaml  # hybrid: weights are dear to hand over
@@ -7,9 +7,9 @@
     python -m embodied.benchmark recipe=benchmarks/delays_schedules.yaml   # async: updates as long as rollouts
     python -m embodied.benchmark recipe=benchmarks/delays_groups.yaml      # periodic: a group after the other
 
-Every step sleeps `fixed_s` and `row_s` for each of its rows, so that other work on the machine hardly matters; so does
-a policy that takes `load_s` to get weights of another process, as a large one does, and whose frozen parts take
-`look_row_s` for an observation.
+Every step sleeps `fixed_s`, and `row_s` for each of its rows, so that other programs hardly matter. The policy sleeps
+in the same way: `load_s` to load weights of another process, like a large policy, and `look_row_s` for its frozen
+parts' pass over an observation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DelayedPolicy(MLPPolicy):
         self.look_row_s = config.kwargs.get("look_row_s", 0.0)
 
     def use_weights(self, tensors: dict[str, Tensor]) -> None:
-        if not all(tensor.untyped_storage().resizable() for tensor in tensors.values()):  # else a learner's own, here
+        if not all(tensor.untyped_storage().resizable() for tensor in tensors.values()):  # else the learner's own
             time.sleep(self.load_s)
         super().use_weights(tensors)
 

@@ -1,9 +1,8 @@
-"""Does a change leave learning as it was, bit for bit? python -m benchmarks.golden [--write]
+"""Are losses unchanged bit for bit after a change of the code? python -m benchmarks.golden [--write]
 
-Trains a few iterations of shipped recipes on two learners and compares losses, returns and the weights
-with those that an earlier commit left in results/golden.json. Times are left out, and so are numbers that
-commit did not log. For this kind of machine only: another number of cores, another processor or other packages give
-other last digits.
+Trains a few iterations of shipped recipes on two learners and compares losses, returns and weights with an earlier
+commit's in results/golden.json. Times, and numbers that the earlier commit did not log, are left out. Only valid for
+this kind of machine: another number of cores, another processor or other packages change the last digits.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def learned_by(recipe: str) -> dict:
-    """Every iteration's numbers but times, and the checksum of the last weights."""
+    """Every iteration's numbers except times, and the checksum of the final weights."""
     with tempfile.TemporaryDirectory() as folder:
         short = ("run.iterations=3", "run.eval_every=null", "eval.episodes=2", "eval.videos=0")
         command = train_command(recipe, *short, *RECIPES[recipe], f"run.dir={folder}")
@@ -67,7 +66,7 @@ def learned_by(recipe: str) -> dict:
 
 
 def known(now: dict, kept: dict) -> dict:
-    """What a recipe learned now, without the numbers that were not logged when the others were kept."""
+    """The numbers of a recipe, without numbers that the stored ones lack."""
     names = {name for line in kept["metrics"] for name in line}
     return now | {"metrics": [{name: line[name] for name in line if name in names} for line in now["metrics"]]}
 

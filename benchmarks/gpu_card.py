@@ -1,12 +1,12 @@
-"""What one GPU makes of this toolkit, as a card: its name, driver and versions, and figures block by block.
+"""Measures this toolkit on one GPU and writes a card: the GPU's name, driver and versions, and figures by block.
 
     python -m benchmarks.gpu_card --ppo PATH/ppo.py --ppo-fast PATH/ppo_fast.py
     python -m benchmarks.gpu_card --blocks openvla pi0    # some blocks
     python -m benchmarks.gpu_card --tiny                  # all of it in small on a CPU, to see that it runs
 
-Every block takes less than ten minutes in a process of its own and writes OUT/BLOCK.json. A block that has its figures
-is not run again, so a card that was interrupted goes on where it stopped. The card is OUT/card.json and OUT/card.md.
-`--ppo` and `--ppo-fast` are ManiSkill's own scripts (examples/baselines/ppo); without them their blocks are left out.
+Every block takes less than ten minutes in a separate process and writes OUT/BLOCK.json. A finished block is not
+repeated, so an interrupted card continues. The card is OUT/card.json and OUT/card.md. `--ppo` and `--ppo-fast` are
+ManiSkill's own scripts (examples/baselines/ppo); without them their blocks are left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from benchmarks.common import (
 )
 
 LIMIT_S = 590.0
-CARD = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # the one that is measured
+CARD = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # the measured GPU
 GOAL = 0.95  # success of an evaluation
 PREFIX = "block-"
 GPU_ENV = ["env.num_envs=1024", "eval.episodes=128", "eval.videos=0", "run.eval_every=5"]
@@ -73,12 +73,12 @@ def ppo(asked: argparse.Namespace) -> Figures:
         for file in sorted(run.glob("eval/v*/results.json")):
             if reached is None and (success_of(json.loads(file.read_text())) or 0) >= GOAL:
                 reached = file.stat().st_mtime - started
-        late = rows[len(rows) // 2 :]  # after compiling, and what else happens once
+        late = rows[len(rows) // 2 :]  # after compilation and other one-time costs
         return {"steps_per_s": median(row["steps_per_s"] for row in late), "seconds_to_95": reached}
 
 
 def success_of(results: Figures) -> float | None:
-    """The success rate of an evaluation, wherever its file has it."""
+    """The success rate in an evaluation's file, in any of its forms."""
     found = results.get("success_once")
     if isinstance(found, Mapping):
         return found.get("rate")
@@ -112,8 +112,8 @@ def ppo_fast(asked: argparse.Namespace) -> Figures:
 
 
 def points(asked: argparse.Namespace) -> Figures:
-    """maniskill_ppo_gpu with a simulator that costs next to nothing (`gpu_points.py`): what the toolkit itself takes,
-    recorded as graphs, not recorded, and with rollouts that go by way of the host's memory."""
+    """maniskill_ppo_gpu with an almost free simulator (`gpu_points.py`): the toolkit's own cost with graphs, without
+    graphs, and with rollouts through the host's memory."""
     device, where = ("cpu", "cpu:0") if asked.tiny else ("cuda", "gpu:0")
     figures: Figures = {}
     for arm, tensors, more in (("graphs", True, []), ("no_graphs", True, ["learner.graphs=off"]), ("host", False, [])):
@@ -135,7 +135,7 @@ def points(asked: argparse.Namespace) -> Figures:
 
 
 def plan(asked: argparse.Namespace) -> Figures:
-    """Profile and plan: what was predicted for every mode, and the error of that."""
+    """Profile and plan: the prediction for every mode, and its error."""
     with tempfile.TemporaryDirectory() as folder:
         recipe, options = ("pointmass_ppo", SMALL_ENV) if asked.tiny else ("maniskill_ppo_gpu", GPU_ENV)
         more = [f"out={folder}", "profile=new", f"rounds={1 if asked.tiny else 5}", f"run.dir={folder}/runs"]
@@ -151,9 +151,9 @@ def plan(asked: argparse.Namespace) -> Figures:
 
 
 def language(asked: argparse.Namespace) -> Figures:
-    """GRPO of a language model with and without sleep: tokens/s, and what learner and engine give back."""
+    """GRPO of a language model with and without offloading: tokens/s, and the memory released by learner and engine."""
     figures: Figures = {}
-    memory = 0.06 if asked.tiny else 5  # GB: holds learner or engine, and not both
+    memory = 0.06 if asked.tiny else 5  # GB: enough for learner or engine, not for both
     for arm, options in {"awake": [], "asleep": [f"cluster.memory_gb={memory}"]}.items():
         with tempfile.TemporaryDirectory() as folder:
             small = [
@@ -180,7 +180,7 @@ def language(asked: argparse.Namespace) -> Figures:
 
 
 def moves(trace: Path) -> Figures:
-    """GB and seconds of what left a device and came back, by part, from a run's trace."""
+    """GB and seconds of offloading and onloading by part, from a run's trace."""
     told = json.loads(trace.read_text())
     seen: dict[str, list[tuple[float, float]]] = {}
     for event in told["traceEvents"] if isinstance(told, dict) else told:
@@ -191,7 +191,7 @@ def moves(trace: Path) -> Figures:
 
 
 def swap(asked: argparse.Namespace) -> Figures:
-    """A learner leaves its device and comes back: GB in use before, during and after."""
+    """Offloads and onloads a learner: GB in use before, between and after."""
     import torch
 
     from embodied.algorithms.config import PPOConfig
@@ -219,7 +219,7 @@ def swap(asked: argparse.Namespace) -> Figures:
 
 
 def weights(asked: argparse.Namespace) -> Figures:
-    """Weights to another process of the same GPU by a CUDA IPC handle, and by way of the host's memory."""
+    """Weights to another process on the same GPU, by a CUDA IPC handle and through the host's memory."""
     import torch
     import torch.multiprocessing as processes
 
@@ -229,8 +229,8 @@ def weights(asked: argparse.Namespace) -> Figures:
     tensor, offloader = torch.ones(size, dtype=torch.uint8, device=device), Offloader()
     with processes.get_context("spawn").Pool(1) as pool:
         handed = [pool.apply(copy_seconds, (tensor,)) for _ in range(3)]
-    tensor, there_and_back = tensor.clone(), []  # what was handed over cannot be moved
-    for _ in range(3):  # the first also takes pinned memory
+    tensor, there_and_back = tensor.clone(), []  # sent tensors cannot be moved
+    for _ in range(3):  # the first move also allocates pinned memory
         started = time.perf_counter()
         offloader.offload([tensor])
         offloader.onload()
@@ -240,7 +240,7 @@ def weights(asked: argparse.Namespace) -> Figures:
 
 
 def copy_seconds(tensor: Any) -> float:
-    """Seconds in which this process copies another one's tensor."""
+    """Seconds of copying another process's tensor."""
     started = time.perf_counter()
     copy = tensor.clone()
     copy[-1].item()  # waits for a GPU
@@ -286,7 +286,7 @@ def seen(policy: Any, rows: int) -> Any:
 
 
 def best_seconds(work: Callable[[], Any], device: str, tries: int = 5) -> float:
-    """Of a few tries, after a first one that may compile."""
+    """The best seconds of a few tries, after a first try that may compile."""
     import torch
 
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -313,7 +313,7 @@ def acting(policy: Any, asked: argparse.Namespace) -> tuple[Figures, dict[int, f
 
 
 def openvla(asked: argparse.Namespace) -> Figures:
-    """A 7B-shaped OpenVLA acts; of the time that reading its weights for each token takes at best."""
+    """Acting of a 7B-shaped OpenVLA, also relative to the time of reading its weights once per token."""
     from embodied.runtime.device_memory import num_bytes
 
     policy = large("openvla", asked)
@@ -366,8 +366,8 @@ def lora(asked: argparse.Namespace) -> Figures:
         share = build_batch(played, Unit((), played.ids), 0, algo, Alone(), model)
         update_policy(model, optimizer, algo, share, 0, BatchEnd(0, 10))
 
-    policy.cache.layers.clear()  # of acting
-    with FlopCounterMode(display=False) as counter:  # under which no activation is freed before its pass ends
+    policy.cache.layers.clear()  # the cache of acting
+    with FlopCounterMode(display=False) as counter:  # it keeps all activations until the pass ends
         step()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -379,12 +379,12 @@ def lora(asked: argparse.Namespace) -> Figures:
 
 
 def pi0(asked: argparse.Namespace) -> Figures:
-    """Pi0 acts."""
+    """Acting of Pi0."""
     return acting(large("pi0", asked), asked)[0]
 
 
 def bridge(asked: argparse.Namespace) -> Figures:
-    """A bridge twin on the GPU: steps a second with images."""
+    """A bridge twin on the GPU: env steps a second with images."""
     import numpy as np
 
     from embodied.core.types import EpisodeList
@@ -413,7 +413,7 @@ BLOCKS: dict[str, Callable[[argparse.Namespace], Figures]] = {
 
 
 def about_gpu() -> Figures:
-    """The GPU's name, driver and memory, and the versions of what drives it."""
+    """The GPU's name, driver and memory, and the versions of packages."""
     import torch
 
     figures: Figures = {"gpu": "none", "torch": torch.__version__, "cuda": torch.version.cuda}
@@ -426,7 +426,7 @@ def about_gpu() -> Figures:
 
 
 def run_block(name: str, words: list[str], file: Path) -> Figures:
-    """The block in a process of its own, or why it has no figures."""
+    """Run a block in a separate process; returns the reason if it has no figures."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.gpu_card", *words, "--only", name]
     try:

@@ -1,9 +1,9 @@
-"""Point masses in torch: a simulator whose rows stay on their device and that costs next to nothing, so a run with it
-shows what the toolkit itself takes. Numbers and actions are as many as those of ManiSkill's PickCube.
+"""Point masses in torch: an almost free simulator with rows on a device, so a run shows the toolkit's own cost.
+Observations and actions have the sizes of ManiSkill's PickCube.
 
     env={name: "benchmarks.gpu_points:GpuPoints", num_envs: 1024, on_success: continue}
 
-`env.kwargs` may have `device` ("cuda") and `tensors` (true; false hands everything out as numpy arrays).
+`env.kwargs` may have `device` ("cuda") and `tensors` (true; false returns numpy arrays).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Two checkouts at the same recipe, side by side: what disturbs one disturbs the other.
+"""Compares the speed of two checkouts that run the same recipe side by side, under the same disturbances.
 
     python -m benchmarks.pairs ../before recipe=sums_grpo run.iterations=8    # that checkout, beside this one
     python -m benchmarks.pairs . recipe=pointmass_ppo --share                 # alone, beside embodied.share of one run
 
-Both run at the same time, in turns the one or the other first. Prints for each pair how many times as fast the second
-one's iterations are, by their median, and the median of the pairs.
+Both run at the same time; each starts first in turn. Prints for each pair the speed-up of the second checkout's median
+iteration, and the median over pairs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from statistics import median
 
 from benchmarks.common import ROOT, environment, read_metrics
 
-WAIT_S = 1800.0  # for a run
+WAIT_S = 1800.0  # limit for a run
 
 
 def seconds(run: Path) -> float:
-    """Of an iteration, by the median; of conversations those of a token, since later answers differ in length. The last
-    ones do not count: the other run may be over."""
+    """Median seconds of an iteration; for conversations per token, since later answers differ in length. The last
+    iterations are left out: the other run may have ended."""
     rows = read_metrics(run)[:-1]
     return median((now["train_s"] - before["train_s"]) / now.get("engine/tokens", 1) for before, now in pairwise(rows))
 
@@ -40,7 +40,7 @@ def begin(checkout: Path, words: Sequence[str], home: Path, share: bool) -> subp
 
 
 def pair(checkouts: Sequence[Path], words: Sequence[str], share: bool, first: int) -> float:
-    """How many times as fast the second one is."""
+    """The speed-up of the second checkout."""
     with tempfile.TemporaryDirectory() as folder:
         homes = [Path(folder) / name for name in ("one", "other")]
         going = {i: begin(checkouts[i], words, homes[i], share and i == 1) for i in (first, 1 - first)}

@@ -1,4 +1,4 @@
-"""What does it bring to hand on rollouts in pieces, to learners that look at them meanwhile?
+"""The gain of sending rollouts in pieces, so that learners encode them during the rollout.
 
     python -m benchmarks.pieces benchmarks/delays_frozen.yaml --granularity 4
 
@@ -29,7 +29,7 @@ WARM_UP = 1
 
 
 def in_turns(recipe: str, arms: dict[str, str], more: list[str], turns: int) -> dict[str, list[Round]]:
-    """So many iterations of the recipe with each arm's key=value, one after the other and over again."""
+    """Run `turns` iterations of the recipe with each arm's key=value, in turns."""
     rounds: dict[str, list[Round]] = {name: [] for name in arms}
     with tempfile.TemporaryDirectory() as logs, ExitStack() as stack:
         timed_runs = {}
@@ -45,8 +45,7 @@ def in_turns(recipe: str, arms: dict[str, str], more: list[str], turns: int) -> 
 
 
 def compare(rounds: dict[str, list[Round]], what: str) -> tuple[float, float, float]:
-    """Print how many times as fast the last arm is as the first, `what` saying what it is; returns that with its 95%
-    interval."""
+    """Print the speed-up of the last arm over the first (`what` names it); returns it with its 95% interval."""
     first, *_, last = rounds.values()
     ratio = paired_ratio(last, first)
     print(f"{what} {ratio[1]:.2f} times as fast (95% interval {ratio[0]:.2f} to {ratio[2]:.2f})")
@@ -54,7 +53,7 @@ def compare(rounds: dict[str, list[Round]], what: str) -> tuple[float, float, fl
 
 
 def parser_of(text: str) -> argparse.ArgumentParser:
-    """The arguments of a benchmark of iterations of a recipe in turns."""
+    """The arguments of a benchmark with arms in turns."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("more", nargs="*", help="key=value of the recipe")
@@ -63,7 +62,7 @@ def parser_of(text: str) -> argparse.ArgumentParser:
 
 
 def write(name: str, asked: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Write what was found, and how, into benchmarks/results/NAME-RECIPE.json."""
+    """Write the results and their conditions into benchmarks/results/NAME-RECIPE.json."""
     about = {**vars(asked), "placement": PLACEMENT, "machine": machine(), "commit": code_commit()}
     path = RESULTS / f"{name}-{Path(asked.recipe).stem}.json"
     path.write_text(json.dumps(about | found, indent=1) + "\n")

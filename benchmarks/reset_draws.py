@@ -1,9 +1,9 @@
-"""What a reset of many PushCube rows draws in Python: the episodes' seeds, and each row's initial state.
+"""The time of a reset's random draws for many PushCube rows: the episodes' seeds, and each row's initial state.
 
     python -m benchmarks.reset_draws [--rows 1024 4096]
 
-CPU time of one thread, the least of some rounds: of generators built for each row, as ManiSkill builds them, and of all
-rows at once. Both draw the same numbers; the benchmark ends with an error where they do not.
+CPU time of one thread, the minimum over rounds: with generators built for each row, as ManiSkill does, and for all rows
+at once. Both draw the same numbers; otherwise the benchmark ends with an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from embodied.core.rng import episode_seed
 from embodied.core.types import EpisodeList
 from embodied.envs.maniskill.episode_draws import EpisodeDraws
 
-JOINTS, PLACES = 9, 2  # normal and uniform numbers that PushCube-v1 draws for a row
+JOINTS, PLACES = 9, 2  # normal and uniform numbers per row of PushCube-v1
 ROUNDS = 20
 
 
@@ -55,7 +55,7 @@ def cpu_ms(work: Callable[[], Any], rounds: int) -> float:
 
 
 def figures(rows: int, rounds: int = ROUNDS) -> dict[str, float]:
-    """Milliseconds for so many rows."""
+    """Milliseconds for this number of rows."""
     seeds = specs(rows)
     same = zip((seeds, *states(seeds)), (specs_one_by_one(rows), *states_one_by_one(seeds)), strict=True)
     if not all(np.array_equal(ours, theirs) for ours, theirs in same):

@@ -1,10 +1,10 @@
-"""What does it bring to learn while others collect, where rollout and update take equally long?
+"""The gain of learning during the rollout, if rollout and update take equally long.
 
     python -m benchmarks.schedules benchmarks/delays_groups.yaml --schedules sync periodic async
 
-Runs iterations of the recipe under each schedule, in turns, sims and policies on one core and the learner on another,
-and prints the median seconds of an iteration and of its parts, and how many times as fast each schedule is as the first
-one. Writes benchmarks/results/schedules-RECIPE.json.
+Runs iterations of the recipe under each schedule, in turns, with sims and policies on one core and the learner on
+another. Prints the median seconds of an iteration and of its parts, and each schedule's speed-up over the first. Writes
+benchmarks/results/schedules-RECIPE.json.
 """
 
 from __future__ import annotations

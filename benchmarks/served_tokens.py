@@ -25,7 +25,7 @@ from embodied.policies.config import LanguageConfig
 from embodied.policies.language.engine import Engine, Request, make_engine
 from embodied.serving.config import TOKEN
 
-WAYS = {  # how answers are made
+WAYS = {  # sources of answers
     "in process": {},
     "http": {"engine": "http"},
     "http, gaps not compared": {"engine": "http", "gap_limit": None},
@@ -50,7 +50,7 @@ def compare(folder: Path, count: int, rounds: int) -> list[list[str]]:
     lengths = np.exp(draws.uniform(np.log(4), np.log(128), count)).astype(int).tolist()
     prompts = [policy.tokenizer.plain(f"{a}+{b}=") for a, b in draws.integers(1, 99, (count, 2)).tolist()]
     asked = [Request(n, prompt, length, n) for n, (prompt, length) in enumerate(zip(prompts, lengths))]
-    policy.tokenizer.stops = frozenset()  # so that answers are as long as they may be
+    policy.tokenizer.stops = frozenset()  # so that all answers have the maximum length
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     texts: dict[int, dict[int, list[int]]] = {}
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""How often are honest servers accused, and lies found, by the gap of log-probs and by proofs (policy.verify)?
+"""The rates of false alarms and of detected cheating, by the gap of log-probs and by proofs (policy.verify).
 
     python -m benchmarks.server_trust runs/sft-sums_sft-DATE/checkpoints/v000100/policy
     python -m benchmarks.server_trust models/SmolLM2-135M-Instruct --answers 12
 
-Each case writes the answers of a server, of 32 tokens each; both checks judge every answer by itself.
+Each case generates a server's answers of 32 tokens each; both checks judge every answer separately.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def write(policy: Any, prompts: Prompts, rule: SamplingRule = DRAWN, at_a_time: 
 
 
 def told(policy: Any, prompt: list[int], answer: Answer) -> Answer:
-    """An answer that others wrote, with log-probs and a proof by this policy."""
+    """Another model's answer, with log-probs and a proof by this policy."""
     with torch.no_grad():
         states = states_behind(policy, prompt, answer.tokens.tolist())
         likely = policy.head(states).to(policy.exact).log_softmax(-1)[range(BLOCK), answer.tokens.tolist()]
@@ -74,7 +74,7 @@ def told(policy: Any, prompt: list[int], answer: Answer) -> Answer:
 
 
 def judge(policy: Any, prompts: Prompts, answers: list[Answer]) -> np.ndarray:
-    """By answer: the mean gap, the error of the proof, and that of the draws."""
+    """By answer: the mean gap, and the errors of proof and draws."""
     rows = []
     for prompt, answer in zip(prompts, answers):
         places = len(prompt) + np.arange(BLOCK)

@@ -1,7 +1,7 @@
-"""A run of known delays beside others: what `benchmarks.sharing --real` starts as a process for every run.
+"""A run with known delays that shares devices: `benchmarks.sharing --real` starts a process of it for every run.
 
-It asks the parent for devices as every run does (`DeviceSharing`, `SharedLeases`). Its conversations are those of the
-replay, which go on in real time on the devices that it has.
+It requests devices from the parent like every run (`DeviceSharing`, `SharedLeases`). Its conversations are the
+replay's, in real time on its current devices.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ LOOK_S = 0.01
 
 
 class Nobody(Worker):
-    """Holds devices and does nothing there."""
+    """A worker that holds devices without work."""
 
 
 class DelayedRun:
-    """`scale`: real seconds for each of the run's. `switch_s`: to stop on a device, and to wake on a borrowed one."""
+    """`scale`: real seconds per second of the run. `switch_s`: seconds to stop on a device, and to wake on a borrowed
+    one."""
 
     def __init__(self, sharing: DeviceSharing, places: dict[str, str], own: list[str], told: dict[str, Any]) -> None:
         self.sharing, self.places, self.own = sharing, places, own
         self.scale, (self.drain_s, self.wake_s) = told["scale"], told["switch_s"]
-        self.begins: dict[str, float] = {}  # worker that has a device -> from when it works
-        self.stops: dict[str, float] = {}  # worker that should leave -> until when it has the device
+        self.begins: dict[str, float] = {}  # worker with a device -> time when it begins to work
+        self.stops: dict[str, float] = {}  # leaving worker -> time when it releases the device
 
     def iterate(self, batch: TimedConversations, wait_s: float, update_s: float) -> None:
         with self.sharing.phase("rollout"):

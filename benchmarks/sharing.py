@@ -1,11 +1,11 @@
-"""What several runs gain by sharing devices, and by which rule, where all delays are known.
+"""The gain of several runs from sharing devices, by rule, with known delays.
 
     python -m benchmarks.sharing           # simulated time: the rules of the real coordinator, seconds
     python -m benchmarks.sharing --real    # also by processes that ask the real coordinator, at --scale 0.4 of the time
     python -m benchmarks.sharing --case 1
 
-Five pairs and quartets of runs on 4 or 8 devices. Conversations last as drawn from a log-normal distribution, 8 at a
-time on a device; robots wait for simulators between rollout and update; an update takes all of a run's own devices.
+Five pairs and quartets of runs on 4 or 8 devices. Conversations have log-normal durations, 8 at a time on a device;
+robot runs wait for simulators between rollout and update; an update takes all of a run's own devices.
 
     serial     one run after the other, each on all devices
     split      each run on its own devices (at_once=2)
@@ -35,15 +35,15 @@ from embodied.run.lease_server import LeaseServer
 from embodied.run.shared_replay import RULES, SHARING, SWITCH_S, RunWork, TimedConversations, ends, replay
 from embodied.runtime.shared_leases import SOCKET
 
-SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and how long one lasts on average
-SCALE = 0.4  # real seconds for each second of a run, unless asked otherwise
-BEGIN_S = 20.0  # until all processes are there
+SLOTS, MEAN_S = 8, 2.0  # conversations at a time on a device, and their mean duration
+SCALE = 0.4  # default of real seconds per second of a run
+BEGIN_S = 20.0  # limit for all processes to start
 LOOK_S = 0.01  # between two looks at the clock, in real time
 
 
 @dataclass(frozen=True)
 class FakeRun:
-    """A run of which all delays are known; `update_s` on one device."""
+    """A run with known delays; `update_s` on one device."""
 
     conversations: int
     sigma: float
@@ -77,7 +77,7 @@ class Case:
         return [run.work(name, seed) for seed, (name, run) in enumerate(self.runs.items())]
 
     def owned_devices(self) -> dict[str, list[str]]:
-        """Every run owns as many devices as the others."""
+        """Every run owns equally many devices."""
         each = self.devices // len(self.runs)
         return {name: [f"fake:{i * each + j}" for j in range(each)] for i, name in enumerate(self.runs)}
 
@@ -112,7 +112,7 @@ def simulated(case: Case) -> dict[str, dict[str, float]]:
 
 
 def played(case: Case) -> dict[str, dict[str, float]]:
-    """The same cases played by processes in real time, by all rules at the same time: processes mostly sleep."""
+    """The same cases with processes in real time, all rules at the same time, since processes mostly sleep."""
     every = [f"fake:{i}" for i in range(case.devices)]
     together = {name: (run, seed, case.owned_devices()[name]) for seed, (name, run) in enumerate(case.runs.items())}
     on_all = {name: (run, seed, every) for name, (run, seed, _) in together.items()}
@@ -133,7 +133,7 @@ def play(
     rule: str,
     lines: list[dict[str, Any]] | None = None,
 ) -> dict[str, float]:
-    """When each run ends, beside the others. `lines` gets those of share.jsonl."""
+    """The end of each run, with all runs at the same time. `lines` gets the lines of share.jsonl."""
     lines = [] if lines is None else lines
     server = LeaseServer(devices, rule, lines.append, lambda words: "error: nobody joins here")
     server.turns.drain_s, server.turns.wake_s = (seconds * SCALE for seconds in SWITCH_S)
@@ -166,7 +166,7 @@ def play(
 
 
 def row(case: Case, found: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Makespans; how many times as fast lending is as the others; how much later than with a split a run ends."""
+    """Makespans; the speed-up of lending over other rules; the largest delay of a run's end compared with a split."""
     makespan = {rule: max(each.values()) for rule, each in found.items()}
     later = max(found["lend"][name] / found["split"][name] - 1 for name in case.runs)
     return {
@@ -193,7 +193,7 @@ HEAD = (
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """`latest`: how much later than with a split any run ends with lending."""
+    """`latest`: the largest delay of a run's end with lending, compared with a split."""
     return markdown(
         HEAD,
         [

@@ -10,11 +10,11 @@ usage: python -m embodied.benchmark recipe=NAME [modes=all] [key=value ...] [--h
   modes     all, one of {modes}, {other} (the fastest way without a name), or a list of
             them (default all)
   schedules all, periodic or async, a list of them, or none: also the fastest placement under these (default
-            all that the recipe allows); modes are those of pipeline.schedule=sync
-  tasks     a list of tasks, each measured: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
-  num_envs  a list of numbers of envs, each measured: num_envs=[32,64] (default: the recipe's)
-  rounds    iterations of every mode that are timed, in turns (default {rounds}, after {warm_up} to warm up)
-  profile   stored = the last one measured for this recipe here, new = measure it now (default: stored if there is one)
+            all possible ones); modes always have pipeline.schedule=sync
+  tasks     list of tasks to measure: tasks=[PushCube-v1,PickCube-v1] (default: the recipe's)
+  num_envs  list of numbers of envs to measure: num_envs=[32,64] (default: the recipe's)
+  rounds    timed iterations of every mode, in turns (default {rounds}, after {warm_up} to warm up)
+  profile   stored = this recipe's newest on this machine, new = measure now (default: stored if there is one)
   seconds   about how long a new profile may take (default 60)
   out       the folder of bench.json and bench.html (default runs/bench/RECIPE-DATE)
 """

@@ -12,12 +12,12 @@ usage: python -m embodied.share [key=value ...] RECIPE [key=value ...] RECIPE ..
   weights   1,2: the second run owns twice as many devices [equal]
   devices   shared devices: cpu:0-3, gpu:0,gpu:1 or node1/gpu:0 [all GPUs, or all cores if there are none]
   rule      lend: a device is lent while its run has no work for it; remaining: a device generates for the run with
-            the most work left, whether or not that run owns it [lend]
+            the most remaining work, regardless of its owner [lend]
   folder    the folder that names the runs [runs/share-DATE]
   resume    a folder of stopped runs: all unfinished runs continue
   join      a folder of current runs, to which this run is added
-  --plan    predict when every run would end under each rule, by their profiles (python -m embodied.profiling), and stop
-  --dry-run say which run owns which devices, and stop
+  --plan    predict the end of every run under each rule, by profiles (python -m embodied.profiling), and stop
+  --dry-run print each run's devices, and stop
 
 Ctrl-C saves and stops all runs, a second one stops at once. Keys and their meaning: python -m embodied.train --help
 """

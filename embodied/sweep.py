@@ -9,12 +9,12 @@ usage: python -m embodied.sweep recipe=NAME KEY=A,B,C [KEY=A,B ...] [seeds=0-2] 
   KEY=A,B   a key of the recipe with several values: every combination is a run. Commas inside brackets or quotes
             belong to a value: 'policy.hidden=[64,64],[256,256]'
   seeds     0-2 or 0,2,5: every setting with each of these seeds [0]
-  at_once   number of simultaneous runs, each on its own cores and GPUs [as many as fit on the machine by the plan
-            of the first]; shared: each owns some devices and lends them while it has no work for them, as runs of
-            embodied.share do
+  at_once   number of simultaneous runs, each on its own cores and GPUs [as many as fit on the machine, by the
+            plan of the first run]; shared: each run owns some devices and lends them while it has no work for them,
+            as in embodied.share
   group     the folder that names the runs [the newest of the same command in run.dir, else a new one]
   program   a workflow of your own, my_module:MyLoop
-  --dry-run say which runs there are, which have ended, how many run at once, and stop
+  --dry-run print the runs, their states and the number of simultaneous runs, and stop
 
 The same command again continues: finished runs stay, unfinished ones are resumed, missing ones begin; more values or
 seeds are added to the same group. Keys and their meaning: python -m embodied.train --help

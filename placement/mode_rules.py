@@ -12,10 +12,10 @@ all on one kind    collocated     {sim + policy} and {learner} on every device; 
                    auto           collocated: on cores the simulator is the work, and idle cores are the loss; but one
                                   learner where gradient steps are small (`small_steps`): several would wait for each
                                   other longer than they compute, above all beside other programs
-sims on cores      as many sim workers as there are cores to feed them, in processes of their own: one that shared its
-beside GPUs        policy's would play all rows of a GPU on one core
+sims on cores      as many sim workers as there are cores to feed them, in processes of their own: a sim in a policy's
+beside GPUs        process would play all rows of a GPU on one core
                    collocated     {policy} and {learner} on every GPU, taking turns
-                   disaggregated  policies on half of the GPUs, learners on the others
+                   disaggregated  policies on half of the GPUs, learners on the rest
                    hybrid         {policy + learner} on every GPU
                    auto           hybrid: policy and learner of a GPU share one copy of the weights
 learners overlap   learners that work during the rollout (pipeline.schedule) have devices of their own: collocated and
@@ -26,9 +26,9 @@ other roles        of a program go with the policy in collocated and hybrid plan
                    the update, or with the role that their declaration names; disaggregated, or if it names none, each
                    has one device of its own; while learners overlap with the rollout, roles that work in the rollout
                    and name the learner go beside the policies
-other programs     lack one of the three roles and go by what theirs declare: one that is beside another shares its
-                   processes, and one that is beside nobody heads a group
-                   collocated     groups on all devices, taking turns; one that declares devices of its own has a share
+other programs     lack one of the three roles and follow their roles' declarations: a role beside another one shares
+                   its processes, and a role beside none heads a group
+                   collocated     groups on all devices, taking turns; a role with devices of its own gets a share
                    hybrid         groups on equal shares of the devices
                    disaggregated  roles on equal shares of the devices, none beside another
                    auto           collocated

@@ -1,4 +1,4 @@
-"""What GRPO with a sparse reward adds to a policy that succeeds at times: paired gain on 200 held-out episodes.
+"""The gain of GRPO with a sparse reward from a partially successful policy, paired on 200 held-out episodes.
 
     python -m benchmarks.learning.grpo_gain pickcube [--seeds 0 1 2] [--resume]
     python -m benchmarks.learning.grpo_gain libero --seeds 0 1
@@ -6,12 +6,11 @@
     python -m benchmarks.learning.grpo_gain libero_two --seeds 0 1
     python -m benchmarks.learning.grpo_gain pushcube [--start FOLDER]
 
-pickcube and libero begin with the imitating policies of benchmarks.learning.starts (pickcube's seed S with seed S,
-libero's all with seed 0; libero_ppo is the same with PPO, libero_two two tasks with GRPO), pushcube with a policy that
-PPO has half trained (made here unless --start names one). Each seed trains on one core, then the start and the result
-play the same episodes, sampling nothing; control is the first seed once more, a few iterations with lr=0. Writes
-results/grpo_CASE/seed-S.json and control.json as each is done; --resume leaves out what was measured with the same
-code, recipe and start.
+pickcube and libero start from the imitation policies of benchmarks.learning.starts (pickcube's seed S from seed S, all
+of libero's from seed 0; libero_ppo is the same with PPO, libero_two has two tasks). pushcube starts from a policy half
+trained by PPO (trained here unless --start names one). Each seed trains on one core, then start and result play the
+same episodes without sampling. The control repeats the first seed for a few iterations with lr=0. Writes
+results/grpo_CASE/seed-S.json and control.json; --resume skips results of the same code, recipe and start.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from benchmarks.learning.seeds import (
 )
 from benchmarks.learning.starts import STARTS
 
-UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # what training itself plays at its end decides nothing here
+UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # the evaluation at the end of training is not used
 RESAMPLES = 10_000
 CONTROL = ("algo.lr=0", "run.iterations=2")
 
@@ -58,12 +57,12 @@ CONTROL = ("algo.lr=0", "run.iterations=2")
 class Case:
     recipe: str
     options: tuple[str, ...]
-    start: str  # where the policies to start from lie: a pattern below runs/, {seed} being the seed
+    start: str  # start policies: a pattern below runs/ with {seed}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One training: of what, from where, and where it goes."""
+    """One training: its recipe, start and folder."""
 
     case: Case
     runs: Path
@@ -71,12 +70,12 @@ class Trained:
     seed: int
     start: Path
     options: list[str]
-    episodes: int = EPISODES  # held out, that start and result both play
+    episodes: int = EPISODES  # held-out episodes of start and result
 
 
 CASES = {
     "pickcube": Case("pickcube_grpo", (), "start_pickcube/seed-{seed}-*"),
-    "libero": Case("libero_grpo", (), "start_libero/seed-0-*"),  # others are a step or two faster: nothing to gain
+    "libero": Case("libero_grpo", (), "start_libero/seed-0-*"),  # other tasks are a step or two faster: nothing to gain
     "libero_ppo": Case("libero_ppo_from_sft", (), "start_libero/seed-0-*"),
     "libero_two": Case("libero_grpo", STARTS["libero_two"].tasks, "start_libero_two/seed-0-*"),
     "pushcube": Case("maniskill_grpo", ("algo.groups=8", "run.iterations=10"), "grpo_pushcube/start-*"),
@@ -104,7 +103,7 @@ def main() -> None:
 
 
 def find_start(name: str, case: Case, seed: int, env: dict) -> Path:
-    """The newest one there is; pushcube's is made where it is missing."""
+    """The newest start policy; pushcube's is trained if it is missing."""
     found = newest(case.start.format(seed=seed))
     if found is None and name == "pushcube":
         half = ["run.env_steps=48000", f"run.dir={ROOT / 'runs' / 'grpo_pushcube'}", "run.name=start"]
@@ -127,7 +126,7 @@ def weights_digest(start: Path) -> str:
 
 
 def gain(asked: Trained, env: dict) -> dict:
-    """Train from the start, then let both play the same episodes in the same env."""
+    """Train from the start, then evaluate both on the same episodes in the same env."""
     given = [f"seed={asked.seed}", f"run.start_from={asked.start}", f"run.dir={asked.runs}", f"run.name={asked.name}"]
     command, costs = train_command(asked.case.recipe, *given, *asked.options, *UNJUDGED, *ONE_CORE), []
     run = new_folder(asked.runs, asked.name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
@@ -155,7 +154,7 @@ def in_order(folder: Path) -> list[Path]:
 
 
 def settled(*options: Sequence[str]) -> list[str]:
-    """All of them, the last word on each key."""
+    """All arguments, the last value of each key."""
     said = {option.partition("=")[0]: option for part in options for option in part}
     return list(said.values())
 
@@ -175,7 +174,7 @@ def paired_gain(before: Sequence[bool], after: Sequence[bool]) -> dict:
 
 
 def runs_of(folder: Path) -> list[tuple[str, dict]]:
-    """What is measured of a case: its seeds in order, then the control run."""
+    """The runs of a case: its seeds in order, then the control."""
     paths = sorted(folder.glob("*.json"), key=lambda path: (path.stem == "control", path.stem))
     return [(path.stem, json.loads(path.read_text())) for path in paths]
 

@@ -1,9 +1,8 @@
-"""PushCube-v1 from ten seeds that nobody picked: the final checkpoint on 1,000 fresh episodes, and what training took.
+"""PushCube-v1 from ten unselected seeds: the final checkpoint on 1,000 new episodes, and the cost of training.
 
     python -m benchmarks.learning.pushcube [--seeds 201 202] [--resume]
 
-Writes results/pushcube/seed-S.json as each seed is done. --resume leaves out seeds that were measured with the same
-code and recipe; all others are measured again.
+Writes results/pushcube/seed-S.json after each seed. --resume skips seeds measured with the same code and recipe.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from benchmarks.common import (
 from benchmarks.learning.seeds import TIMEOUT_S, held_out, last_results, new_folder, once, parser, rate
 
 RECIPE = "maniskill_ppo"
-SEEDS = tuple(range(201, 211))  # others than those that the recipe was tuned with
+SEEDS = tuple(range(201, 211))  # not used for tuning the recipe
 EPISODES = 1_000
 PLACE = RESULTS / "pushcube"
 RUNS = ROOT / "runs" / "pushcube"

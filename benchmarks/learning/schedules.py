@@ -1,11 +1,11 @@
-"""What `pipeline.schedule` changes of learning on this machine: success over env steps and over seconds, three seeds.
+"""The effect of `pipeline.schedule` on learning on this machine: success over env steps and seconds, three seeds.
 
     python -m benchmarks.learning.schedules ppo [--seeds 0 1 2] [--schedules sync async async-decoupled] [--resume]
 
-Cases: ppo is maniskill_ppo as it is; grpo is maniskill_grpo from a policy that succeeds at times, with one gradient
-step an iteration, which periodic asks for; libero is libero_grpo in the same way, whose rollouts take most of the time:
-its success is that of held-out episodes after every iteration, without noise.
-Every schedule gets the placement that `placement=auto` gives it. Writes results/schedules/CASE-SCHEDULE-seed-S.json.
+Cases: ppo is maniskill_ppo; grpo is maniskill_grpo from a partially successful policy, with one gradient step an
+iteration, as periodic needs; libero is libero_grpo in the same way, with rollouts as the largest cost. Its success is
+measured on held-out episodes after every iteration, without noise. Every schedule gets its placement from
+`placement=auto`. Writes results/schedules/CASE-SCHEDULE-seed-S.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.learning.grpo_gain import find_start, weights_digest
 from benchmarks.learning.seeds import TIMEOUT_S, evaluate, new_folder, once, parser, rate
 
 PLACE, RUNS = RESULTS / "schedules", ROOT / "runs" / "schedules"
-UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # without the first where training itself is judged
+UNJUDGED = ("eval.episodes=8", "eval.videos=0")  # without the first if training is judged by evaluations
 GOAL = 0.9
 ONE_STEP = ("algo.epochs=1", "algo.minibatch_size=null", "algo.surplus=discard")
 
@@ -43,10 +43,10 @@ class Case:
     schedules: tuple[str, ...]
     options: tuple[str, ...] = ()
     start: str = ""  # in grpo_gain
-    judged: bool = False  # by held-out episodes after every iteration, which take no part in the seconds
+    judged: bool = False  # by held-out episodes after every iteration, not counted in the seconds
 
 
-OVER = 3  # iterations in a row whose episodes count for the goal where they are not judged
+OVER = 3  # consecutive iterations whose episodes count for the goal if not judged
 LIBERO = ("algo.lr=1e-4", "run.eval_every=1", "eval.episodes=64")
 
 ARMS = {
@@ -68,7 +68,7 @@ def main() -> None:
     ask.add_argument("--schedules", nargs="+", choices=ARMS)
     options = ask.parse_args()
     case, env, done = CASES[options.case], environment(), []
-    for seed in options.seeds:  # in turns, so that a busy hour of the machine meets all schedules
+    for seed in options.seeds:  # in turns, so that a busy hour affects all schedules
         for schedule in options.schedules or case.schedules:
             name = f"{options.case}-{schedule}-seed-{seed}"
             given = [*case.options, *ARMS[schedule]]
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def trained(name: str, seed: int, case: Case, options: Sequence[str], env: dict) -> dict:
-    """Train, then evaluate the final checkpoint on episodes of its own where that has not been done."""
+    """Train, then evaluate the final checkpoint on separate episodes, unless training has done so."""
     asked = [f"seed={seed}", f"run.dir={RUNS}", f"run.name={name}", *UNJUDGED[int(case.judged) :], *options]
     run = new_folder(RUNS, name, lambda: measure(train_command(case.recipe, *asked), env, TIMEOUT_S))
     rows = read_metrics(run)
@@ -112,13 +112,13 @@ def results_of(run: Path) -> list[Path]:
 
 
 def placement_of(run: Path) -> list[str]:
-    """Which roles are together on which devices."""
+    """The roles on each device."""
     hosts = json.loads((run / "run.json").read_text())["placement"]["hosts"]
     return [f"{'+'.join(host['roles'])} on {host['gpu'] or host['cores']}" for host in hosts]
 
 
 def reached(curve: Sequence[Sequence[float]], over: int) -> tuple[float, float] | None:
-    """Env steps and seconds after which training's episodes succeed so often; None: never."""
+    """Env steps and seconds until training reaches this success rate; None: never."""
     rates = [row[2] or 0.0 for row in curve]
     for at in range(over - 1, len(curve)):
         if sum(rates[at - over + 1 : at + 1]) / over >= GOAL:

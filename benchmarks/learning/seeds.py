@@ -1,7 +1,7 @@
-"""What the learning benchmarks share: a result per seed that is measured once, and 200 episodes nobody trained on.
+"""Helpers of the learning benchmarks: one stored result per seed, and 200 held-out episodes.
 
-A seed's result lies in results/NAME/seed-S.json with the commit and the recipe it comes from; --resume leaves out
-those that the same code and recipe gave.
+A seed's result is in results/NAME/seed-S.json with its commit and recipe; --resume skips results of the same code and
+recipe.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from benchmarks.common import code_commit, machine, measure, packages, write_json
 
 EPISODES = 200
-EVAL_SEED = 1_000  # fresh: neither training's episodes nor those of the evaluations during training
+EVAL_SEED = 1_000  # episodes of neither training nor its evaluations
 ONE_CORE = ("cluster.backend=inline", 'placement={"sim,policy": "cpu:0", "learner": "cpu:0"}')
-START = 0.2, 0.7  # success rate of a policy that RL begins with: something to reward, something to gain
+START = 0.2, 0.7  # success rate of a start policy: enough to reward, room to gain
 TIMEOUT_S = 2 * 3600.0
 
 
@@ -30,8 +30,8 @@ def parser(doc: str | None, seeds: Sequence[int]) -> argparse.ArgumentParser:
 
 
 def once(path: Path, recipe: dict, resume: bool, measured: Callable[[], dict], any_code: bool = False) -> dict:
-    """The result at this path, measured if it is not there; `recipe` is all that it depends on besides the code, of
-    which `any_code` takes an earlier version too: the result names it."""
+    """The result at this path, measured if it is missing. It depends on `recipe` and the code; with `any_code` results
+    of earlier code are accepted (the result names it)."""
     identity = {"commit": code_commit(), **recipe}
     result = read_done(path, recipe if any_code else identity) if resume else None
     if result is None:
@@ -53,7 +53,7 @@ def program(name: str, *options: str) -> list[str]:
 
 
 def new_folder(parent: Path, name: str, make: Callable[[], object]) -> Path:
-    """The folder `name-DATE` that a command makes."""
+    """The new folder `name-DATE`."""
     before = set(parent.glob(f"{name}-*"))
     make()
     (made,) = set(parent.glob(f"{name}-*")) - before
@@ -61,12 +61,12 @@ def new_folder(parent: Path, name: str, make: Callable[[], object]) -> Path:
 
 
 def held_out(episodes: int = EPISODES) -> tuple[str, ...]:
-    """What an evaluation is told to play these."""
+    """The options of an evaluation on the held-out episodes."""
     return f"eval.episodes={episodes}", f"eval.seed={EVAL_SEED}", "eval.videos=0"
 
 
 def evaluate(run: Path, env: dict) -> dict:
-    """results.json of the final checkpoint on the held-out episodes, played by a process of its own."""
+    """results.json of the final checkpoint on the held-out episodes, from a separate process."""
     measure(program("evaluate", f"checkpoint={run}", *held_out()), env, TIMEOUT_S)
     return last_results(run)
 

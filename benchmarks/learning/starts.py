@@ -1,12 +1,12 @@
-"""Where RL with a sparse reward begins: policies that imitate a scripted expert, good enough to be rewarded at times.
+"""Start policies for RL with a sparse reward: imitation of a scripted expert, partially successful.
 
     python -m benchmarks.learning.starts pickcube [--seeds 0 1 2] [--resume]
     python -m benchmarks.learning.starts libero --seeds 0
     python -m benchmarks.learning.starts libero_two --seeds 0       # two tasks, one policy
 
-Collects demonstrations, imitates them, and plays the result on 200 held-out episodes; writes
-results/start_CASE/seed-S.json seed by seed. --resume leaves out seeds that were measured with the same code and
-recipe. The runs stay in runs/start_CASE, where benchmarks.learning.grpo_gain goes on from them.
+Collects demonstrations, imitates them, and evaluates the result on 200 held-out episodes. Writes
+results/start_CASE/seed-S.json after each seed; --resume skips seeds measured with the same code and recipe. The runs
+stay in runs/start_CASE, from which benchmarks.learning.grpo_gain continues.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from benchmarks.learning.seeds import (
 
 @dataclass(frozen=True)
 class Start:
-    """Of imitation with one recipe, for RL with another, which may give an episode less time."""
+    """Imitation with one recipe, for RL with another recipe, which may have shorter episodes."""
 
     sft: str
     rl: str
     tasks: tuple[str, ...] = ()  # options of collecting, imitation and RL
-    shown: tuple[str, ...] = ()  # options of collecting alone
+    shown: tuple[str, ...] = ()  # options of collecting only
 
 
 STARTS = {
@@ -57,15 +57,15 @@ def measure_seed(case: str, seed: int, env: dict) -> dict:
 
 
 def options_of(case: str) -> list[str]:
-    """What imitation is told besides its recipe."""
+    """Additional options of imitation."""
     return [in_time(case), *STARTS[case].tasks]
 
 
 def imitate(
     recipe: str, runs: Path, name: str, seed: int, options: Sequence[str], env: dict, shown: Sequence[str] = ()
 ) -> dict:
-    """Demonstrations of its own for every seed, collected with the options `shown`, imitation with `options`, and at
-    its end the evaluation. `{demos}` in an option is where the demonstrations are."""
+    """For every seed: collect demonstrations with the options `shown`, imitate them with `options`, and evaluate.
+    `{demos}` in an option stands for the folder of demonstrations."""
     runs.mkdir(parents=True, exist_ok=True)
     demos = runs / f"demos-{seed}"
     shutil.rmtree(demos, ignore_errors=True)
@@ -78,14 +78,14 @@ def imitate(
     return {
         "run": run.name,
         "collect_cpu_s": round(collected.cpu_s, 1),
-        "imitate_cpu_s": round(imitated.cpu_s, 1),  # with the evaluation
+        "imitate_cpu_s": round(imitated.cpu_s, 1),  # includes the evaluation
         "success_once": results["overall"]["success_once"],
         "success_at_end": results["overall"]["success_at_end"],
     }
 
 
 def in_time(case: str) -> str:
-    """Played for as long as in RL; imitation itself does not depend on it."""
+    """The episode length of RL; imitation itself does not depend on it."""
     steps = resolved(STARTS[case].rl)["env"]["max_episode_steps"]
     return f"env.max_episode_steps={'null' if steps is None else steps}"
 

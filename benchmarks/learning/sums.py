@@ -1,14 +1,14 @@
-"""What one command makes of a small language model on two cores, seed by seed.
+"""The result of one training command for a small language model on two cores, seed by seed.
 
     python -m benchmarks.learning.sums [--recipe sums_grpo] [--seeds 101 102 ...] [--schedules sync periodic async]
         [--greedy] [--resume]
 
-Each seed is `python -m embodied.train recipe=sums_grpo`, timed as a whole: nothing is there before, but for `smol_grpo`
-the model that `python scripts/smollm2.py` makes. The policy that RL began with (after the imitation that the recipe
-names, or that model) and its result answer the same 200 held-out prompts at temperature 1: imitation and RL end with
-that evaluation. With --greedy both answer them greedily, too. Control is the first seed once more, a few iterations
-with lr=0, which must leave all answers as they were. Seeds 101 to 110 are the rule: none of them was looked at while
-the recipes were tuned, on seeds 1 to 4. Writes results/RECIPE/SCHEDULE-seed-S.json and control.json as each is done.
+Each seed is `python -m embodied.train recipe=sums_grpo`, timed as a whole. It starts from nothing; only `smol_grpo`
+needs the model of `python scripts/smollm2.py`. The start of RL (after the recipe's imitation, or that model) and its
+result answer the same 200 held-out prompts at temperature 1: imitation and RL end with that evaluation. With --greedy
+both also answer them greedily. The control repeats the first seed for a few iterations with lr=0, which must not change
+any answer. The default seeds 101 to 110 were not used for tuning; the recipes were tuned on seeds 1 to 4. Writes
+results/RECIPE/SCHEDULE-seed-S.json and control.json.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def main() -> None:
 
 
 def hash_of(recipe: str, given: Sequence[str]) -> str:
-    """Names what a recipe says, and the one that it begins with."""
+    """A hash of the settings of a recipe and of its start."""
     config = resolved(recipe, *given)
     return config_hash(config | {"start": resolved_start(config["run"]["start_from"])})
 
 
 def resolved_start(recipe: str | None) -> dict:
-    """What imitation is asked to do, if there is any."""
+    """The settings of imitation, if there is any."""
     from embodied.config.recipe import load
 
     if recipe is None:
@@ -86,7 +86,7 @@ def resolved_start(recipe: str | None) -> dict:
 
 
 def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict, greedy: bool) -> dict:
-    """The whole command in a folder of its own, then both policies on the held-out prompts."""
+    """Run the whole command in a new folder, then evaluate both policies on the held-out prompts."""
     runs = ROOT / "runs" / recipe
     runs.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=runs))
@@ -111,14 +111,14 @@ def learned(recipe: str, name: str, seed: int, given: Sequence[str], env: dict, 
 
 
 def asks_alike(recipe: str) -> bool:
-    """Whether imitation is evaluated on the prompts of RL; that of calc_grpo is on another env's."""
+    """True if imitation is evaluated on RL's prompts; calc_grpo's imitation has another env."""
     config = resolved(recipe)
     start = resolved_start(config["run"]["start_from"])
     return bool(start) and all(start["env"].get(key) == config["env"].get(key) for key in ("name", "task", "mixture"))
 
 
 def same_weights(start: Path, run: Path) -> bool:
-    """Whether a run has the weights of its start, a run or a model's folder; PPO's value head is not in the start."""
+    """True if a run has the weights of its start, a run or a model's folder, without PPO's value head."""
     one, other = (read_weights(folder_of(path)) for path in (start, run))
     return one.keys() <= other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
@@ -132,12 +132,12 @@ def part_of(rows: Sequence[dict]) -> dict:
 
 
 def last_evaluations(*runs: Path) -> list[list[bool]]:
-    """Success on each held-out prompt in the evaluation that a run ends with; the prompts are the same for all runs."""
+    """Success on each held-out prompt in the final evaluation of a run; all runs have the same prompts."""
     return [outcomes(max(run.glob("eval/v*"))) for run in runs]
 
 
 def evaluated(recipe: str, start: Path, run: Path, word: str, env: dict) -> list[list[bool]]:
-    """Success of both on each held-out prompt, in an evaluation of their own."""
+    """Success of both on each held-out prompt, in a separate evaluation."""
     out = run / word
     asked = (f"recipe={recipe}", f"run.dir={out}", *held_out(), f"eval.temperature={TEMPERATURES[word]}")
     measure(program("evaluate", f"checkpoint=[{start},{run}]", *asked), env, TIMEOUT_S)
@@ -155,7 +155,7 @@ def describe(name: str, result: dict) -> str:
 
 
 def report(done: Sequence[tuple[str, dict]]) -> str:
-    """A table, the worst end first, and how many seeds ended above their start."""
+    """A table, the worst result first, and the number of seeds above their start."""
     header = ["run", "start, T=1", "after RL", "gain on the same prompts", "greedy", "whole command s", "CPU s"]
     rows = []
     for name, result in sorted(done, key=lambda each: (each[0] == "control", each[1]["sampled"]["final"]["rate"])):
@@ -172,12 +172,12 @@ def report(done: Sequence[tuple[str, dict]]) -> str:
 
 
 def is_apart(result: dict) -> bool:
-    """Whether the intervals of start and result at temperature 1 do not meet."""
+    """True if the intervals of start and result at temperature 1 are disjoint."""
     return result["sampled"]["final"]["interval"][0] > result["sampled"]["start"]["interval"][1]
 
 
 def is_flat(result: dict) -> bool:
-    """Whether nothing has changed: neither weights nor any answer's success."""
+    """True if neither weights nor any answer's success has changed."""
     still = {"mean": 0.0, "bootstrap_interval": [0.0, 0.0]}
     return not result["weights_changed"] and all(
         result[word]["gain"] == still for word in TEMPERATURES if word in result

@@ -1,10 +1,10 @@
-"""Each ManiSkill task with the recipe made for it: trained from fixed seeds, then 200 episodes that nobody trained on.
+"""Each ManiSkill task with its own recipe: trained from fixed seeds, then evaluated on 200 held-out episodes.
 
     python -m benchmarks.learning.tasks [--tasks pullcube_ppo ...] [--seeds 0 1 2] [--resume]
 
-The cheapest tasks come first, seed 0 of all of them before the next seed. Where a recipe begins with imitation, that
-policy is evaluated as well. Writes results/tasks/RECIPE-seed-S.json as each is done; --resume leaves out what was
-measured with the same recipe and prints what came of it. A result names its commit.
+The cheapest tasks come first, seed 0 of all tasks before the next seed. If a recipe begins with imitation, its policy
+is evaluated, too. Writes results/tasks/RECIPE-seed-S.json; --resume skips and prints results of the same recipe. A
+result names its commit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ UNJUDGED = ("run.eval_every=null", "eval.episodes=8", "eval.videos=0", "eval.fai
 
 
 def recipes() -> list[str]:
-    """The recipe of every task, the one with the fewest env steps first."""
+    """The recipe of every task, in order of env steps."""
     from embodied.config.recipe_files import BY_TASK, recipe_names
 
     return sorted(["maniskill_ppo", *recipe_names(*BY_TASK)], key=lambda name: resolved(name)["run"]["env_steps"])
@@ -68,12 +68,12 @@ def main() -> None:
 
 
 def start_of(name: str) -> str | None:
-    """The recipe that this one begins with."""
+    """The recipe of the start."""
     return resolved(name)["run"]["start_from"]
 
 
 def of_today(result: dict) -> bool:
-    """Whether recipe and start say what they said when this was measured."""
+    """True if recipe and start are unchanged since this measurement."""
     name = result["recipe"]
     if not still_says(name, result.get("settings", {})):
         return False
@@ -84,8 +84,8 @@ def of_today(result: dict) -> bool:
 
 
 def measure_seed(name: str, seed: int, env: dict) -> dict:
-    """Train, from demonstrations where the recipe does, then evaluate the final checkpoint in a process of its own."""
-    runs, costs = RUNS / f"seed-{seed}", []  # apart, so that each seed makes what its recipe starts from
+    """Train (from demonstrations if the recipe does), then evaluate the final checkpoint in a separate process."""
+    runs, costs = RUNS / f"seed-{seed}", []  # separate, so that each seed makes its own start
     command = train_command(name, f"seed={seed}", f"run.dir={runs}", f"run.name={name}", *UNJUDGED)
     run = new_folder(runs, name, lambda: costs.append(measure(command, env, TIMEOUT_S)))
     results, rows, (trained,) = evaluate(run, env), read_metrics(run), costs
@@ -112,7 +112,7 @@ def outcome(result: dict) -> str:
 
 
 def report(done: list[dict]) -> str:
-    """One row a task: every seed's outcome, and what a seed took in the median, on a machine with this load."""
+    """One row per task: every seed's outcome, and the median cost of a seed, with the machine's load."""
     header = ["task", "recipe", "imitation alone", "success_once", "success_at_end", "env steps", "training s"]
     header += ["CPU minutes", "load"]
     rows = []
@@ -135,14 +135,14 @@ def report(done: list[dict]) -> str:
 
 
 def of_seed(result: dict, what: str) -> str:
-    """A seed's success with its interval; the mean return of tasks that know none."""
+    """A seed's success with its interval; the mean return for tasks without success."""
     if result[what] is not None:
         return rate(result[what], 0)
     return f"return {result['return']:.0f}" if what == "success_once" else "-"
 
 
 def kept() -> list[dict]:
-    """The results that lie there and are of recipes as they are now, tasks in the order in which they are measured."""
+    """The stored results of unchanged recipes, in the order of measurement."""
     found = [json.loads(path.read_text()) for path in sorted(PLACE.glob("*-seed-*.json"))]
     order = recipes()
     kept = [one for one in found if one["recipe"] in order and of_today(one)]

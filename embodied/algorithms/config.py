@@ -32,8 +32,8 @@ class PolicyGradientConfig(Strict):
     adam_eps: float = Field(
         1e-5,
         gt=0,
-        description="Adam's epsilon. It halves the steps of gradients as small as itself, such as those of 7 billion "
-        "weights clipped to norm 1; take 1e-8 for such models.",
+        description="Adam's epsilon. It halves the steps of gradients as small as itself, such as the gradient of 7 "
+        "billion weights clipped to norm 1; take 1e-8 for such models.",
     )
     adam_betas: tuple[Beta, Beta] = Field(
         (0.9, 0.999),

@@ -39,8 +39,8 @@ COMMANDS = {
         "collect",
         "Play episodes with a scripted expert or a policy and write them down as demonstrations.",
         {
-            "out": "The folder to write, in LeRobot's layout 3.0; it must not be there yet.",
-            "checkpoint": "Whose episodes: expert, or what embodied.evaluate takes [expert].",
+            "out": "New folder for the dataset, in LeRobot's layout 3.0.",
+            "checkpoint": "Source of the episodes: expert, or any value of embodied.evaluate's checkpoint [expert].",
         },
         unused=("run", "policy", "algo", "sft", "learner", "roles", "resume", "eval.interleave"),
     ),

@@ -51,7 +51,7 @@ from embodied.runtime.config import ClusterConfig, FaultsConfig
 
 class RunConfig(Strict):
     seed: int = Field(0, ge=0, lt=2**63, description="All randomness of the run follows from it.")
-    run: RunSection = Field(description="How long, and where results go.")
+    run: RunSection = Field(description="Length of the run, and folder of its results.")
     env: EnvConfig = Field(description="The simulator and its task.")
     policy: PolicyConfig = Field(default_factory=MLPConfig, description="The robot policy.")
     algo: AlgoConfig = Field(default_factory=PPOConfig, description="How the policy learns.")
@@ -64,7 +64,9 @@ class RunConfig(Strict):
     placement: PlacementConfig = Field(
         "auto", description="What runs where: auto, collocated, disaggregated, hybrid, or a map from roles to devices."
     )
-    pipeline: PipelineSection = Field(default_factory=PipelineSection, description="How finely work is handed on.")
+    pipeline: PipelineSection = Field(
+        default_factory=PipelineSection, description="Overlap and division of an iteration's work."
+    )
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Machines and devices of the processes.")
     eval: EvalSection = Field(default_factory=EvalSection, description="Evaluation, during training and after.")
     faults: FaultsConfig = Field(default_factory=FaultsConfig, description="Restarts and time limits after failures.")

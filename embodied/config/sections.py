@@ -102,7 +102,7 @@ class RunSection(Strict):
 
     dir: LocalPath = Field(Path("runs"), description="Folder under which every run gets a folder of its own.")
     name: str | None = Field(None, description="First part of that folder's name; null: the recipe's name.")
-    env_steps: int | None = Field(None, gt=0, description="Train until this many env steps, in whole iterations; or:")
+    env_steps: int | None = Field(None, gt=0, description="Train for this many env steps, in whole iterations; or:")
     iterations: int | None = Field(None, gt=0, description="Train for this many iterations.")
     per_gpu: bool = Field(
         False,
@@ -201,14 +201,15 @@ USUAL_VIDEOS = 4  # default number for first episodes, and for failures
 
 class EvalSection(Strict):
     episodes: int = Field(
-        50, gt=0, le=1_000_000, description="Episodes of an evaluation, always the same ones for one eval.seed."
+        50,
+        gt=0,
+        le=1_000_000,
+        description="Number of episodes of an evaluation; one eval.seed always gives the same episodes.",
     )
-    num_envs: int | None = Field(
-        None, gt=0, description="Env rows that play them, in total; null: as many as env.num_envs."
-    )
-    seed: int = Field(1, ge=0, lt=2**63, description="Determines the episodes, which are never those of training.")
+    num_envs: int | None = Field(None, gt=0, description="Env rows for evaluations, in total; null: env.num_envs.")
+    seed: int = Field(1, ge=0, lt=2**63, description="Determines the episodes, which training never plays.")
     protocol: str | None = Field(
-        None, description="How episodes are played, by name and version, for example maniskill-v1; null: the env's own."
+        None, description="Evaluation protocol, by name and version, for example maniskill-v1; null: the env's own."
     )
     videos: int = Field(
         USUAL_VIDEOS,
@@ -267,9 +268,11 @@ class EvalSection(Strict):
 
 
 class CollectSection(Strict):
-    episodes: int = Field(50, gt=0, description="Number of episodes, different from those of training and evaluation.")
-    expert: Literal["scripted", "planner"] = Field("scripted", description="Our script or ManiSkill's motion planner.")
-    keep: Literal["successes", "all"] = Field("successes", description="Which of them become demonstrations.")
+    episodes: int = Field(50, gt=0, description="Number of episodes; training and evaluation play different ones.")
+    expert: Literal["scripted", "planner"] = Field(
+        "scripted", description="Expert: our script, or ManiSkill's motion planner."
+    )
+    keep: Literal["successes", "all"] = Field("successes", description="Episodes that become demonstrations.")
     noise: float = Field(
         0.0,
         ge=0,

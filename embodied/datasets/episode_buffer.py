@@ -1,7 +1,7 @@
-"""One episode while it is recorded: a folder with its numbers and a bare video per camera, whole or absent.
+"""An episode in recording: a folder with its numbers and a bare video per camera, which appears when it is complete.
 
-Images go to the encoders frame by frame, so memory holds none. Episodes are recorded side by side, in the processes of
-sim workers, so that no frame leaves them, and in any order: `DatasetWriter.add_buffer` appends them.
+Images go to the encoders frame by frame, so none stays in memory. Episodes are recorded in the processes of sim
+workers, so no frame is sent, and in any order: `DatasetWriter.add_buffer` appends them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class EpisodeBuffer:
         return lengths[0]
 
     def discard(self) -> None:
-        """Leave nothing behind. Harmless after `finish`."""
+        """Delete the draft. Harmless after `finish`."""
         for video in self._videos.values():
             video.discard()
         shutil.rmtree(self._place, ignore_errors=True)
@@ -91,15 +91,14 @@ class EpisodeBuffer:
 
 
 class EpisodeRecorder:
-    """Open buffers by env row, which get every env step and the observation before it; none where the recording has no
-    folder for them. Where a policy decides several env steps at once, the steps inside a decision are observed as well,
-    for the record only."""
+    """Open buffers by env row, which get every env step and the observation before it; none if the recording has no
+    folder for them. Inside a chunk of actions every step is observed, too, only for the record."""
 
     def __init__(self, env: VectorEnv, recording: Recording, warn: Callable[[str], object]) -> None:
         self.env, self.folder = env, recording.buffers
         self.open: dict[int, EpisodeBuffer] = {}
         self.words: dict[int, str] = {}
-        self.seen: list[Observation] = []  # before each env step of the decision that is played
+        self.seen: list[Observation] = []  # before each env step of the current decision
         self.actions: np.ndarray | None = None
 
     def __enter__(self) -> EpisodeRecorder:
@@ -129,7 +128,7 @@ class EpisodeRecorder:
             return
         discrete = self.env.env_spec.action.discrete
         actions = host(self.actions)
-        actions = actions if discrete else np.clip(actions, -1.0, 1.0)  # as they were carried out
+        actions = actions if discrete else np.clip(actions, -1.0, 1.0)  # as executed
         done, rewards = result.terminated | result.truncated, host(result.rewards)
         for row, buffer in self.open.items():
             for c in np.flatnonzero(result.mask[row]):
@@ -144,12 +143,12 @@ class EpisodeRecorder:
 
 
 def buffer_name(index: int) -> str:
-    """Name of the folder that holds the episode of this index."""
+    """Name of the folder of the episode with this index."""
     return f"episode-{index:06d}"
 
 
 def as_described(name: str, value: object, feature: dict) -> np.ndarray:
-    """The value as an array of its feature's type and shape; raises ValueError where it does not fit."""
+    """The value as an array of its feature's type and shape; raises ValueError if it does not fit."""
     if feature["dtype"] == "video":
         array = np.asarray(value)
         if array.shape != feature["shape"] or array.dtype != np.uint8:

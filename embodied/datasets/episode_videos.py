@@ -1,7 +1,7 @@
-"""The videos of many episodes in few files, from which the frames of one episode are read.
+"""Videos of many episodes in few files, from which the frames of a single episode can be read.
 
-Bare streams are joined by writing one after the other; ffmpeg then only writes the time of every frame, n / fps, which
-is exact however many there are.
+Bare streams are concatenated; ffmpeg then only writes the time of every frame, n / fps, which is exact for any number
+of frames.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class JoinedVideo:
         """`path(n)` names the n-th file; a new one begins after `file_bytes`."""
         self.path, self.fps, self.file_bytes = path, fps, file_bytes
         self.file = 0
-        self.num_frames = 0  # in the file that is open
+        self.num_frames = 0  # in the open file
 
     @property
     def _stream(self) -> Path:
         return self.path(self.file).with_suffix(".h264")
 
     def add(self, stream: Path, num_frames: int) -> tuple[int, float]:
-        """Append an episode; returns the number of its file and the time at which it begins there."""
+        """Append an episode; returns the number of its file and its begin time there."""
         if self.num_frames and self._stream.stat().st_size + stream.stat().st_size > self.file_bytes:
             self.close()
             self.file += 1
@@ -43,7 +43,7 @@ class JoinedVideo:
         return self.file, begins_s
 
     def close(self) -> None:
-        """Complete the file that is open."""
+        """Complete the open file."""
         if self.num_frames:
             source = ["-f", "h264", "-framerate", str(self.fps), "-i", str(self._stream)]
             frame = f"1/({self.fps}*TB)"  # in units of the file's clock; without it times are rounded to microseconds
@@ -59,10 +59,10 @@ def read_frames(path: Path, begins_s: float, num_frames: int, fps: float, size: 
     before = max(begins_s - 0.5 / fps, 0.0)  # frames have the times n / fps, rounded: half a frame before is safe
     seek = ["-ss", f"{before:.6f}"] if before else []
     height, width, colours = size
-    header = f"P6\n{width} {height}\n255\n".encode()  # each frame says how large it is
+    header = f"P6\n{width} {height}\n255\n".encode()  # each frame contains its size
     frame = len(header) + height * width * colours
     wanted = num_frames * frame
-    most = ["-frames:v", str(num_frames), "-fs", str(wanted + 1)]  # whatever else the file claims to hold
+    most = ["-frames:v", str(num_frames), "-fs", str(wanted + 1)]  # even if the file claims more frames
     raw = ["-fps_mode", "passthrough", "-f", "image2pipe", "-c:v", "ppm", "-pix_fmt", "rgb24", "-"]
     try:
         data = ffmpeg([*seek, "-f", "mp4", "-i", str(path), "-map", "0:v:0", *most, *raw])

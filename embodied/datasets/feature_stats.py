@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-PIXELS = 128  # rows and columns of an image that are counted, at most
+PIXELS = 128  # largest number of counted rows and columns of an image
 Stats = dict[str, np.ndarray]
 
 

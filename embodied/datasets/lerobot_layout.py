@@ -100,7 +100,7 @@ def place(number: int) -> dict[str, int]:
 
 
 def renamed(found: dict[str, Any], theirs: dict[str, str]) -> dict[str, Any]:
-    """The mapping under our names of features; `theirs` holds the dataset's own names of some of them."""
+    """The mapping under our names of features; `theirs`: the dataset's names of some features."""
     ours = {other: name for name, other in theirs.items()}
     return {ours.get(name, name): value for name, value in found.items() if name in ours or name not in theirs}
 
@@ -113,6 +113,6 @@ def image_shape(feature: dict[str, Any]) -> tuple[int, ...]:
 
 
 def check_pyarrow() -> None:
-    """Raise ConfigError where pyarrow is not installed."""
+    """Raise ConfigError if pyarrow is not installed."""
     if find_spec("pyarrow") is None:
         raise ConfigError("LeRobot datasets are parquet files; to use them: pip install 'embodied-loop[datasets]'")

@@ -1,4 +1,4 @@
-"""Write quantiles into meta/stats.json of a dataset that has none: python -m embodied.datasets.quantiles FOLDER
+"""Write quantiles into meta/stats.json of a dataset without them: python -m embodied.datasets.quantiles FOLDER
 
 LeRobot 2 and the first 3.0 store none, and some models need them (`policy.statistics=FOLDER`). Only the figures of
 actions and states are computed; other features keep theirs.
@@ -21,7 +21,7 @@ from embodied.datasets.reader import read_dataset
 
 
 def write_figures(folder: Path, names: dict[str, str]) -> Path:
-    """Compute and write stats.json under LeRobot's names; returns its path. `names` are those of sft.names."""
+    """Compute and write stats.json under LeRobot's names; returns its path. `names`: as in sft.names."""
     dataset = read_dataset(folder, images=False, names=names)
     wanted = [name for name in (ACTION, STATE) if name in dataset.features]
     if all(QUANTILES.keys() <= dataset.stats.get(name, {}).keys() for name in wanted):

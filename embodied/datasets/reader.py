@@ -3,7 +3,7 @@
     for episode in read_dataset("push"):
         episode.obs["state"], episode.obs["images"]["front"], episode.actions    # [T, ...]
 
-Images are decoded only for the episode that is asked for, and not at all with `images=False`.
+Images are only decoded for the requested episode, and not at all with `images=False`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RecordedEpisode:
 
     index: int
     task: str
-    success: bool | None  # None where it is not known
+    success: bool | None  # None if unknown
     obs: Observation
     actions: np.ndarray  # [T, A], or int [T, 1]
     columns: dict[str, np.ndarray]  # all other features, such as "next.reward" [T]
@@ -71,7 +71,7 @@ class Dataset:
 
     def __init__(self, path: Path, info: dict[str, Any], images: bool, theirs: dict[str, str]) -> None:
         self.path, self.images = path, images
-        self.theirs = theirs  # its own names of some of our features
+        self.theirs = theirs  # the dataset's names of some of our features
         self.info, self.fps = info, info["fps"]
         self.features: lerobot_layout.Features = {
             name: {**feature, "shape": lerobot_layout.image_shape(feature)}
@@ -138,12 +138,12 @@ class Dataset:
         return columns
 
     def _file(self, key: str, place: tuple[int, int], **more: str) -> Path:
-        """The file, of a chunk and a file in it, that this template of info.json names."""
+        """The file of this template of info.json, for a chunk and file number."""
         fields = place_fields(self.info, *place) | more
         return inside(self.path, fill(self.path, key, self.info[key], fields))
 
     def _check(self, columns: dict[str, np.ndarray], length: int) -> None:
-        """Raise ValueError for rows that no policy can learn from."""
+        """Raise ValueError for invalid rows."""
         if columns["task_index"].dtype.kind not in "iu":
             raise ValueError("task_index is not a number")
         for name in (ACTION, *([STATE] if STATE in self.features else [])):
@@ -170,7 +170,7 @@ class Dataset:
         return images
 
     def _video_paths(self, entry: dict[str, Any]) -> dict[str, Path]:
-        """Of an episode, by feature."""
+        """The videos of an episode, by feature."""
         paths = {}
         for name in (name for name, feature in self.features.items() if feature["dtype"] == "video"):
             key = self.theirs.get(name, name)
@@ -180,7 +180,8 @@ class Dataset:
 
 
 def read_dataset(path: Path | str, images: bool = True, names: Mapping[str, str] | None = None) -> Dataset:
-    """Open the dataset in this folder; `names` are its own names of "action", "state" or a camera, if not LeRobot's."""
+    """Open the dataset in this folder; `names`: its names of "action", "state" or a camera, if they are not
+    LeRobot's."""
     lerobot_layout.check_pyarrow()
     path = as_path(path)
     if not (path / lerobot_layout.INFO).is_file():
@@ -233,7 +234,7 @@ def data_file(entry: dict[str, Any]) -> tuple[int, int]:
 
 
 def rows_of(file, first: int, length: int):
-    """Rows of a parquet file; only the row groups that hold them are read."""
+    """Rows of a parquet file; only row groups with these rows are read."""
     sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
     ends = np.cumsum(sizes)
     begins = ends - sizes
@@ -244,7 +245,7 @@ def rows_of(file, first: int, length: int):
 
 
 def as_array(column) -> np.ndarray:
-    """A column of numbers or of lists of them as an array; an array of objects for anything else."""
+    """A column of numbers, or of lists of numbers, as an array; other columns as an array of objects."""
     import pyarrow as pa
 
     column = column.combine_chunks()
@@ -276,7 +277,7 @@ def decoded(cells: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     return images
 
 
-# Layouts 2.0 and 2.1: every episode has files of its own and a line of JSON. The lines become entries as in layout 3.0.
+# Layouts 2.0 and 2.1: every episode has separate files and a line of JSON. The lines become entries as in layout 3.0.
 
 
 def read_older_tasks(path: Path) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """Checks of a dataset's own description, and safe paths to its files.
 
-Datasets come from other people. Only files inside the dataset's folder are opened, and templates of paths are filled in
-by `fill`: `str.format` would follow whatever a template asks for, attributes and widths of a gigabyte included.
+Datasets are not trusted. Only files inside the dataset's folder are opened, and templates of paths are filled in by
+`fill`: `str.format` would also read attributes and obey a width of a gigabyte.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LARGEST = 2**40  # of counts and indices; no dataset has a trillion frames
 
 
 def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None:
-    """Raise ConfigError for an info.json that cannot be true.
+    """Raise ConfigError for an impossible info.json.
 
-    `path` is the dataset's folder, `theirs` its own names of our features.
+    `path`: the dataset's folder; `theirs`: its names of our features.
     """
     file = path / INFO
     version = str(info.get("codebase_version") or "")
@@ -59,12 +59,12 @@ def check_info(path: Path, info: dict[str, Any], theirs: dict[str, str]) -> None
 
 
 def is_older(info: dict[str, Any]) -> bool:
-    """True if the layout is 2.0 or 2.1, where every episode has files of its own."""
+    """True if the layout is 2.0 or 2.1, with separate files for every episode."""
     return info["codebase_version"] in OLDER
 
 
 def place_fields(info: dict[str, Any], chunk: int, file: int) -> dict[str, int]:
-    """The fields that a template of paths may use, with their values."""
+    """The allowed fields of a template of paths, with their values."""
     return dict(zip(PLACES[info["codebase_version"][:3]], (chunk, file), strict=True))
 
 
@@ -82,7 +82,7 @@ def is_count(value: Any) -> bool:
 
 
 def fill(path: Path, key: str, template: Any, fields: dict[str, Any]) -> str:
-    """The path that a template of info.json gives with these fields."""
+    """The path from a template of info.json and these fields."""
     problem = f"{path / INFO}: {key} is {str(template)[:80]!r}"
     if not isinstance(template, str) or len(template) > 1000:
         raise ConfigError(f"{problem}, not a path; {AGAIN}")
@@ -111,7 +111,7 @@ def inside(root: Path, relative: str | Path) -> Path:
 
 
 def check_table(path: Path) -> None:
-    """Raise ConfigError unless this parquet file has its end, which an interrupted copy lacks."""
+    """Raise ConfigError for a truncated parquet file, for example an interrupted copy."""
     with reading(path, ConfigError, AGAIN), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - len(MAGIC)))
         if file.read() != MAGIC:
@@ -136,7 +136,7 @@ def check_entries(path: Path, entries: list[dict[str, Any]], info: dict[str, Any
 
 
 def check_entry(folder: Path, entry: dict[str, Any], videos: list[str]) -> None:
-    """Raise ConfigError for an entry that cannot be true."""
+    """Raise ConfigError for an impossible entry."""
     counts = ["episode_index", "length", "dataset_from_index", "dataset_to_index"]
     for part in ("data", *(f"videos/{name}" for name in videos)):
         counts += [f"{part}/chunk_index", f"{part}/file_index"]

@@ -1,7 +1,7 @@
-"""Writes a dataset episode by episode: memory holds one episode's numbers, images go straight to the encoders.
+"""Writes a dataset episode by episode: only one episode's numbers are in memory, and images go straight to the
+encoders.
 
-Everything is written to a hidden folder that gets the dataset's name when the last episode is in it, so a dataset is
-whole or absent.
+Everything is written to a hidden folder, which gets the dataset's name at the end, so a dataset is complete or absent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from embodied.datasets.feature_stats import QUANTILES, Stats, merge, of_values
 from embodied.datasets.lerobot_layout import FILES_PER_CHUNK, INDICES, Features, Frame, cameras, complete, place
 from embodied.reporting.videos import FOR_DATASETS
 
-DATA_MB, VIDEO_MB = 100, 200  # the size at which the next file begins, as in LeRobot
+DATA_MB, VIDEO_MB = 100, 200  # file sizes after which the next file begins, as in LeRobot
 ENTRIES = 50  # entries of episodes that are written at once
 
 
@@ -46,7 +46,7 @@ class DatasetWriter:
         self._sizes = {"data_files_size_in_mb": data_mb, "video_files_size_in_mb": video_mb}
         self._tasks: dict[str, int] = {}
         self._stats: dict[str, Stats] = {}
-        self._entries: list[dict[str, Any]] = []  # entries of the last episodes, not written yet
+        self._entries: list[dict[str, Any]] = []  # unwritten entries of the last episodes
         self._root = self.path.with_name(f".{self.path.name}-{uuid.uuid4().hex}")
         self._root.mkdir(parents=True)
         every, data_bytes, video_bytes = self.features | INDICES, data_mb * 2**20, video_mb * 2**20
@@ -56,7 +56,7 @@ class DatasetWriter:
         self._videos = {name: JoinedVideo(path, self.fps, video_bytes) for name, path in videos.items()}
 
     def add_episode(self, frames: Iterable[Frame], task: str, success: bool | None = None) -> None:
-        """Append an episode, given as a frame per env step (`frame_of`)."""
+        """Append an episode: a frame (`frame_of`) per env step."""
         with EpisodeBuffer(self._root / "draft", self.fps, self.features) as buffer:
             for frame in frames:
                 buffer.add(frame)
@@ -65,7 +65,7 @@ class DatasetWriter:
         shutil.rmtree(draft)
 
     def add_buffer(self, folder: Path) -> None:
-        """Append an episode that an `EpisodeBuffer` of the same features recorded in this folder, which stays."""
+        """Append an episode from the folder of an `EpisodeBuffer` with the same features; the folder stays."""
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         length, episode = about["length"], self.num_episodes
         with np.load(folder / NUMBERS) as numbers:
@@ -91,7 +91,7 @@ class DatasetWriter:
         self.num_episodes, self.num_frames = episode + 1, self.num_frames + length
 
     def close(self) -> Path:
-        """Complete the dataset and give its folder its name."""
+        """Complete the dataset and rename its folder."""
         if not self.num_episodes:
             raise EmbodiedError(f"{self.path}: a dataset needs at least one episode")
         self._write_entries()
@@ -106,7 +106,7 @@ class DatasetWriter:
         return self.path
 
     def discard(self) -> None:
-        """Leave nothing behind. Harmless after `close`."""
+        """Delete the draft. Harmless after `close`."""
         for table in (self._data, self._episodes):
             table.discard()
         shutil.rmtree(self._root, ignore_errors=True)
@@ -169,7 +169,7 @@ class DatasetWriter:
 
 
 def located(what: str, file: int) -> dict[str, int]:
-    """The columns of an entry that name the file of a part of an episode."""
+    """The columns of an entry with the file of a part of an episode."""
     return {f"{what}/{key}": number for key, number in place(file).items()}
 
 
@@ -180,7 +180,7 @@ def write_json(path: Path, value: Any) -> None:
 
 # Parquet files: the frames, an entry per episode, the tasks
 
-GROUP = 2000  # rows that are written at once; each group's description stays in memory until the file is complete
+GROUP = 2000  # rows per group; each group's description stays in memory until the file is complete
 
 
 class TableFiles:
@@ -189,10 +189,10 @@ class TableFiles:
     def __init__(self, path: Callable[[int], Path], schema, file_bytes: int) -> None:
         """`path(n)` names the n-th file; a new one begins after `file_bytes`."""
         self.path, self.schema, self.file_bytes = path, schema, file_bytes
-        self.file = 0  # number of the file for the next rows
+        self.file = 0  # number of the current file
         self._writer = None
-        self._bytes = 0  # of this file so far
-        self._waiting: list[Any] = []  # tables that are not written yet
+        self._bytes = 0  # size of the current file
+        self._waiting: list[Any] = []  # unwritten tables
 
     def add(self, columns: dict[str, Any]) -> int:
         """Append these rows; returns the number of their file."""
@@ -217,7 +217,7 @@ class TableFiles:
             self._writer, self._bytes = None, 0
 
     def discard(self) -> None:
-        """Forget the rows that are not written."""
+        """Forget the unwritten rows."""
         self._waiting.clear()
         self.close()
 

@@ -117,8 +117,8 @@ def cells(mode: str, row: dict[str, float]) -> list[str]:
 
 
 def verdict(result: Any) -> list[str]:
-    """Says which modes are predicted equal, whether the measured order is the predicted one, which mode placement=auto
-    takes and how it compares with the fastest, and what other schedules gain."""
+    """The conclusions: modes that are predicted equal, whether the measured order is the predicted one, the mode of
+    placement=auto compared with the fastest, and the gain of other schedules."""
     measured = list(rows_of(result))
     expected = [mode for mode in result.expected if mode in result.rounds]
     others = [mode for mode in expected if result.expected[mode].get("schedule", "sync") != "sync"]

@@ -30,7 +30,7 @@ HOW = "policy.compile"  # an option of acting, not of the policy
 SERVER = ("engine", *OF_SERVER)  # options of the engine
 ANSWERS = (*SERVER, "max_tokens", "max_length", "max_running", "cache_gb", "train_layers")  # options of generation
 LEARNS = ("dtype", "detach_value", "expert_bias_rate", "keyframes", "noise_level", "train", "value_head")
-FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # options that may differ from those of the start
+FREE = tuple(f"policy.{key}" for key in (*LEARNS, *ANSWERS))  # options that may differ from the start's
 ORIGIN = ("policy.pretrained", "policy.statistics")  # a saved policy contains what these keys name
 KEPT = ("env.name", "env.task", "env.num_envs", "algo.name", *ORIGIN)  # a resumed run keeps these and its policy
 UNSEEN = (
@@ -230,7 +230,7 @@ def differing(section: str, there: Any, here: Any) -> list[str]:
 
 
 def check_fits(source: PolicySource, env: Any, spec: EnvSpec) -> None:
-    """Refuse a policy made for other observations or actions than those of this env."""
+    """Refuse a policy made for other observations or actions than this env's."""
     made = source.spec
     if made is None:
         return

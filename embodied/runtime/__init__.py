@@ -5,7 +5,7 @@
     WorkerGroup, Handle    all replicas of a role, and a call to them that may still run
     Channel                a named queue between workers
     share_devices, DeviceSharing   groups that share devices work there in turns, phase by phase
-    Needs                  what a worker reports of its device memory
+    Needs                  a worker's report of its device memory
     Budget                 how often a process that died or hangs is started again
     Timers                 measures named pieces of work
     served_while_busy      marks a method that answers while the worker is at work

@@ -48,7 +48,7 @@ class ManiSkillConfig(CommonEnvConfig):
         "success), or a mode of your own task.",
     )
     robot: str | None = Field(
-        None, description="The robot's name in ManiSkill, or one that env.modules register; unset: the task's own."
+        None, description="The robot's name in ManiSkill, or a robot registered by env.modules; unset: the task's own."
     )
     backend: Literal["auto", "cuda", "cpu_batched", "cpu"] = Field(
         "auto",
@@ -60,7 +60,7 @@ class ManiSkillConfig(CommonEnvConfig):
     )
     state: Literal["full", "proprio", "joints"] = Field(
         "full",
-        description="Observed numbers: everything; only those that ManiSkill adds to images (the robot's own and "
+        description="Observed numbers: all; only the numbers that ManiSkill adds to images (the robot's own and "
         "often a goal); or only joints and hand.",
     )
     relative_positions: bool = Field(

@@ -2,11 +2,11 @@
 
 A server may join, leave, die, restart, or get other weights from another program at any moment:
 
-    it has other weights         it takes no requests until it has loaded those that are wanted
-    a request fails there        that request waits again, and the server takes none until it was looked at
-    it cannot be reached         all its requests wait again; it is asked for, until it is back
-    it has become very slow      its last requests wait again, once other servers have nothing left to do
-    its log-probs are wrong      all its requests wait again, with the answers that were not released; it stays out
+    it has other weights         it takes no requests until it has loaded the current weights
+    a request fails there        the request waits again, and the server takes no requests until it was checked
+    it cannot be reached         all its requests wait again; connecting is retried until it is back
+    it has become very slow      its last requests wait again when other servers are idle
+    its log-probs are wrong      all its requests and unreleased answers wait again; it is dropped for the run
 
 An answer is released after its server's log-probs were compared with the learner's (`compare`), so no answer of a
 dropped server's last batch is used. All of this runs in one asyncio loop.

@@ -157,7 +157,7 @@ def counts_of(llama: LlamaSettings) -> tuple[int, ...]:
 
 
 def _llama(text: dict[str, Any], where: str) -> LlamaSettings:
-    """Missing fields are those of Llama 2 7B."""
+    """Missing fields default to Llama 2 7B's."""
     usual = LlamaSettings()
     heads = text.get("num_attention_heads", usual.heads)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

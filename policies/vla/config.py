@@ -67,9 +67,9 @@ class LoraOptions(PolicyOptions):
     lora_scale: float = Field(1.0, gt=0, description="Factor of an adapter's output: its alpha / rank.")
     lora_targets: LoraTargets = Field(
         "linear",
-        description="Layers that get an adapter. linear: the used linear layers, without lm_head; reference: those of "
-        "the published recipes (peft 0.11's all-linear), with lm_head, patches and SigLIP's pooling; or "
-        "a list of names or their endings.",
+        description="Layers that get an adapter. linear: the used linear layers, without lm_head; reference: the "
+        "layers of the published recipes (peft 0.11's all-linear), with lm_head, patches and SigLIP's pooling; or a "
+        "list of names or their endings.",
     )
     lora_init: Literal["kaiming", "gaussian"] = Field(
         "kaiming",
