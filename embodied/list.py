@@ -1,4 +1,4 @@
-"""List recipes, envs, policies and models, with their needs on this machine: python -m embodied.list [recipes|envs|tasks|...]"""
+"""List recipes, envs, policies and models with their needs: python -m embodied.list [recipes|envs|tasks|...]"""
 
 from __future__ import annotations
 
