@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import pairwise
+from functools import lru_cache
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,14 +69,12 @@ class EpisodeList:
         """These episodes of the list; with other numbers if `index` gives some."""
         turns, tasks = np.divmod(initial // self.group_size, len(self.tasks))
         seeds = episode_seeds(self.seed, self.stream, turns)
-        states = turns % self.stored_states if self.stored_states else np.full(len(turns), -1)
+        states = (turns % self.stored_states).tolist() if self.stored_states else repeat(-1)
         numbers = initial if index is None else index
-        names = [self.tasks[task] for task in tasks.tolist()]
-        questions = [-1] * len(names)
-        if self.questions:
-            questions = [*map(self._question, turns.tolist(), tasks.tolist())]
-        fields = zip(names, states.tolist(), seeds.tolist(), numbers.tolist(), questions, strict=True)
-        return [*map(partial(tuple.__new__, EpisodeSpec), fields)]  # `EpisodeSpec._make` takes three times as long
+        names = np.array(self.tasks, object)[tasks].tolist()
+        questions = map(self._question, turns.tolist(), tasks.tolist()) if self.questions else repeat(-1)
+        fields = zip(names, states, seeds.tolist(), numbers.tolist(), questions, strict=False)
+        return [*map(tuple.__new__, repeat(EpisodeSpec), fields)]  # `EpisodeSpec._make` takes three times as long
 
 
 @lru_cache(maxsize=16)

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from scipy.special import xlogy
 
-FEW_ROWS = 96  # with fewer rows, reseeding a generator for each row is faster
+FEW_ROWS = 200  # with fewer rows, reseeding a generator for each row is faster
 STATE, SHIFT = 624, 397  # words of a Mersenne Twister's state, and the offset at which it mixes them
 WORDS = STATE - SHIFT  # number of first words that depend only on the initial state
 SPARE_PAIRS = 7  # extra attempts at pairs of normal numbers; about one row in 1,000 needs more
 TORCH_RAND = torch.rand
+# Arrays without axes, which NumPy takes faster than its scalars
+THIRTY, FACTOR, *NUMBERS = (np.array(number, np.uint32) for number in (30, 1812433253, *range(STATE)))
 
 
 class EpisodeDraws:
@@ -26,7 +28,7 @@ class EpisodeDraws:
 
     def __init__(self, seeds: np.ndarray) -> None:
         self.seeds = np.asarray(seeds, np.uint32)
-        self._words = np.empty((0, len(self.seeds)), np.uint32)
+        self._state = (np.empty((0, len(self.seeds)), np.uint32),) * 2
 
     def uniforms(self, count: int) -> torch.Tensor:
         """The first `torch.rand(count)` of each row: float32 [rows, count]."""
@@ -34,7 +36,7 @@ class EpisodeDraws:
             generator = torch.Generator()
             drawn = [TORCH_RAND(count, generator=generator.manual_seed(seed)) for seed in self.seeds.tolist()]
             return torch.stack(drawn)
-        words = self.words(count).T & np.uint32(2**24 - 1)
+        words = twister_words(*self.state(0, count)).T & np.uint32(2**24 - 1)
         return torch.from_numpy(words.astype(np.float32) * np.float32(2.0**-24))
 
     def normals(self, count: int) -> np.ndarray:
@@ -43,32 +45,29 @@ class EpisodeDraws:
         attempts = pairs + SPARE_PAIRS
         if len(self.seeds) < FEW_ROWS or 4 * attempts > WORDS:
             return normals_one_by_one(self.seeds, count)
-        high, low = halves(self.words(4 * attempts))
-        points = (high * 67108864.0 + low) * (2.0 / 9007199254740992.0) - 1.0  # [2 * attempts, rows] in [-1, 1)
-        first, second = points[0::2], points[1::2]
-        radius = first * first + second * second
-        accepted = (radius < 1.0) & (radius != 0.0)
-        order = np.cumsum(accepted, axis=0, dtype=np.int8)
-        complete = order[-1] >= pairs
-        wanted = np.ascontiguousarray((accepted & (order <= pairs) & complete).T)
-        row, attempt = np.divmod(np.flatnonzero(wanted), attempts)
-        at = attempt * len(self.seeds) + row
-        chosen = radius.take(at)
-        logs = xlogy(1.0, chosen)  # the C library's log, as in the generators; NumPy's differs in the last bit
-        factor = np.sqrt(-2.0 * logs / chosen)
-        numbers = np.stack([factor * each.ravel().take(at) for each in (second, first)], axis=1)
-        numbers = numbers.reshape(-1, 2 * pairs)[:, :count]
-        if complete.all():
-            return numbers
-        found = np.empty((len(complete), count))
-        found[complete], found[~complete] = numbers, normals_one_by_one(self.seeds[~complete], count)
-        return found
+        rows = np.arange(len(self.seeds))
+        points = np.empty(len(rows) * pairs, np.complex128)
+        places = rows * pairs  # of the next point of each row, which replaces a rejected one
+        self.state(0, 4 * attempts)  # of all attempts at once
+        for attempt in range(attempts):
+            state = self.state(4 * attempt, 4 * attempt + 4)
+            if attempt >= pairs:
+                unfinished = places < (rows + 1) * pairs
+                rows, places = rows[unfinished], places[unfinished]
+                state = [part.take(rows, axis=1) for part in state]
+            points[places], accepted = points_in_square(twister_words(*state))
+            places += accepted
+        numbers = normals_of(points).reshape(-1, 2 * pairs)[:, :count]
+        lacking = rows[places < (rows + 1) * pairs]
+        numbers[lacking] = normals_one_by_one(self.seeds[lacking], count)
+        return numbers
 
-    def words(self, count: int) -> np.ndarray:
-        """The first words of each row's Mersenne Twister: uint32 [count, rows]."""
-        if len(self._words) < count:
-            self._words = twister_words(self.seeds, count)
-        return self._words[:count]
+    def state(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """The arguments of `twister_words` for words `start` to `stop` of each row."""
+        if len(self._state[1]) < stop:
+            self._state = twister_state(self.seeds, stop)
+        first, later = self._state
+        return first[start : stop + 1], later[start:stop]
 
 
 def normals_one_by_one(seeds: np.ndarray, count: int) -> np.ndarray:
@@ -80,33 +79,51 @@ def normals_one_by_one(seeds: np.ndarray, count: int) -> np.ndarray:
     return found
 
 
-def halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """27 and 26 bits of each pair of words, which form a number of 53 bits."""
-    return words[0::2] >> np.uint32(5), words[1::2] >> np.uint32(6)
+def points_in_square(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A point of each row, whose coordinates are in [-1, 1), from four words: complex [rows]; and if it is accepted."""
+    high, low = (words[0::2] >> np.uint32(5)).view(np.int32), (words[1::2] >> np.uint32(6)).view(np.int32)
+    points = np.empty(words.shape[1], np.complex128)
+    # The generators return the second coordinate's number first.
+    points.imag, points.real = (high * 67108864.0 + low) * (2.0 / 9007199254740992.0) - 1.0
+    radius = squared_radius(points)
+    return points, (radius < 1.0) & (radius != 0.0)
 
 
-def twister_words(seeds: np.ndarray, count: int) -> np.ndarray:
-    """uint32 [count, rows], of Mersenne Twisters seeded with `seeds`; `count` is at most WORDS."""
-    block = np.empty((2 * count + 4, len(seeds)), np.uint32)  # one array: separate arrays were twice as slow
-    first, passed, later, mixed = block[: count + 1], block[count + 1 : count + 3], block[count + 3 : -1], block[-1]
-    state = [*first, *(passed[place % 2] for place in range(SHIFT - count - 1)), *later]
+def squared_radius(points: np.ndarray) -> np.ndarray:
+    return points.real * points.real + points.imag * points.imag
+
+
+def normals_of(points: np.ndarray) -> np.ndarray:
+    """Two normal numbers from each point in the unit circle, by the polar method: float64 [points, 2]."""
+    with np.errstate(all="ignore"):  # rows without enough points have memory's old content
+        radius = squared_radius(points)
+        logs = xlogy(1.0, radius)  # the C library's log, as in the generators; NumPy's differs in the last bit
+        return points.view(np.float64).reshape(-1, 2) * np.sqrt(-2.0 * logs / radius)[:, None]
+
+
+def twister_state(seeds: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The part of the initial states that the first `count` words, at most WORDS, depend on: words 0 to `count`, and
+    `count` words from SHIFT on, both uint32 [words, rows]."""
+    block = np.empty((2 * count + 3, len(seeds)), np.uint32)  # one array: separate arrays were twice as slow
+    first, later, (passed, mixed) = block[: count + 1], block[count + 1 : -2], block[-2:]
+    state = [*first, *[passed] * (SHIFT - count - 1), *later]
     first[0] = seeds
-    factor, thirty = np.uint32(1812433253), np.uint32(30)
-    for last, following, number in zip(state, state[1:], np.arange(1, len(state), dtype=np.uint32), strict=False):
-        np.right_shift(last, thirty, mixed)
+    for last, following, number in zip(state, state[1:], NUMBERS[1:], strict=False):
+        np.right_shift(last, THIRTY, mixed)
         np.bitwise_xor(mixed, last, mixed)
-        np.multiply(mixed, factor, mixed)
+        np.multiply(mixed, FACTOR, mixed)
         np.add(mixed, number, following)
-    for place in range(count):  # row by row, in the cache
-        joined = (first[place] & np.uint32(0x80000000)) | (first[place + 1] & np.uint32(0x7FFFFFFF))
-        word = later[place]
-        word ^= joined >> np.uint32(1)
-        word ^= (joined & np.uint32(1)) * np.uint32(0x9908B0DF)
-        word ^= word >> np.uint32(11)
-        word ^= (word << np.uint32(7)) & np.uint32(0x9D2C5680)
-        word ^= (word << np.uint32(15)) & np.uint32(0xEFC60000)
-        word ^= word >> np.uint32(18)
-    return later
+    return first, later
+
+
+def twister_words(first: np.ndarray, later: np.ndarray) -> np.ndarray:
+    """The words that Mersenne Twisters give first, from parts of their initial states: uint32 [words, rows]."""
+    joined = (first[:-1] & np.uint32(0x80000000)) | (first[1:] & np.uint32(0x7FFFFFFF))
+    words = later ^ (joined >> np.uint32(1)) ^ (joined & np.uint32(1)) * np.uint32(0x9908B0DF)
+    words ^= words >> np.uint32(11)
+    words ^= (words << np.uint32(7)) & np.uint32(0x9D2C5680)
+    words ^= (words << np.uint32(15)) & np.uint32(0xEFC60000)
+    return words ^ words >> np.uint32(18)
 
 
 class RowsOfUniforms:
