@@ -160,9 +160,8 @@ def planned(
     if not is_loop(roles):
         return config, plan  # the memory of the user's own workers is unknown
     plan = plan if learn else plan.only("sim", "policy")
-    replan = lambda changed, there: replanned(changed, there, learn, roles)  # noqa: E731
     if learn and config.learner.shard and plan.count("learner") == 1:  # a single rank holds all weights
-        memory_check.check_memory(config.with_values("learner", shard=False), plan, there, learn, replan)
+        memory_check.check_memory(config.with_values("learner", shard=False), plan, there, learn)
     if learn:
         check_learners(config, plan, there, roles)
     if not memory_check.is_large(config):
@@ -170,18 +169,8 @@ def planned(
         memory_check.check_simulators(config, plan.count("sim"), memory, learn)
         if learn:
             memory_check.check_images(config, memory)
-    found = memory_check.check_memory(config, plan, there, learn, replan)
+    found = memory_check.check_memory(config, plan, there, learn)
     return config, replace(plan, memory=tuple(memory_check.describe_memory(found)))
-
-
-def replanned(config: RunConfig, machines: Topology, learn: bool, roles: tuple[PlacedRole, ...]) -> PlacementPlan:
-    """The plan of a recipe that was not loaded from a file. Refuses what loading it and `planned` would."""
-    RunConfig.model_validate(dict(config), context={"unused": () if learn else ("algo",)})
-    config, plan = placed(config, machines, learn, roles)
-    check_devices(config, plan)
-    if learn:
-        check_learners(config, plan, machines, roles)
-    return plan
 
 
 def check_learners(config: RunConfig, plan: PlacementPlan, machines: Topology, roles: tuple[PlacedRole, ...]) -> None:

@@ -8,7 +8,7 @@ other workers use the GPU, as in the run (`runtime/device_leases.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -21,8 +21,7 @@ from embodied.core.errors import ConfigError
 from embodied.core.files import as_path
 from embodied.core.types import deal_by_task
 from embodied.envs import env_class
-from embodied.placement import PlacementError, PlacementPlan, Topology
-from embodied.placement.topology import read_topology
+from embodied.placement import PlacementPlan, Topology
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
@@ -36,9 +35,8 @@ CUDA_BYTES = 0.78e9  # of CUDA and cuBLAS, for every process on a GPU: 739 MiB o
 DRAWING_BYTES = 0.3e9  # of a GPU, for every process that renders there; assumed
 NCCL_BYTES = 0.63e9  # of a GPU, for a rank's all-reduce: 598 MiB on an H200, NCCL 2.28
 LARGE_BYTES = 1e9  # a folder with more weights holds a model of full size
-ELSEWHERE = ("1xGPU", "8xGPU", "4x8xGPU")
 TEXT_SIMS = 4  # for each GPU
-LORA_RANK = 32  # of the adapters in advice, if full training does not fit
+LORA_RANK = 32  # of the adapters in advice
 START, ROLLOUT, UPDATE = "start", "rollout", "update"
 counted: dict[str, Memory | None] = {}  # cached in this process, since counting takes seconds
 
@@ -263,77 +261,48 @@ def describe_memory(found: list[Need]) -> list[str]:
     return [f"{same[0].place}{others}: {text}" for ((_, text), same), others in zip(alike.items(), more)]
 
 
-# Refusals, with a recipe that fits
+# Refusals
 
 
-def check_memory(
-    config: RunConfig,
-    plan: PlacementPlan,
-    machines: Topology,
-    learn: bool,
-    replan: Callable[[RunConfig, Topology], PlacementPlan],
-) -> list[Need]:
-    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory. `replan` plans a changed
-    recipe, to suggest values that fit."""
+def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, learn: bool) -> list[Need]:
+    """Raise ConfigError if a memory cannot hold the plan's workers; else return every memory."""
     found = needs(config, plan, machines, learn)
-
-    def fits(changed: RunConfig, there: Topology) -> bool:
-        try:
-            other = replan(changed, there)
-        except (PlacementError, ConfigError, ValueError):
-            return False
-        return all(need.least <= need.has for need in needs(changed, other, there, learn))
-
     if over := [need for need in found if need.least > need.has]:
         fewer = "policy.max_length" if config.policy.speaks else "env.num_envs"
-        works = next(alternatives(config, machines, fits), f"a smaller policy or fewer {fewer}")
+        saving = saving_options(config, plan, machines) if learn else ""
+        works = saving or f"a smaller policy, fewer {fewer} or larger machines"
         lines = [f"memory: {line}" for line in describe_memory(over)]
         raise ConfigError("\n".join([*lines, f"that is more than the machines have; try {works}"]))
     return found
 
 
-def alternatives(config: RunConfig, machines: Topology, fits: Callable[[RunConfig, Topology], bool]) -> Iterator[str]:
-    """Changes of the recipe that fit this machine, then other machines that fit the recipe."""
-    for changed in variants(config):
-        if fits(changed, machines):
-            yield " ".join(differences(config, changed))
-    for cluster in ELSEWHERE:
-        for changed in variants(config):
-            if fits(changed, read_topology(cluster)):
-                more = " ".join(differences(config, changed))
-                yield f"other machines: it fits on {cluster}{f' with {more}' if more else ''}"
-
-
-def variants(config: RunConfig) -> Iterator[RunConfig]:
-    """The recipe with changes that need less and less memory."""
-    named = isinstance(config.placement, str)
-    modes = dict.fromkeys([config.placement, "hybrid", "collocated", "disaggregated"]) if named else [config.placement]
-    sparing = {"checkpoint_activations": True} | ({} if config.policy.speaks else {"micro_batch_size": 1})
-    for policy in sparing_policies(config):
-        for changes in ({}, {"shard": True}, sparing, {"shard": True, **sparing}):
-            learner = config.learner.model_copy(update=changes)
-            for mode in modes:
-                yield config.model_copy(update={"placement": mode, "learner": learner, "policy": policy})
-
-
-def sparing_policies(config: RunConfig) -> Iterator[Any]:
-    """The policy; a language model also in half precision, and with trained adapters only."""
-    yield config.policy
+def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
+    """Options that save memory, as many as this plan needs, cheap ones first; "" if all of them save too little."""
+    spare = {"checkpoint_activations": True} | ({} if config.policy.speaks else {"micro_batch_size": 1})
+    options: list[tuple[str, dict[str, Any]]] = [("learner", {"shard": plan.count("learner") > 1}), ("learner", spare)]
     if config.policy.speaks:
-        half = {"dtype": "bfloat16"}
-        adapters = half | ({} if config.policy.lora_rank else {"lora_rank": LORA_RANK, "train_layers": None})
-        for changes in (half, adapters):
-            yield config.policy.model_copy(update=changes)
+        adapters = {"lora_rank": config.policy.lora_rank or LORA_RANK, "train_layers": None}
+        options += [("policy", {"dtype": "bfloat16"}), ("policy", adapters)]
+    changed = config
+    for section, values in options:
+        saving = changed.with_values(section, **values)
+        try:
+            type(config).model_validate(dict(saving))
+        except ValueError:  # this policy does not allow it
+            continue
+        changed = saving
+        if all(need.least <= need.has for need in needs(changed, plan, machines)):
+            return " ".join(differences(config, changed))
+    return ""
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    changed = [
+    return [
         f"{section}.{key}={'null' if value is None else str(value).lower()}"
         for section in ("policy", "learner")
         for key, value in getattr(after, section)
         if value != getattr(getattr(before, section), key)
     ]
-    return ([f"placement={after.placement}"] if after.placement != before.placement else []) + changed
 
 
 def copies(config: RunConfig) -> int:

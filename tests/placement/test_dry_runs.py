@@ -62,17 +62,18 @@ def test_seven_billion_weights_learn_in_shards_on_eight_gpus_and_are_refused_whe
     _, plan = planned("libero_grpo_openvla_oft", "8xGPU")
     assert places(plan) == {"sim": ({"cpu"}, 64, 1), "policy": ({"gpu"}, 8, 1), "learner": ({"gpu"}, 8, 1)}
     assert {host.render for host in plan.hosts if "sim" in host.roles} == {f"gpu:{i}" for i in range(8)}
-    # trained are 7.5e9: 20 bytes of an eighth of them, 4 of all for the gradient; frozen, and what passes through
+    # trained are 7.5e9: 20 bytes of an eighth of them, 4 of all for the gradient; frozen weights, the activations of a
+    # micro-batch, and those of the block that is computed again
     told = plan.memory[0]
     learner, policy = (float(re.search(rf"{role} ([\d.]+)", told)[1]) for role in ("learner", "policy"))
-    assert 7.5 * (20 / 8 + 4) < learner < 7.5 * (20 / 8 + 4) + 8
+    assert 7.5 * (20 / 8 + 4) < learner < 7.5 * (20 / 8 + 4) + 9
     assert policy == pytest.approx(15.1, rel=0.01)
     assert told.startswith("gpu:0 and 7 more alike: ") and "of 80 GB" in told
     _, plan = planned("libero_grpo_openvla_oft", "4x8xGPU")
     assert places(plan) == {"sim": ({"cpu"}, 64, 4), "policy": ({"gpu"}, 32, 4), "learner": ({"gpu"}, 32, 4)}
     for cluster, memory in {"1xGPU": "gpu:0: .* of 80 GB", "2xCPU": ""}.items():
         with pytest.raises(
-            ConfigError, match=f"{memory}.*\nthat is more than the machines have; try .*8xGPU with learner.shard=true"
+            ConfigError, match=f"{memory}.*\nthat is more than the machines have; try a smaller .* or larger machines"
         ) as caught:
             planned("libero_grpo_openvla_oft", cluster, "learner.shard=false", "cluster.devices=[]")
         assert "learner" in str(caught.value)
@@ -111,7 +112,7 @@ def counted_as(monkeypatch):
     return lambda **parts: monkeypatch.setattr(memory_check, "measured", lambda config, ranks: Memory(1, 1, **parts))
 
 
-def test_what_does_not_fit_is_refused_with_a_recipe_that_does(counted_as):
+def test_a_run_that_does_not_fit_is_refused_with_options_that_save_memory(counted_as):
     counted_as(weights=30e9, training=60e9, activations=20e9)
     oft, whole = "libero_grpo_openvla_oft", "learner.shard=false"
     with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than the machines have; try learner\.shard=true$"):
@@ -120,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_a_recipe_that_does(counted_as):
     assert planned(oft, "8xGPU", "learner.shard=true", "algo.kl_coef=0.1")[1].count("learner") == 8
     with pytest.raises(ConfigError, match=r"of 80 GB\nthat is more than the machines have; try a smaller policy"):
         planned("libero_ppo_pi0", "8xGPU")  # no shards of norms in float32
-    with pytest.raises(ConfigError, match=r"gpu:0: .* of 80 GB\n.*fits on 8xGPU with learner\.shard=true"):
+    with pytest.raises(ConfigError, match=r"gpu:0: .* of 80 GB\n.*try a smaller policy"):
         planned("libero_grpo_openvla_oft", "1xGPU")  # in shards, of which there would be one
     counted_as(weights=10e9, training=20e9, activations=20e9)
     _, plan = planned("libero_grpo_openvla_oft", "8xGPU")
