@@ -226,8 +226,9 @@ class HorizonCollector(Collector):
         return max(1, run.env_steps // (config.env.num_envs * self.horizon * config.policy.chunk))
 
     def collect(self, version: int) -> RolloutParts:
-        """Collect a rollout of all sims. A dead sim's part is collected again if at least half of the rollout, or all
-        data of a learner rank, is missing; otherwise it is left out."""
+        """Collect a rollout of all sims. Sims put slices of their rows into the learner ranks' channels (`inlets`); the
+        driver only hears which rows arrived. A dead sim's part is collected again if at least half of the rollout, or
+        all data of a learner rank, is missing; otherwise it is left out."""
         rollouts = self.rollouts
         self.batches += 1
         batch, missing = RolloutParts(self.batches, version), list(range(len(rollouts.sims)))
@@ -252,6 +253,8 @@ class HorizonCollector(Collector):
         return batch
 
     def update(self, batch: RolloutParts, iteration: int, total: int) -> Handle:
+        """Each rank's channel already holds the sims' slices. A `Unit` names the slices that count, a `BatchEnd` says
+        that no unit follows; then `learn` takes all of them."""
         ids = batch.env_ids
         for channel, block in zip(self.trajectories, self.blocks, strict=True):
             channel.put(Unit(batch.sources_of(block), ids[within(ids, block)]), key=batch.number)

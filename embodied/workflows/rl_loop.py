@@ -147,7 +147,7 @@ class EmbodiedLoop:
             losses = self.settled(updating)[0] if updating else {}
         if "time/first_backward_s" in losses:  # on rank 0: seconds since its update began
             losses["time/first_backward_s"] += before_s
-        self._end_evaluation()
+        self._end_evaluation()  # of the version that acted in this rollout
         # The learners' weights are the next version, which policies load before they act again.
         publish_s = self.lagging.updated() if self.lagging else self.publish(self.version + 1)
         self.updating = None
