@@ -41,6 +41,9 @@ ROBOT = "env.num_envs=8 algo.rollout_decisions=5 algo.minibatch_size=20 env.max_
 GROUPS = "env.num_envs=8 algo.groups=2 algo.group_size=4"
 SEEDS = "seeds=0-1 run.iterations=2 eval.episodes=4 env.num_envs=4 algo.minibatch_size=32"
 WORDS = f"{GROUPS} eval.episodes=4"
+IMITATED = (
+    "run.start_from=runs/sft-sums_sft-DATE"  # else a command would imitate first, for longer than a test may take
+)
 IMITATE = "sft.episodes=64 sft.warmup_steps=0 env.num_envs=8 eval.episodes=4"
 STATES = "env.max_episode_steps=20 algo.rollout_decisions=2 algo.minibatch_size=16"
 OFT = re.search(
@@ -128,7 +131,7 @@ PAGES = {
         Step("evaluate checkpoint=.*my_nets:Linear,random", "comparison.html"),
         Step("train .*my_seeing", "success_once", "eval.videos=1"),
         Step("check env.name=pointmass", "state of 6 numbers"),
-        Step("check env.task=PushCube-v1", "agent.qpos 9, agent.qvel 9"),
+        Step("check env.task=PushCube-v1", "agent.qpos 9, agent.qvel 9", slow=True),  # as own_task.md does
     ],
     "placement.md": [
         Step("plan profile=published", re.compile("wins|are predicted equal")),
@@ -174,13 +177,13 @@ PAGES = {
     ],
     "reasoning.md": [
         Step("check env.name=my_text", "contract kept"),
-        Step("train recipe=sums_grpo$", "cut off", WORDS),
-        Step("train recipe=./backwards", "cut off", WORDS),
-        Step("train recipe=sums_ppo", "cut off", WORDS),
+        Step("train recipe=sums_grpo$", "cut off", f"{WORDS} {IMITATED}"),
+        Step("train recipe=./backwards", "cut off", f"{WORDS} {IMITATED.replace('sft-sums', 'backwards')}"),
+        Step("train recipe=sums_ppo", "cut off", f"{WORDS} {IMITATED}"),
         Step("evaluate .*temperature=1", ("T=1: avg@4", "pass@4", "(2 prompts)"), "eval.episodes=8"),
         Step("evaluate .*temperature=0", "greedy: success"),
         Step("report runs/backwards", "comparison.html", swap=(r"v0000\d\d", "v000001")),
-        Step("train .*schedule=periodic", "cut off", f"{WORDS} placement=auto cluster.backend=local"),
+        Step("train .*schedule=periodic", "cut off", f"{WORDS} {IMITATED} placement=auto cluster.backend=local"),
         Step("profiling", "policy", f"{GROUPS} seconds=5", slow=True),
         Step("plan", "collocated", GROUPS, slow=True),
         Step(

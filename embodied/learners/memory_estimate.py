@@ -7,12 +7,14 @@ learner with shards still accumulates the whole float32 gradient, unless learner
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from embodied.core.types import ActionSpec, EnvSpec, Observation
 from embodied.learners.config import LearnerConfig
@@ -146,10 +148,13 @@ def saved_bytes(policy: Policy, config: LearnerConfig, inputs: dict[str, Any]) -
 
 
 def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[int, int]:
-    """The bytes that a forward pass keeps, and the bytes of its largest block."""
+    """The bytes that a forward pass keeps, and the bytes of its largest block. Two blocks of a kind are computed: the
+    first also keeps tensors that all blocks share, and every other block keeps as many bytes as the second."""
     weights = {p.untyped_storage()._cdata for p in policy.parameters()}
     seen: dict[int, Tensor] = {}
-    totals: list[int] = []  # totals at the beginning and end of blocks
+    passed: dict[Any, list[tuple[int, Any]]] = {}  # kind of block -> bytes kept and output of its first two passes
+    kept_by_blocks: list[int] = []
+    skipped = 0
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage()._cdata not in weights:
@@ -159,18 +164,40 @@ def kept_by_pass(policy: Policy, inputs: dict[str, Any], places: int) -> tuple[i
     def total() -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
 
-    def note(*_: Any) -> None:
-        totals.append(total())
+    def counting(block: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        parts = type(block), *(described(p) for p in block.parameters())
 
-    hooks = [add(note) for b in policy.blocks() for add in (b.register_forward_pre_hook, b.register_forward_hook)]
+        def run(*args: Any, **named: Any) -> Any:
+            nonlocal skipped
+            alike = passed.setdefault((parts, *map(described, (*args, *named.values()))), [])
+            if len(alike) == 2:
+                skipped += alike[1][0]
+                return tree_map_only(Tensor, Tensor.clone, alike[1][1])
+            before, output = total(), forward(*args, **named)
+            alike.append((total() - before, output))
+            kept_by_blocks.append(alike[-1][0])
+            return output
+
+        return run
+
+    blocks = [(block, block.forward) for block in policy.blocks()]
+    for block, forward in blocks:
+        block.forward = counting(block, forward)  # type: ignore[method-assign]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         scores = policy(inputs)
         loss = scores.logprobs.sum() + scores.values.sum()
         if places:
             loss = loss + policy.counted_features(places).sum()
-    for hook in hooks:
-        hook.remove()
-    return total(), max((end - begin for begin, end in zip(totals[::2], totals[1::2], strict=True)), default=0)
+    for block, forward in blocks:
+        block.forward = forward  # type: ignore[method-assign]
+    return total() + skipped, max(kept_by_blocks, default=0)
+
+
+def described(value: Any) -> Any:
+    """What decides how much a block keeps of an argument or a weight."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return tuple(map(described, value)) if isinstance(value, tuple | list) else type(value)
 
 
 def longest_conversation(policy: Policy, config: LearnerConfig) -> int:

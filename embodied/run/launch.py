@@ -394,7 +394,7 @@ def describe_learner(config: RunConfig) -> str:
     from embodied.learners.memory_estimate import estimate
 
     shared = ", shared out among the learners" if config.learner.shard else " in each learner"
-    found = estimate(config, memory_check.decisions_of(config) or 1)
+    found = memory_check.measured(config, 1) or estimate(config, memory_check.decisions_of(config) or 1)
     return f"learner     {found}{shared}\n" if found else ""
 
 

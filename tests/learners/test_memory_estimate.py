@@ -1,6 +1,7 @@
 """What a learner needs, counted without memory, against what one holds."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from embodied.algorithms.config import PPOConfig
 from embodied.config.recipe import load
 from embodied.core.types import ActionSpec, EnvSpec
 from embodied.learners.config import LearnerConfig
-from embodied.learners.memory_estimate import Memory, count, estimate, made_up, whole_gradient
+from embodied.learners.memory_estimate import Memory, count, estimate, kept_by_pass, made_up, whole_gradient
 from embodied.learners.model import Model, PolicyOptimizer
 from embodied.policies import make_policy
 from embodied.policies.config import OpenVLAConfig, OpenVLAOFTConfig
@@ -83,6 +84,31 @@ def test_activations_that_are_computed_again_are_counted_block_by_block():
     held = np.cumsum([each.nbytes() for each in sorted(moves, key=lambda each: each.start_ns())])
     counted = count(build(OpenVLAConfig, name="openvla", lora_rank=4), config, made_up(policy, 8))
     assert 0.9 * held.max() <= counted.activations + 4 * counted.num_trained <= 1.25 * held.max()
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(count)
+        )
+
+    def blocks(self):
+        return [*self.layers]
+
+    def forward(self, rows):
+        for layer in self.layers:
+            rows = layer(rows)
+        return SimpleNamespace(logprobs=rows, values=rows[:, 0])
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_every_block_counts_though_only_two_of_a_kind_are_passed_through(count):
+    """A block keeps what its linear layer and its GELU read: 3 rows of 8 numbers each."""
+    assert kept_by_pass(Stack(count).to("meta"), torch.zeros(3, 8, device="meta"), 0) == (
+        count * 2 * 3 * 8 * 4,
+        2 * 3 * 8 * 4,
+    )
 
 
 def test_a_reference_is_counted_as_a_copy_of_what_is_trained():

@@ -36,14 +36,14 @@ class Page:
 
 
 def replaced(command, folder, more):
-    """The words of a command behind `python`: runs/NAME-DATE is the newest such run, and `more` replaces its keys."""
+    """The words of a command behind `python`, in which `more` replaces keys; runs/NAME-DATE is the newest such run."""
     keys = {word.partition("=")[0] for word in more}
 
     def dated(found):
         return str(newest(folder, found[1]).relative_to(folder))
 
     words = [word for word in shlex.split(command)[1:] if word.partition("=")[0] not in keys]
-    return [*(re.sub(r"runs/([\w+-]+)-DATE", dated, word) for word in words), *more]
+    return [re.sub(r"runs/([\w+-]+)-DATE", dated, word) for word in (*words, *more)]
 
 
 def newest(folder, name):

@@ -1,6 +1,6 @@
 """Let vLLM answer, in processes of their own since it keeps threads and process groups; prints what it wrote as JSON,
-a line for each of MODELS, after one of the heads that vLLM runs on a CPU, and before one for each kind that sees. All
-fork from one that has imported vLLM.
+a line for each kind of model that its arguments name, after one of the heads that vLLM runs on a CPU. All fork from one
+that has imported vLLM.
 
 `gaps`: the largest distance of its log-probs from the model's own, after each of three loads. `slept`: what it has
 while it sleeps at level 2 and while it wakes up, and what it writes afterwards.
@@ -21,7 +21,6 @@ from language_models import STOP, answers, drained, engine_of, logprobs_by_the_m
 
 from embodied.core.conversations import SamplingRule
 from embodied.core.pictures import drawing
-from embodied.policies.language.config import SEEING
 from embodied.policies.language.engine import Sampling, make_engine
 from embodied.policies.language.vllm_engine import SETTINGS, memory_of
 
@@ -172,7 +171,7 @@ if __name__ == "__main__":
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     print(json.dumps({"heads": CPUAttentionBackend.get_supported_head_sizes()}), flush=True)
-    for kind in (*MODELS, *SEEING):
+    for kind in sys.argv[1:]:
         if (child := os.fork()) == 0:
             if kind in MODELS:
                 main(kind)

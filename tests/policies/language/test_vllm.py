@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,27 +28,41 @@ needs_vllm = pytest.mark.skipif(not installed, reason="vLLM is not installed (ma
 SCRIPT = Path(__file__).parents[2] / "support" / "vllm_answers.py"
 
 
-@pytest.fixture(scope="module")
-def script():
-    """What the script prints: one line, then one of each model."""
+EVERYDAY = ("untied", SEEING[0])  # each starts an engine for 15 seconds; make test-all starts one for every kind
+KINDS = ("tied", "untied", "experts", *SEEING)
+
+
+@cache
+def script(*kinds):
+    """What the script prints: one line, then one of each kind."""
     one_thread = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-W", "ignore", str(SCRIPT)]
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *kinds]
     done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [
         json.loads(line) for line in done.stdout.splitlines() if line.startswith(('{"heads"', '{"gaps"', '{"seen"'))
     ]
-    return dict(zip(("heads", "tied", "untied", "experts", *SEEING), lines, strict=True))
+    return dict(zip(("heads", *kinds), lines, strict=True))
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "experts"])
-def said(script, request):
-    return script[request.param]
+def answers_of(kind):
+    return script(*(EVERYDAY if kind in ("heads", *EVERYDAY) else [other for other in KINDS if other not in EVERYDAY]))[
+        kind
+    ]
 
 
-@pytest.fixture(scope="module")
-def drawn(script):
-    return script["untied"]
+def each(kinds):
+    return [pytest.param(kind, marks=[] if kind in EVERYDAY else pytest.mark.slow) for kind in kinds]
+
+
+@pytest.fixture(params=each(["tied", "untied", "experts"]))
+def said(request):
+    return answers_of(request.param)
+
+
+@pytest.fixture
+def drawn():
+    return answers_of("untied")
 
 
 @needs_vllm
@@ -56,9 +71,9 @@ def test_logprobs_are_the_models_at_temperature_1_after_every_load(said):
 
 
 @needs_vllm
-@pytest.mark.parametrize("kind", SEEING)
-def test_pictures_are_seen_as_the_learner_sees_them_after_every_load(script, kind):
-    for same, other in script[kind]["seen"]:
+@pytest.mark.parametrize("kind", each(SEEING))
+def test_pictures_are_seen_as_the_learner_sees_them_after_every_load(kind):
+    for same, other in answers_of(kind)["seen"]:
         assert same <= 1e-5 < 1e-3 < other
 
 
@@ -150,8 +165,8 @@ def test_a_mixture_of_experts_that_vllm_gives_no_new_weights_on_a_cpu_is_refused
 
 
 @needs_vllm
-def test_heads_that_vllm_cannot_run_on_a_cpu_are_refused_before_anything_starts(script, tmp_path, capsys):
-    assert script["heads"] == {"heads": [*CPU_HEADS]}
+def test_heads_that_vllm_cannot_run_on_a_cpu_are_refused_before_anything_starts(tmp_path, capsys):
+    assert answers_of("heads") == {"heads": [*CPU_HEADS]}
     folder, recipe = publish(tmp_path, "qwen3", False), ["recipe=sums_grpo", "policy.engine=vllm", "--dry-run"]
     assert train.main([*recipe, f"policy.pretrained={folder}"]) == 2
     said = capsys.readouterr().err
