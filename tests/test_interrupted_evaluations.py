@@ -10,11 +10,13 @@ from contextlib import suppress
 
 import pytest
 
+from embodied.reporting.partial_evaluation import PartialEvaluation
 from embodied.train import main
 from embodied.workflows.rl_loop import EmbodiedLoop
 
-TWICE = ["recipe=pointmass_ppo", "run.iterations=2", "eval.videos=0", "eval.num_envs=2"]
-MANY = [*TWICE, "eval.episodes=80"]  # long enough to be caught on a busy machine
+SMALL = ["env.num_envs=8", "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
+TWICE = ["recipe=pointmass_ppo", "run.iterations=2", "eval.videos=0", "eval.num_envs=2", *SMALL]
+FEW, MANY = [*TWICE, "eval.episodes=8"], [*TWICE, "eval.episodes=80"]  # long enough to be caught on a busy machine
 
 
 def over_in(folder):
@@ -36,25 +38,52 @@ def results(run):
     return found.pop("provenance"), found
 
 
+def in_this_process(arguments, folder, monkeypatch):
+    """Asked to stop once an episode of the second evaluation is over."""
+    add = PartialEvaluation.add
+
+    def stopped(partial, episodes):
+        add(partial, episodes)
+        if partial.finished and partial.folder.name == "v000002":
+            partial.write()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PartialEvaluation, "add", stopped)
+        assert main(arguments) == 143
+    return over_in(folder)
+
+
+def in_a_process(arguments, folder, monkeypatch):
+    """Killed at any moment."""
+    command, environment = [sys.executable, "-m", "embodied.train", *arguments], {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        run = over_in(folder)
+        process.kill()
+    return run
+
+
 @pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)], ids=str
+    ("strike", "words"),
+    [(in_this_process, FEW), pytest.param(in_a_process, MANY, marks=pytest.mark.slow)],
+    ids=["SIGTERM", "SIGKILL"],
 )
-def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(tmp_path, sent, code, capsys):
-    assert main([*MANY, f"run.dir={tmp_path}/whole"]) == 0
+def test_an_evaluation_that_was_interrupted_is_played_to_its_end_by_a_resumed_run(
+    tmp_path, strike, words, monkeypatch, capsys
+):
+    assert main([*words, f"run.dir={tmp_path}/whole"]) == 0
     (whole,) = tmp_path.glob("whole/*")
-    command = [sys.executable, "-m", "embodied.train", *MANY, f"run.dir={tmp_path}/struck"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    run = over_in(tmp_path / "struck")
-    process.send_signal(sent)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == code and (code < 0 or "evaluation of v000002 stopped" in output), output
+    capsys.readouterr()
+    run = strike([*words, f"run.dir={tmp_path}/struck"], tmp_path / "struck", monkeypatch)
+    if strike is in_this_process:
+        assert "evaluation of v000002 stopped" in capsys.readouterr().out
+    count = int(words[-1].partition("=")[2])
     left = json.loads((run / "eval/v000002/partial.json").read_text())
-    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == 80
+    assert left["state"] == "partial" and 0 < left["over"] < left["episodes"] == count
     lines = (run / "eval/v000002/episodes.csv").read_text().splitlines()
     assert len(lines) - 1 >= left["over"] and not (run / "eval/v000002/results.json").exists()
     assert main([f"resume={run}"]) == 0
-    told = f"evaluating v000002 on 80 episodes, of which {len(lines) - 1} were played before"
+    told = f"evaluating v000002 on {count} episodes, of which {len(lines) - 1} were played before"
     assert told in capsys.readouterr().out
     (provenance, ours), (_, theirs) = results(run), results(whole)
     assert ours == theirs and len(provenance["earlier"]) == 1

@@ -1,5 +1,6 @@
 """A learner that is killed in a run as users start it: the run goes on by itself from the newest checkpoint."""
 
+import json
 import os
 import re
 import signal
@@ -9,17 +10,19 @@ import sys
 import pytest
 from run_processes import hosts
 
+from embodied import train
 from embodied.policies.policy_folder import read_weights
 from embodied.reporting.runs import read_run
+from embodied.workflows.rl_loop import EmbodiedLoop
 
 SHORT = ["recipe=pointmass_ppo", "run.env_steps=null", "run.iterations=6", "algo.epochs=2"]
 SHORT += ["algo.rollout_decisions=16", "algo.minibatch_size=32", "env.num_envs=8", "eval.episodes=4", "eval.videos=0"]
 
 
-def play(folder, *arguments, strike=""):
-    """A whole run; the learner is killed once this line has been said."""
+def play(folder, *arguments):
+    """A whole run; the learner is killed once iteration 3 is over."""
     folder.mkdir()
-    command = [sys.executable, "-m", "embodied.train", *SHORT, *arguments]
+    command, strike = [sys.executable, "-m", "embodied.train", *SHORT, *arguments], "iteration 3/"
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         said = []
         for line in process.stdout:
@@ -36,19 +39,32 @@ def play(folder, *arguments, strike=""):
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_killed_learner_costs_the_iterations_since_the_newest_checkpoint_and_changes_no_result(tmp_path, backend):
     """Killed in iteration 4 or 5, of which 2 and maybe 4 are saved; the point mass can be saved, so nothing differs."""
-    whole, _ = play(tmp_path / "whole", "run.save_every=2", f"cluster.backend={backend}")
-    struck, said = play(tmp_path / "struck", "run.save_every=2", f"cluster.backend={backend}", strike="iteration 3/")
+    here = ["run.save_every=2", f"run.dir={tmp_path}/whole", "cluster.backend=inline"]
+    assert train.main([*SHORT, *here]) == 0
+    (whole,) = (tmp_path / "whole").iterdir()
+    struck, said = play(tmp_path / "struck", "run.save_every=2", f"cluster.backend={backend}")
     (line,) = re.findall(r"^.*is started again with all workers.*$", said, re.M)
     assert re.search(
         r"learner\S*-0 is started .*\(restart 1, at most 5 in 1800 s\), from v00000[24]: its process", line
     )
     assert "killed by SIGKILL" in line and "pid" in line and re.search(r"iterations? [35].* played again$", line)
-    assert [row["iteration"] for row in struck.metrics] == [row["iteration"] for row in whole.metrics]
-    ends = [read_weights(max(run.folder.glob("checkpoints/v*")) / "policy") for run in (whole, struck)]
+    assert [row["iteration"] for row in struck.metrics] == [1, 2, 3, 4, 5, 6]
+    ends = [read_weights(max(run.glob("checkpoints/v*")) / "policy") for run in (whole, struck.folder)]
     assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
 
 
-def test_without_a_checkpoint_the_run_begins_again_from_the_beginning(tmp_path):
-    run, said = play(tmp_path / "run", strike="iteration 2/")
-    assert "from the beginning: its process was killed by SIGKILL" in said
-    assert [row["iteration"] for row in run.metrics] == [1, 2, 3, 4, 5, 6]
+def test_without_a_checkpoint_the_run_begins_again_from_the_beginning(tmp_path, monkeypatch, capsys):
+    iterate, struck = EmbodiedLoop.iterate, []
+
+    def killing(loop, number, total):
+        if number == 2 and not struck:
+            (about,) = tmp_path.glob("*/run.json")
+            struck.append(json.loads(about.read_text())["processes"]["learner-0"])
+            os.kill(struck[0], signal.SIGKILL)
+        return iterate(loop, number, total)
+
+    monkeypatch.setattr(EmbodiedLoop, "iterate", killing)
+    assert train.main([*SHORT, f"run.dir={tmp_path}", "cluster.backend=local"]) == 0
+    assert "from the beginning: its process was killed by SIGKILL" in capsys.readouterr().out
+    (run,) = tmp_path.iterdir()
+    assert [row["iteration"] for row in read_run(run).metrics] == [1, 2, 3, 4, 5, 6]

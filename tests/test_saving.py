@@ -18,8 +18,9 @@ from embodied.config.recipe import load
 from embodied.train import follow, main
 from embodied.workflows.rl_loop import EmbodiedLoop
 
-SHORT = ["eval.episodes=4", "eval.videos=0", "env.num_envs=8", "algo.minibatch_size=128"]
-PPO, GRPO = ["recipe=pointmass_ppo", *SHORT], ["recipe=pointmass_grpo", *SHORT[:3], "algo.groups=2"]
+SHORT = ["eval.episodes=4", "eval.videos=0", "env.num_envs=8", "env.max_episode_steps=8"]
+PPO = ["recipe=pointmass_ppo", *SHORT, "algo.rollout_decisions=16", "algo.minibatch_size=32", "run.env_steps=null"]
+GRPO = ["recipe=pointmass_grpo", *SHORT, "algo.groups=2", "run.env_steps=null"]
 
 
 def saved(run: Path) -> list[int]:
@@ -45,7 +46,7 @@ def test_a_recipe_that_says_nothing_is_saved_every_five_minutes_of_training(reci
             written.append(self.version)
             super().save_learners(draft)
 
-    inline = ["cluster.backend=inline", f"run.dir={tmp_path}", "run.iterations=10", "run.env_steps=null"]
+    inline = ["cluster.backend=inline", f"run.dir={tmp_path}", "run.iterations=10"]
     given = load([*recipe, *inline])
     assert follow(given, Watched, clock=lambda: next(ticks)) == 0
     (run,) = tmp_path.iterdir()
@@ -108,7 +109,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_worth_a_line_not_the_run(tmp
 def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_and_that_works(tmp_path):
     """Where it may not start again by itself: what the message says is true, and the run is the one that would have
     been."""
-    ours = ["recipe=pointmass_ppo", f"run.dir={tmp_path / 'ours'}", "eval.episodes=4", "eval.videos=0"]
+    ours = [f"run.dir={tmp_path / 'ours'}", *PPO]
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied.train", *ours, "run.iterations=100000", "faults.max_restarts=0"],
         stdout=subprocess.PIPE,
@@ -127,7 +128,7 @@ def test_a_learner_that_dies_before_the_first_save_is_told_how_to_begin_again_an
     assert f"nothing was saved yet; begin it again: python -m embodied.train resume={run}" in output
     here = ["cluster.backend=inline", "run.iterations=3"]
     assert main([f"resume={run}", *here]) == 0
-    assert main([*ours[:1], f"run.dir={tmp_path / 'theirs'}", *ours[2:], *here]) == 0
+    assert main([f"run.dir={tmp_path / 'theirs'}", *PPO, *here]) == 0
     (other,) = (tmp_path / "theirs").iterdir()
     assert same(weights(run, 3), weights(other, 3))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -105,14 +105,14 @@ def test_what_was_not_measured_is_refused_with_the_command_that_measures_it(tmp_
 def test_seeds_share_devices_and_say_who_had_which(tmp_path, capsys):
     short = [*ROBOT, "run.iterations=2", f"run.dir={tmp_path}", "eval.episodes=2", "eval.videos=0"]
     short = [word for word in short if word != "run.iterations=3"]
-    assert train.main([*short, "seeds=0-2", "at_once=shared"]) == 0
+    assert train.main([*short, "seeds=0-1", "at_once=shared"]) == 0
     said = capsys.readouterr().out
-    assert "2 at once, each on devices that they lend to each other" in said and "3 of 3 runs finished" in said
+    assert "2 at once, each on devices that they lend to each other" in said and "2 of 2 runs finished" in said
     (record,) = tmp_path.glob("*-seeds-*/sharing/share.jsonl")
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    check_record(lines[1:], {"seed 0", "seed 1", "seed 2"})
-    assert sum(line.get("phase") == "update" for line in lines) >= 3 * 2
-    assert "seed 0, seed 1, seed 2 on " in (record.parent / "report.html").read_text()
+    check_record(lines[1:], {"seed 0", "seed 1"})
+    assert sum(line.get("phase") == "update" for line in lines) >= 2 * 2
+    assert "seed 0, seed 1 on " in (record.parent / "report.html").read_text()
 
 
 @pytest.mark.parametrize("words", [["program=my_loop:Loop"], ["placement={'sim,policy': 'cpu:0', learner: 'cpu:0'}"]])

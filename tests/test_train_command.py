@@ -1,6 +1,8 @@
 """The commands as a user runs them on a toy env, with real files; in processes of their own where that matters."""
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import re
@@ -59,13 +61,6 @@ def start(module, *args, cwd, stderr=subprocess.STDOUT, **options):
     )
 
 
-def run(module, *args, cwd, code=0):
-    process = start(module, *args, cwd=cwd)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == code, output
-    return output
-
-
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
     """The command in this process, from the test's folder, with one thread as in `ENV`."""
@@ -100,8 +95,10 @@ def weights(run_folder: Path, version: int) -> dict:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    return run("train", *tiny("cluster.backend=inline"), cwd=folder), only_run(folder)
+    folder, said = tmp_path_factory.mktemp("finished"), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(said):
+        assert main(tiny("cluster.backend=inline")) == 0
+    return said.getvalue(), only_run(folder)
 
 
 def test_a_run_says_what_it_does_and_leaves_a_whole_folder(finished):

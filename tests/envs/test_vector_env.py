@@ -61,76 +61,10 @@ def chunk(env, steps):
     return env.step_chunk(np.zeros((env.num_envs, steps, 2), np.float32))
 
 
-def test_rows_that_end_inside_a_chunk_report_nothing_more():
-    """Row 0 runs on, row 1 terminates at its second step."""
-    result = chunk(begin(99, 2), 3)
-    assert result.rewards.tolist() == [[1, 2, 3], [1, 2, 0]]
-    assert result.mask.tolist() == [[True, True, True], [True, True, False]]
-    assert result.terminated.tolist() == [[False, False, False], [False, True, False]]
-    assert not result.truncated.any()
-    assert result.done.tolist() == [False, True]
-
-
-def test_a_row_that_ends_inside_a_chunk_shows_its_final_observation():
-    env = begin(99, 2)
-    assert chunk(env, 4).obs["state"].tolist() == [[4], [2]]
-    assert env.num_observed == 2
-
-
 def test_a_chunk_is_observed_once_when_nothing_ends_before_its_border():
     env = begin(99, 3)
     assert chunk(env, 3).obs["state"].tolist() == [[3], [3]]
     assert env.num_observed == 1
-
-
-def test_a_chunk_stops_when_no_row_is_left():
-    env = begin(2, 3)
-    result = chunk(env, 5)
-    assert env.num_stepped == 3
-    assert env.num_observed == 2
-    assert result.obs["state"].tolist() == [[2], [3]]
-    assert result.mask.sum(axis=1).tolist() == [2, 3]
-
-
-def test_the_step_limit_truncates_and_does_not_terminate():
-    env = begin(99, 99)
-    result = chunk(env, LIMIT + 2)
-    assert result.truncated[:, LIMIT - 1].all()
-    assert result.truncated.sum() == 2
-    assert not result.terminated.any()
-    assert result.mask.sum(axis=1).tolist() == [LIMIT, LIMIT]
-
-
-def test_terminating_at_the_step_limit_is_not_also_truncation():
-    result = chunk(begin(LIMIT), LIMIT)
-    assert result.terminated[0, -1]
-    assert not result.truncated.any()
-
-
-@pytest.mark.parametrize(
-    ("on_success", "ends"), [("truncate", "truncated"), ("terminate", "terminated"), ("continue", None)]
-)
-def test_on_success_decides_how_a_success_ends_the_episode(on_success, ends):
-    result = chunk(begin(102, on_success=on_success), 4)
-    steps = {name: np.flatnonzero(getattr(result, name)[0]).tolist() for name in ("terminated", "truncated")}
-    assert steps == {name: [1] if name == ends else [] for name in steps}
-    assert result.success[0].tolist() == ([False, True, True, True] if ends else [False, True, False, False])
-
-
-def test_an_episode_goes_on_after_its_first_success_as_long_as_it_is_told():
-    """Row 0 succeeds at its second step and at no other, row 1 never."""
-    result = chunk(begin(102, 99, after_success=2), 4)
-    assert result.truncated.tolist() == [[False, False, False, True], [False] * 4]
-    assert not result.terminated.any()
-    assert begin(102, after_success=0).step_chunk(np.zeros((1, 2, 2), np.float32)).truncated.tolist() == [[False, True]]
-
-
-def test_success_is_frozen_after_the_end():
-    env = begin(102, 99)
-    chunk(env, 3)
-    assert chunk(env, 2).success[0].tolist() == [True, True]
-    _, _, _, _, info = env.step(np.zeros((2, 2), np.float32))
-    assert info["success"].tolist() == [True, False]
 
 
 def test_success_at_reset_is_reported_and_does_not_end_the_episode():
@@ -169,23 +103,54 @@ def test_on_frame_is_told_which_rows_moved():
     assert moved == [[True, True], [True, True], [True, False]]
 
 
+def told(end, on_success, after_success, sizes):
+    """What an env row says of each step, for steps in chunks of these sizes, and what it shows after each chunk: a slow
+    reference. An episode ends at its end, at the limit, or so many steps after its first success."""
+    rows, shown, count, over, first, success = [], [], 0, False, None, False
+    for size in sizes:
+        for _ in range(size):
+            if over:
+                rows.append((0, False, False, False, success))
+                continue
+            count += 1
+            success = count == end - 100
+            first = count if success and first is None else first
+            terminated = count == end
+            truncated = count == LIMIT and not terminated
+            if first is not None and count == first + after_success and on_success != "continue":
+                terminated |= on_success == "terminate"
+                truncated = not terminated
+            over = terminated or truncated
+            rows.append((count, terminated, truncated, True, success))
+        shown.append(count)
+    return rows, shown
+
+
 @settings(deadline=None)
 @given(
     ends=st.lists(st.integers(1, 8) | st.integers(101, 108), min_size=1, max_size=4),
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    sizes=st.lists(st.integers(1, LIMIT + 2), min_size=1, max_size=6),
     on_success=st.sampled_from(["truncate", "terminate", "continue"]),
+    after_success=st.integers(0, 3),
 )
-def test_chunks_of_any_size_tell_the_same_story_as_single_steps(ends, sizes, on_success):
-    whole, single = begin(*ends, on_success=on_success), begin(*ends, on_success=on_success)
-    for size in sizes:
-        result = chunk(whole, size)
-        steps = [chunk(single, 1) for _ in range(size)]
-        for name in ("rewards", "terminated", "truncated", "mask", "success"):
-            joined = np.concatenate([getattr(step, name) for step in steps], axis=1)
-            assert np.array_equal(getattr(result, name), joined), name
-        for row in np.flatnonzero(result.mask.any(axis=1)):
-            last = result.mask[row].sum() - 1
-            assert result.obs["state"][row] == steps[last].obs["state"][row]
+def test_chunks_of_any_size_tell_of_every_row_what_a_slow_reference_tells(ends, sizes, on_success, after_success):
+    after_success = after_success if on_success == "truncate" else 0
+    env = begin(*ends, on_success=on_success, after_success=after_success)
+    expected = [told(end, on_success, after_success, sizes) for end in ends]
+    begun = 0
+    for number, size in enumerate(sizes):
+        stepped = env.num_stepped
+        result = chunk(env, size)
+        for row, (rows, shown) in enumerate(expected):
+            said = [
+                getattr(result, name)[row].tolist()
+                for name in ("rewards", "terminated", "truncated", "mask", "success")
+            ]
+            assert [*zip(*said, strict=True)] == rows[begun : begun + size]
+            assert result.done[row] == any(said[1] + said[2])
+            assert not result.mask[row].any() or result.obs["state"][row] == shown[number]
+        assert env.num_stepped - stepped == result.mask.sum(axis=1).max(), "no step without a live row"
+        begun += size
 
 
 def test_actions_are_clipped():

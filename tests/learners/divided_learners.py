@@ -29,16 +29,16 @@ from embodied.runtime.rendezvous import RendezvousFile
 
 folder, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 SIZE = 2  # conversations of a group
-ANSWERS = [(700, 20), (9, 30), (300, 280), (25, 12), (3, 8), (40, 16), (90, 2), (11, 33)]  # tokens, by group
+ANSWERS = [(350, 20), (9, 30), (200, 180), (25, 12), (3, 8), (40, 16), (90, 2), (11, 33)]  # tokens, by group
 PACK = 128
-BASE = {"groups": len(ANSWERS), "group_size": SIZE, "epochs": 2, "minibatch_size": SIZE * 4, "lr": 1e-3}
+BASE = {"groups": len(ANSWERS), "group_size": SIZE, "epochs": 1, "minibatch_size": SIZE * 4, "lr": 1e-3}
 BASE |= {"adam_eps": 0.1, "max_grad_norm": None}
 GRPO = {"name": "grpo", **BASE}
 WAYS = {
     "fixed": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": ranks}, {}),
     "auto": (GRPO | {"decoupled": True, "logprob_level": "episode"}, {"sequence_degree": "auto"}, {}),
     "sharded": (GRPO | {"kl_coef": 0.1}, {"sequence_degree": "auto", "shard": True}, {}),
-    "periodic": (GRPO | {"epochs": 1, "minibatch_size": None}, {"sequence_degree": "auto"}, {}),
+    "periodic": (GRPO | {"minibatch_size": None}, {"sequence_degree": "auto"}, {}),
     "values": ({"name": "ppo", **BASE}, {"sequence_degree": 2}, {"value_head": True}),
     "pictures": (GRPO, {"sequence_degree": ranks}, {"preset": "tiny_vl"}),
     "pictures sharded": (GRPO, {"sequence_degree": "auto", "shard": True}, {"preset": "tiny_vl"}),

@@ -14,7 +14,7 @@ from embodied.core.errors import WorkerFailed
 from embodied.envs.sim_worker import SimWorker
 from embodied.workflows.group_collector import GroupCollector
 
-ITERATIONS = 4
+ITERATIONS = 3
 GROUPS, SIZE = 6, 3
 ARGUMENTS = [
     "recipe=pointmass_grpo",

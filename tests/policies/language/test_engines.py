@@ -167,7 +167,7 @@ def random_drain(model, asked, draws):
 def test_no_order_batch_row_or_interruption_changes_a_token(name):
     model, asked = MODELS[name](), questions(6)
     want = answers(engine_of(model), asked)
-    for seed in range(50 if name == "qwen3" else 5):
+    for seed in range(10 if name == "qwen3" else 3):
         found = random_drain(model, asked, np.random.default_rng(seed))
         assert {k: (tokens, cut) for k, (tokens, _, cut) in found.items()} == written(want)
         for key, (_, logprobs, _) in found.items():

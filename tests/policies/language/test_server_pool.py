@@ -31,6 +31,8 @@ SIZES = {"preset": "tiny_gpt2", "dtype": "float64", "max_length": 64, "max_runni
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
     monkeypatch.setenv(TOKEN, SECRET)
+    monkeypatch.setattr(server_pool, "WATCH_S", 0.2)
+    monkeypatch.setattr(server_pool, "LONGEST_S", 0.2)
 
 
 @pytest.fixture
