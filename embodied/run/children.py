@@ -39,6 +39,7 @@ CLOSE_S = 30.0  # for a run that is stopped at once
 TRAIN = ("-m", "embodied.train")
 STOPPED = (143, 130, -signal.SIGTERM, -signal.SIGINT)  # exit codes of a run that was asked to stop
 WIDTH = 150
+DATE = "[0-9]" * 8  # in a folder's name, as a pattern
 # Limits itself to its cores, receives SIGTERM when the command that started it dies, and becomes the run.
 BEGIN = """import ctypes, json, os, signal, sys
 parent, cores = json.loads(sys.argv[1])
@@ -52,16 +53,61 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 
 @dataclass
-class ActiveRun:
-    """A run in progress."""
+class ChildRun:
+    """A run in a child process, which ends with this process."""
+
+    name: str  # its run.name
+    log: Path  # the output of the process
+    parent: Path  # folder that contains the run folder
+    folder: Path | None  # of a resumed run; a new run creates it
+
+    def start(self, arguments: Sequence[str], cores: Sequence[int], **environment: str) -> None:
+        """`arguments`: Python's; `cores`: all if empty."""
+        self.begun, self.older = time.monotonic(), self.folders()
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), cores]), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                process_group=0,  # Ctrl-C reaches this command, which stops the runs
+            )
+
+    def folders(self) -> set[Path]:
+        """The folders of all runs of this name."""
+        return {path for path in self.parent.glob(f"{self.name}-{DATE}-*") if path.is_dir()}
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def find_folder(self) -> Path | None:
+        """Look for the folder that the run creates: its run.json names the process, or it is new after the process
+        ended. Returns it when it is found first."""
+        if self.folder is None:
+            ended = self.ended
+            for folder in sorted(self.folders() - self.older):
+                if ended or what_it_says(folder).get("processes", {}).get(DRIVER) == self.process.pid:
+                    self.folder = folder
+                    return folder
+        return None
+
+    def signal(self, sign: int) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(sign)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@dataclass
+class ActiveRun(ChildRun):
+    """A member's run in progress."""
 
     member: Member
-    process: subprocess.Popen
     place: int  # index of its share of the machine
-    log: Path
-    before: set[Path]  # folders of other runs
-    folder: Path | None = None
-    begun: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -103,23 +149,17 @@ class Children:
         resumes = path is not None and state_of(path) != MISSING
         own = [word for word in self.shared if word.startswith("program=")]
         words = [*own, f"resume={path}"] if resumes else self.words(member)
-        words += self.sharing.words(place) if self.sharing else []
-        shared_environment = self.sharing.environment if self.sharing else {}
         cores, cards = self.places[place]
-        log = self.log_of(member)
-        before = set() if resumes else self.folders(member)
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), cores]), *self.train, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": cards} if cards else {}), **shared_environment},
-                process_group=0,  # Ctrl-C reaches this command, which stops the runs
-            )
+        environment = {"CUDA_VISIBLE_DEVICES": cards} if cards else {}
         if self.sharing:
-            self.sharing.begin(str(member), process.pid, place)
-        self.going.append(ActiveRun(member, process, place, log, before, path if resumes else None))
+            words += self.sharing.words(place)
+            environment |= self.sharing.environment
+        folder = path if resumes else None
+        active = ActiveRun(self.run_name(member), self.log_of(member), self.parent, folder, member, place)
+        active.start([*self.train, *words], cores, **environment)
+        if self.sharing:
+            self.sharing.begin(str(member), active.process.pid, place)
+        self.going.append(active)
         self.say(f"{member} {f'goes on: {path}' if resumes else 'begins'}")
 
     def words(self, member: Member) -> list[str]:
@@ -134,10 +174,6 @@ class Children:
         end = f"-seed{member.seed}"
         return slug(self.group.name + own)[: LONGEST_NAME - len(end)] + end
 
-    def folders(self, member: Member) -> set[Path]:
-        """The folders of runs of this name."""
-        return {path for path in self.parent.glob(f"{self.run_name(member)}-[0-9]*") if path.is_dir()}
-
     def log_of(self, member: Member) -> Path:
         """The log file of a member's process."""
         return self.group.folder / "logs" / f"{slug(str(member))}.log"
@@ -145,9 +181,8 @@ class Children:
     def look(self) -> None:
         """Record new folders and ended runs, and report the progress of active runs."""
         for one in list(self.going):
-            ended = one.process.poll() is not None
             self.find_folder(one)
-            if ended:
+            if one.ended:
                 self.over(one)
         if self.sharing:
             self.sharing.leases.table.show(
@@ -161,24 +196,16 @@ class Children:
                 print(f"\r\033[K{text[:WIDTH]}" if self.live else text, end="" if self.live else "\n", flush=True)
 
     def find_folder(self, one: ActiveRun) -> None:
-        """The folder created by this run: its run.json names the process, or it is new after the process ended."""
-        if one.folder is not None:
-            return
-        ended = one.process.poll() is not None
-        taken = {self.group.path(member) for member in self.group.members}
-        for folder in sorted(self.folders(one.member) - one.before):
-            if folder.resolve() in {path.resolve() for path in taken if path}:
-                continue
-            if ended or what_it_says(folder).get("processes", {}).get(DRIVER) == one.process.pid:
-                one.folder = folder
-                there = os.path.relpath(folder.resolve(), self.group.folder.resolve())
-                self.group = self.group.with_member(replace(one.member, folder=there, problem=""))
-                one.member = next(m for m in self.group.members if m.key == one.member.key)
-                return
+        """Record the folder created by this run."""
+        if folder := one.find_folder():
+            there = os.path.relpath(folder.resolve(), self.group.folder.resolve())
+            self.group = self.group.with_member(replace(one.member, folder=there, problem=""))
+            one.member = next(m for m in self.group.members if m.key == one.member.key)
 
     def over(self, one: ActiveRun) -> None:
         """Record how a run ended, and update the page of all runs."""
         self.going.remove(one)
+        self.find_folder(one)
         if self.sharing:
             how = "stopped" if one.process.returncode in STOPPED else self.group.state(one.member)
             self.sharing.leases.end(str(one.member), how)
@@ -208,17 +235,15 @@ class Children:
 
     def signal(self, sign: int) -> None:
         for one in self.going:
-            with suppress(ProcessLookupError):
-                one.process.send_signal(sign)
+            one.signal(sign)
 
     def close(self) -> None:
         """Wait for stopping runs; kill a run that does not stop in time."""
         until = time.monotonic() + CLOSE_S
-        while time.monotonic() < until and any(one.process.poll() is None for one in self.going):
+        while time.monotonic() < until and not all(one.ended for one in self.going):
             self.pass_time(POLL_S)
         for one in self.going:
-            one.process.kill()
-            one.process.wait()
+            one.kill()
             self.find_folder(one)
         if self.sharing:
             self.sharing.leases.close()
@@ -265,7 +290,7 @@ def what_it_says(run: Path) -> dict:
     return {}
 
 
-def last_line(one: ActiveRun) -> str:
+def last_line(one: ChildRun) -> str:
     """The last line that a run printed."""
     path = one.folder / "logs" / "driver.log" if one.folder else one.log
     with suppress(OSError):
@@ -277,7 +302,7 @@ def last_line(one: ActiveRun) -> str:
     return "begins"
 
 
-def last_words(one: ActiveRun) -> str:
+def last_words(one: ChildRun) -> str:
     """One line on why a run did not finish: from run.json, else the last line of its output."""
     info = what_it_says(one.folder) if one.folder else {}
     if info.get("state") in ("stopped", "failed"):

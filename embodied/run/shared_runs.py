@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, combinations, islice
 from pathlib import Path
@@ -30,11 +27,10 @@ from embodied.placement import PlacementError, PlacementPlan, Topology, roles_of
 from embodied.placement.topology import Node
 from embodied.reporting.share_record import SHARE
 from embodied.run import launch
-from embodied.run.children import BEGIN, CLOSE_S, STOPPED, TRAIN, last_words, what_it_says
+from embodied.run.children import CLOSE_S, STOPPED, TRAIN, ChildRun, last_words
 from embodied.run.devices import divides_requests, machines
 from embodied.run.lease_server import RecordedLeases
 from embodied.run.memory_check import PROCESS_BYTES, needs
-from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import MISSING, OVER, state_of
 from embodied.runtime import HostPlan
 from embodied.runtime.backend import reserved
@@ -46,7 +42,6 @@ from embodied.workflows.shipped_roles import roles_of_run
 CONTEXT_BYTES = 0.6e9  # of a GPU, for each process on it; assumed
 MOST_SETS = 10_000  # sets of runs that are tried
 SERVE_S = 0.2
-DATE = "[0-9]" * 8  # in a folder's name, as a pattern
 GRACE_S = 10.0  # in addition to faults.hang_s, after which a run ends its own hung workers
 
 
@@ -64,16 +59,11 @@ class SharedRun:
 
 
 @dataclass
-class _Process:
-    """A run in progress, as `children.py` reads it."""
+class _Process(ChildRun):
+    """One of these runs in progress."""
 
     run: SharedRun
-    process: subprocess.Popen
-    log: Path
-    parent: Path
-    before: set[Path]
     hang_s: float
-    folder: Path | None = None
 
 
 # Devices
@@ -355,27 +345,20 @@ class SharedProcesses:
         """Start or resume its run."""
         config = load_run(run.words).config
         path = self.shared.path(run)
+        resumes = path is not None and state_of(path) != MISSING
         name = f"{self.shared.folder.name}-{run.name}"
         words = [*(word for word in run.words if not word.startswith("run.name=")), f"run.name={name}"]
         if run.placement is not None:
             words.append(f"placement={json.dumps(run.placement)}")
-        if path and state_of(path) != MISSING:
-            words = [f"resume={path}"]
         log = self.shared.folder / "logs" / f"{run.name}.log"
         log.parent.mkdir(exist_ok=True)
-        before = set(config.run.dir.glob(f"{name}-{DATE}-*"))
-        with log.open("ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-c", BEGIN, json.dumps([os.getpid(), []]), *TRAIN, *words],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, SOCKET: str(self.server.path)},
-                process_group=0,  # Ctrl-C reaches this command, which stops the runs
-            )
-        self.server.expect(run.name, process.pid, run.weight, run.own)
-        self.going.append(_Process(run, process, log, config.run.dir, before, config.faults.hang_s, path))
-        self.say(f"{run.name} {f'goes on: {path}' if path else 'begins'} on {', '.join(run.own)}")
+        folder = path if resumes else None
+        active = _Process(name, log, config.run.dir, folder, run, config.faults.hang_s)
+        words = [f"resume={path}"] if resumes else words
+        active.start([*TRAIN, *words], [], **{SOCKET: str(self.server.path)})
+        self.server.expect(run.name, active.process.pid, run.weight, run.own)
+        self.going.append(active)
+        self.say(f"{run.name} {f'goes on: {path}' if resumes else 'begins'} on {', '.join(run.own)}")
 
     def add(self, words: list[str]) -> str:
         """Begin another run on devices of ended runs, or else on devices that it shares with current runs. Returns the
@@ -397,7 +380,7 @@ class SharedProcesses:
         self.server.serve(SERVE_S)
         for one in list(self.going):
             self._find_folder(one)
-            if one.process.poll() is not None:
+            if one.ended:
                 self._over(one)
         for one in self.going:
             if one.run.name in self.server.overdue(one.hang_s + GRACE_S):
@@ -407,8 +390,7 @@ class SharedProcesses:
     def signal(self, sign: int) -> None:
         self.stopping = True
         for one in self.going:
-            with suppress(ProcessLookupError):
-                one.process.send_signal(sign)
+            one.signal(sign)
 
     def close(self) -> None:
         """Wait for stopping runs; kill a run that does not stop in time."""
@@ -416,23 +398,15 @@ class SharedProcesses:
         while self.going and time.monotonic() < until:
             self.serve()
         for one in list(self.going):
-            one.process.kill()
-            one.process.wait()
+            one.kill()
             self._over(one)
         self.server.close()
 
     def _find_folder(self, one: _Process) -> None:
-        """Record the folder created by this run: its run.json names the process, or it is new after the process
-        ended."""
-        if one.folder is not None:
-            return
-        ended = one.process.poll() is not None
-        for folder in sorted({*one.parent.glob(f"{self.shared.folder.name}-{one.run.name}-{DATE}-*")} - one.before):
-            if ended or what_it_says(folder).get("processes", {}).get(DRIVER) == one.process.pid:
-                one.folder = folder
-                there = os.path.relpath(folder.resolve(), self.shared.folder.resolve())
-                one.run = self.shared.change(one.run.name, folder=there)
-                return
+        """Record the folder created by this run."""
+        if folder := one.find_folder():
+            there = os.path.relpath(folder.resolve(), self.shared.folder.resolve())
+            one.run = self.shared.change(one.run.name, folder=there)
 
     def _over(self, one: _Process) -> None:
         self.going.remove(one)
@@ -441,7 +415,7 @@ class SharedProcesses:
         how = state if state in OVER else "stopped" if code in STOPPED else "failed"
         self.server.end(one.run.name, how)
         self.shared.change(one.run.name, ended=how)
-        cause = last_words(one) if how != "finished" else ""  # type: ignore[arg-type]
+        cause = last_words(one) if how != "finished" else ""
         self.say(f"{one.run.name} {how}{cause and f': {cause}'}; {one.folder or one.log}")
 
     @property
