@@ -235,7 +235,7 @@ def env_state(stage: Stage, state: dict[str, np.ndarray]) -> dict[str, np.ndarra
 def restore_stage(stage: Stage, state: dict[str, np.ndarray], episodes: EpisodeList) -> int:
     at = places(stage, state)
     rows = {name[5:]: array[at] for name, array in state.items() if name.startswith("rows.")}
-    stage.initial[:] = rows.get("initial", rows["episode"])  # older checkpoints have no retries
+    stage.initial[:] = rows["initial"]
     stage.rows.set_state(rows, episodes.at(stage.initial, rows["episode"]))
     if saved := env_state(stage, state):
         stage.obs = text_arrays(stage.env.set_state(saved))

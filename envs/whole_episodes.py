@@ -121,15 +121,5 @@ def arrays_of(trajectory: Trajectory) -> dict[str, np.ndarray]:
 
 def trajectory_from(arrays: dict[str, np.ndarray]) -> Trajectory:
     """The trajectory that `arrays_of` was made of."""
-    flat = with_flags(arrays)
-    tree = nested_dict({name: part.astype(object) if part.dtype.kind == "U" else part for name, part in flat.items()})
+    tree = nested_dict({name: part.astype(object) if part.dtype.kind == "U" else part for name, part in arrays.items()})
     return Trajectory(**{"replay": {}, **tree})
-
-
-def with_flags(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of an older checkpoint, which named each whole episode once, with the missing arrays added."""
-    if "ids" in arrays:
-        return arrays
-    unknown = np.zeros_like(arrays["mask"])
-    of = np.repeat(arrays["episodes"], arrays["lengths"])
-    return {**arrays, "ids": arrays["episodes"], "episodes": of, "terminated": unknown, "truncated": unknown}

@@ -198,7 +198,7 @@ def test_a_limit_of_memory_is_planned_for_as_a_run_keeps_to_it(tmp_path, memory_
 def test_memory_that_holds_no_mode_is_refused_with_the_arithmetic(tmp_path):
     config = recipe(tmp_path, "cluster.memory_gb=0.00009")
     profile = heavy(config)
-    made = {**profile.made, "key": cost_key(config), "cores": 2}
+    made = {**profile.made, "key": cost_key(config), "devices": {"cpu": 2}}
     write_profile(replace(profile, made=made), profile_path(config))
     with pytest.raises(
         PlacementError, match=r"collocated: the fastest, .*, needs 0.00013 GB on each cpu, which has 9e-05"

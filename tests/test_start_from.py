@@ -73,7 +73,7 @@ def test_a_run_that_began_from_a_folder_goes_on_and_is_begun_from(tmp_path):
 
 
 def test_a_run_goes_on_with_its_own_task(tmp_path):
-    (tmp_path / "config.yaml").write_text("env: {name: maniskill, task: [PushCube-v1]}")  # as older runs kept it
+    (tmp_path / "config.yaml").write_text("env: {name: maniskill, task: PushCube-v1}")
     check_continues(tmp_path, None, load(["recipe=maniskill_ppo"]).config)
     (tmp_path / "config.yaml").write_text(load(["recipe=maniskill_ppo"]).yaml)
     check_continues(tmp_path, None, load(["recipe=maniskill_ppo", "env.after_success=5"]).config)

@@ -150,8 +150,7 @@ class GroupPool:
         self.dealt = int(state["dealt"])
         self.open, self.ready = {}, {}
         episodes = state["episodes"].tolist()
-        solved = state.get("solved", np.zeros(len(episodes), bool))  # older checkpoints have no such filter
-        self.add(*(dict(zip(episodes, each.tolist(), strict=True)) for each in (state["scores"], solved)))
+        self.add(*(dict(zip(episodes, state[name].tolist(), strict=True)) for name in ("scores", "solved")))
         self.counts.clear()
 
 

@@ -107,11 +107,6 @@ def cost_key(config: RunConfig, roles: Sequence[PlacedRole] = EMBODIED) -> str:
         free |= {("algo", key) for key in ("kl_coef", "kl_estimator", "kl_in")}
     if not config.algo.whole_episodes:
         free |= {("algo", key) for key in ("truncated", "overlong", "pools", "weighting")}
-    # Nor where nothing is computed for stale decisions; and profiles from before there were the other keys hold.
-    optional = {"algo": ("decoupled", "episode_mask"), "env": ("modules", "robot", "solve_rate")}
-    optional["policy"] = ("value_head", "expert_bias_rate")
-    for section, key in ((section, key) for section, keys in optional.items() for key in keys):
-        free |= {(section, key)} if said[section].get(key) in (None, False, "none", [], "") else set()
     said = {
         section: {key: value for key, value in values.items() if (section, key) not in free}
         for section, values in said.items()
@@ -152,9 +147,9 @@ def describe_devices(counts: Mapping[str, int], nodes: int = 1) -> str:
 
 
 def why_it_does_not_count(profile: Profile, machines: Topology) -> str:
-    """The reason why a profile is invalid on these machines; "" if it is valid. Old profiles only name their cores."""
+    """The reason why a profile is invalid on these machines; "" if it is valid."""
     made = profile.made
-    measured, nodes = made.get("devices") or {"cpu": made.get("cores", 0)}, made.get("nodes", 1)
+    measured, nodes = made.get("devices", {}), made.get("nodes", 1)
     if (measured, nodes) == (device_counts(machines), len(machines.nodes)):
         return ""
     there = describe_devices(device_counts(machines), len(machines.nodes))

@@ -98,7 +98,7 @@ def verify(checkpoint: Path) -> dict:
 
 def read_counters(checkpoint: Path) -> dict:
     """The driver state of a checkpoint to resume from."""
-    state = {"dropped_batches": 0, **verify(checkpoint)}
+    state = verify(checkpoint)
     odd = [key for key, kinds in COUNTERS.items() if type(state.get(key)) not in kinds or not 0 <= state[key] < LARGEST]
     odd += ["version"] * (state.get("version") != read_json(checkpoint / MANIFEST)["version"])
     if odd:

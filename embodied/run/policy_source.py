@@ -210,13 +210,9 @@ def check_continues(run: Path, checkpoint: Path | None, config: RunConfig) -> No
 
 
 def stored(run: Path) -> dict[str, Any]:
-    """The resolved recipe of a run; {} if none is stored. Older runs stored a single task as a list of one."""
+    """The resolved recipe of a run; {} if none is stored."""
     file = run / "config.yaml"
-    found = read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None
-    match (found or {}).get("env"):
-        case {"task": [task]} as env:
-            env["task"] = task
-    return found or {}
+    return (read_yaml(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
 
 
 def differing(section: str, there: Any, here: Any) -> list[str]:

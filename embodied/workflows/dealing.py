@@ -131,7 +131,5 @@ class Dealer:
         rows = [(episode, *length) for episode, length in self.lengths.items()]
         return np.array(rows, np.int64).reshape(-1, 4)
 
-    def restore(self, state: np.ndarray, episodes: Collection[int]) -> None:
-        """Restore `state`. Older checkpoints lack the lengths and pictures of these episodes."""
-        self.lengths = dict.fromkeys(episodes, (1, 0, 0))
-        self.lengths |= {row[0]: (row[1], row[2], sum(row[3:])) for row in state.tolist()}
+    def restore(self, state: np.ndarray) -> None:
+        self.lengths = {episode: tuple(length) for episode, *length in state.tolist()}

@@ -251,7 +251,7 @@ class GroupCollector(Collector):
         groups = {name[7:]: array for name, array in state.items() if name.startswith("groups.")}
         self.pool.restore(groups)
         self.empty = int(groups["empty"]) % self.algo.max_empty
-        self.dealer.restore(groups.get("lengths", np.zeros((0, 3), np.int64)), self.pool.held)
+        self.dealer.restore(groups["lengths"])
         if self.prompts is not None:
             self.prompts.restore({name[6:]: array for name, array in state.items() if name.startswith("pools.")})
         if kept := {name[5:]: array for name, array in state.items() if name.startswith("kept.")}:

@@ -95,15 +95,12 @@ def test_a_learner_has_no_more_than_it_has_room_for():
     assert [*found.deal(groups, 0).values()] == [0, 0, 1, 1, 1, 1, 1, 1]
 
 
-def test_lengths_come_back_from_a_checkpoint_and_older_ones_have_none():
+def test_lengths_come_back_from_a_checkpoint():
     found, again = dealer(), dealer()
     found.add(ended([3, 4, 30, 4])[0])
     found.forget_all_but([2, 3])
-    again.restore(found.state(), [2, 3])
+    again.restore(found.state())
     assert again.lengths == found.lengths == {2: (30, 2, 0), 3: (4, 2, 0)}
-    again.restore(np.array([[2, 30, 2]]), [2, 7])  # as it was kept before there were pictures
-    assert again.lengths[2] == (30, 2, 0)
-    assert again.cost([7]) == 1.0
 
 
 def test_a_language_models_cost_is_that_of_its_weights_and_of_attention_over_all_pairs():
