@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from embodied.runtime import Worker as Worker
     from embodied.system.discovery import discover as discover
     from embodied.workflows.contract import Role as Role
-    from embodied.workflows.contract import Workflow as Workflow
     from embodied.workflows.relay import RelayWorker as RelayWorker
     from embodied.workflows.rl_loop import EmbodiedLoop as EmbodiedLoop
 
@@ -57,7 +56,7 @@ _NAMES = {  # by module, as above
     "run.policy_source": "load_policy",
     "runtime": "Channel Cluster Worker",
     "system.discovery": "discover",
-    "workflows.contract": "Role Workflow",
+    "workflows.contract": "Role",
     "workflows.relay": "RelayWorker",
     "workflows.rl_loop": "EmbodiedLoop",
 }

@@ -26,7 +26,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ from embodied.profiling.stored_profiles import (
     profile_path,
     repeated,
 )
-from embodied.profiling.timed_run import Round, TimedRun, check_program
+from embodied.profiling.timed_run import Round, TimedRun
 from embodied.reporting.benchmark_page import describe, warnings, write_report
 from embodied.reporting.progress import now
 from embodied.run import launch
@@ -61,7 +60,6 @@ from embodied.run.devices import divides_requests, draws_on_gpus, machines
 from embodied.run.launch import program_of
 from embodied.run.run_folder import provenance
 from embodied.system.cpu_load import LoadMeter, load_before
-from embodied.workflows.contract import Workflow
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -108,25 +106,23 @@ class Result:
         return describe_devices(self.devices, self.nodes)
 
 
-def main(argv: list[str] | None = None, program: type[Workflow] = EmbodiedLoop) -> int:
-    """The command; `program`: the workflow that is run."""
-    return launch.run(partial(start, program=program), argv, USAGE)
+def main(argv: list[str] | None = None) -> int:
+    return launch.run(start, argv, USAGE)
 
 
-def start(argv: list[str], program: type[Workflow] = EmbodiedLoop) -> None:
-    compare_placements(argv, program)
+def start(argv: list[str]) -> None:
+    compare_placements(argv)
 
 
-def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> dict[str, Any]:
+def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
     """Benchmark from Python, like the command. Returns the content of bench.json: embodied.benchmark("pointmass_ppo",
     "seconds=30")."""
-    return json.loads((compare_placements(from_python(words), program) / "bench.json").read_text())
+    return json.loads((compare_placements(from_python(words)) / "bench.json").read_text())
 
 
-def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
+def compare_placements(argv: list[str]) -> Path:
     """Measure, plan, time; returns the folder of the results."""
-    program, argv = program_of(argv, program)
-    check_program(program)
+    program, argv = program_of(argv)
     options, rest = read_options(argv)
     configs = variants(options, rest)
     folder = new_folder(options.out, configs[0])
@@ -144,7 +140,7 @@ def compare_placements(argv: list[str], program: type[Workflow]) -> Path:
     return folder
 
 
-def benchmark(config: RunConfig, options: Options, folder: Path, program: type[Workflow] = EmbodiedLoop) -> Result:
+def benchmark(config: RunConfig, options: Options, folder: Path, program: type[EmbodiedLoop] = EmbodiedLoop) -> Result:
     level = config.pipeline.async_level
     config, _ = launch.planned(in_turns(repeated(config)), roles=roles_of_run(program, config))
     there = machines(config)
@@ -202,7 +198,7 @@ def predicted(planned: Planned, name: str, choice: Choice) -> dict[str, Any]:
 
 
 def run_all(
-    config: RunConfig, there: Topology, rounds: int, result: Result, folder: Path, program: type[Workflow]
+    config: RunConfig, there: Topology, rounds: int, result: Result, folder: Path, program: type[EmbodiedLoop]
 ) -> None:
     """Start all modes, then run them in turns, so that a slow minute of the machine affects all of them."""
     with ExitStack() as stack:
@@ -240,7 +236,7 @@ def runnable(
     return changed, make_plan(expected["placement"], there, *shares, roles=roles, shared=divides_requests(config))
 
 
-def measured(config: RunConfig, options: Options, there: Topology, program: type[Workflow]) -> Profile:
+def measured(config: RunConfig, options: Options, there: Topology, program: type[EmbodiedLoop]) -> Profile:
     """The stored profile of these machines, or a new one."""
     roles = roles_of(roles_of_run(program, config))
     path, why_none = profile_for(config, there, roles) if options.profile != "new" else (None, "")

@@ -21,9 +21,8 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +50,9 @@ from embodied.run.devices import draws_on_gpus, machines
 from embodied.run.launch import program_of, proofs
 from embodied.system.cpu_load import under_load
 from embodied.system.discovery import discover
-from embodied.workflows.rl_loop import EmbodiedLoop
-from embodied.workflows.shipped_roles import shipped_roles
+from embodied.workflows.shipped_roles import roles_of_run
 
 OWN = ("cluster", "profile", "out")
-FOLDER = "run.dir="
 MODES = ("collocated", "disaggregated", "hybrid", "custom")
 NOT_PERIODIC = "its groups are not known, or not learned from in one gradient step"
 MOST_REPLAYED = 300  # devices; larger clusters are only priced in closed form
@@ -109,13 +106,12 @@ class Planned:
         return self.profile.dataflow.env_steps / choice.price.seconds
 
 
-def main(argv: list[str] | None = None, roles: Iterable[Any] = EMBODIED) -> int:
-    """The command; `roles` are the program's."""
-    return launch.run(partial(start, roles=roles_of(roles)), argv, USAGE)
+def main(argv: list[str] | None = None) -> int:
+    return launch.run(start, argv, USAGE)
 
 
-def start(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> None:
-    compare_predictions(argv, roles)
+def start(argv: list[str]) -> None:
+    compare_predictions(argv)
 
 
 def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -124,18 +120,17 @@ def call(*words: str | Mapping[str, Any]) -> dict[str, Any]:
     return json.loads((compare_predictions(from_python(words)) / "plan.json").read_text())
 
 
-def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED) -> Path:
+def compare_predictions(argv: list[str]) -> Path:
     """Plan and print the result; returns the folder of the results."""
     named_program = "".join(f"{word} " for word in argv if word.startswith("program="))
-    program, argv = program_of(argv, EmbodiedLoop)
-    roles = roles if program is EmbodiedLoop else roles_of(program.roles)
+    program, argv = program_of(argv)
     values, problems, rest = launch.split(argv, OWN)
     if problems:
         raise ConfigError("\n".join(problems))
     own = {key: str(value) for key, value in values.items()}
     try:
         config = recipe_of(own.get("profile"), rest)
-        roles = (*roles, *roles_of(shipped_roles(config) if config else ()))
+        roles = roles_of(roles_of_run(program, config) if config else program.roles)
         topology = read_topology(own["cluster"]) if "cluster" in own else machines(config) if config else discover()
         profile, name = find_profile(own.get("profile"), config, topology, roles)
         where = stored_profiles.homes(config, topology, roles) if config else None
@@ -147,7 +142,7 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
         advised = f"python -m embodied.profiling {named_program}"
         raise ConfigError(str(err).replace("python -m embodied.profiling ", advised)) from None
     print("\n".join(describe(planned, name)))
-    runs = config.run.dir if config else own_folder(rest)
+    runs = config.run.dir if config else RunSection.model_fields["dir"].default
     out = Path(own.get("out") or runs / "plans" / f"{name}-{topology.name.replace(' ', '-')}")
     write(planned, name, out)
     print(f"\nplan        {out / 'plan.html'}, plan.json")
@@ -160,18 +155,12 @@ def compare_predictions(argv: list[str], roles: Sequence[PlacedRole] = EMBODIED)
 def recipe_of(named: str | None, rest: list[str]) -> RunConfig | None:
     """The recipe, as it was measured; None if only a profile is given."""
     if not any(arg.startswith("recipe=") for arg in rest):
-        if named is None or not all(arg.startswith(FOLDER) for arg in rest):
+        if named is None or rest:
             raise ConfigError("nothing to plan: name a recipe (recipe=maniskill_ppo), or a profile; see --help")
         return None
     config = load(rest).config
     kind = env_class(config.env)
     return config.model_copy(update={"env": kind.resolve(kind.proven(config.env, proofs(config)))})
-
-
-def own_folder(rest: list[str]) -> Path:
-    """The folder of runs without a recipe."""
-    given = [arg.removeprefix(FOLDER) for arg in rest]
-    return Path(given[-1] if given else RunSection.model_fields["dir"].default)
 
 
 def find_profile(
@@ -301,7 +290,7 @@ def waits(planned: Planned) -> list[str]:
 
 def load_warning(profile: Profile) -> list[str]:
     """Says that a profile was measured while other programs kept the machine busy."""
-    cores = profile.made.get("devices", {}).get("cpu") or profile.made.get("cores", 1)
+    cores = profile.made.get("devices", {}).get("cpu", 1)
     busy = under_load(profile.made.get("busy") or {}, cores)
     again = f"python -m embodied.profiling recipe={profile.made.get('recipe', 'NAME')} measures it again"
     why = f"warning     the profile was measured under load: {busy}. Its predictions may be off; {again}"

@@ -1,6 +1,6 @@
 """Train a policy: python -m embodied.train recipe=maniskill_ppo [key=value ...]
 
-`train` is a whole run; its steps are in `workflows/` and `reporting/`. It runs any `Workflow`.
+`train` is a whole run; its steps are in `workflows/` and `reporting/`. It runs any `EmbodiedLoop`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from embodied.run.rehearsal import rehearse
 from embodied.run.run_folder import RunFolder
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
-from embodied.workflows.contract import WARNING, Workflow
+from embodied.workflows.contract import WARNING
 from embodied.workflows.imitation import ImitationLoop, imitation_of
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
@@ -60,17 +60,17 @@ def main(argv: list[str] | None = None) -> int:
 def start(argv: list[str]) -> int:
     if seeds_and_sweeps.asked(argv):
         return seeds_and_sweeps.run_several(argv)[0]
-    program, rest = program_of(argv, EmbodiedLoop)
+    program, rest = program_of(argv)
     loaded = load(rest)
     return 0 if loaded is None else follow(check_trains(loaded, program), program)
 
 
-def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop) -> Run:
+def call(*words: str | Mapping[str, Any]) -> Run:
     """Train from Python, like the command, and return the run. User errors raise EmbodiedError.
 
     embodied.train("pointmass_ppo", "env.num_envs=64", {"algo.lr": 1e-3})
     """
-    program, rest = program_of(from_python(words), program)
+    program, rest = program_of(from_python(words))
     if seeds_and_sweeps.asked(rest):
         raise ConfigError("seeds=, at_once= and group= make several runs: embodied.sweep(...) returns them")
     loaded = load(rest)
@@ -81,7 +81,7 @@ def call(*words: str | Mapping[str, Any], program: type[Workflow] = EmbodiedLoop
     return read_run(folders[0])
 
 
-def check_trains(loaded: Loaded, program: type[Workflow]) -> Loaded:
+def check_trains(loaded: Loaded, program: type[EmbodiedLoop]) -> Loaded:
     """Refuse a recipe of another command (evaluation of published models, imitation), and name the right command."""
     by_rl = any(where == COMMAND_LINE and key.startswith(BY_RL) for key, where in loaded.sources.items())
     if loaded.recipe and program is EmbodiedLoop and not by_rl and commands_of_recipe(loaded.recipe) == ["sft"]:
@@ -100,7 +100,7 @@ def check_trains(loaded: Loaded, program: type[Workflow]) -> Loaded:
 
 def follow(
     loaded: Loaded,
-    program: type[Workflow],
+    program: type[EmbodiedLoop],
     clock: Callable[[], float] = time.perf_counter,
     opened: Callable[[Path], None] = lambda folder: None,
     before: tuple[str, ...] = (),
@@ -166,7 +166,7 @@ def newest_of(folder: RunFolder, error: WorkerFailed, lives: Supervisor, console
     return checkpoint
 
 
-def plan_without(error: WorkerFailed, loaded: Loaded, program: type[Workflow]) -> PlacementPlan:
+def plan_without(error: WorkerFailed, loaded: Loaded, program: type[EmbodiedLoop]) -> PlacementPlan:
     """The plan for the cluster's remaining nodes. Raises the error again if there is no such plan."""
     try:
         return launch.planned(loaded.config, roles=program.roles)[1]
@@ -254,7 +254,7 @@ def open_folder(loaded: Loaded, command: str, run: Path | None, checkpoint: Path
 
 
 def train(
-    program: type[Workflow],
+    program: type[EmbodiedLoop],
     config: RunConfig,
     plan,
     origin: PolicySource | None,
@@ -312,14 +312,14 @@ def train(
 # How a run begins
 
 
-def fresh(loop: Workflow, folder: RunFolder) -> dict:
+def fresh(loop: EmbodiedLoop, folder: RunFolder) -> dict:
     folder.log.keep_rows(0)  # of an earlier start of this run without a checkpoint
     loop.publish(0)
     counters = ("iteration", "version", "env_steps", "abandoned_episodes", "dropped_batches")
     return {**dict.fromkeys(counters, 0), "train_s": 0.0}
 
 
-def resume(loop: Workflow, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
+def resume(loop: EmbodiedLoop, folder: RunFolder, checkpoint: Path, console: Console) -> dict:
     """Continue from a checkpoint: weights, optimizer, env rows, counters. Later metrics are dropped, since their
     iterations are repeated."""
     state = read_counters(checkpoint)
@@ -351,7 +351,7 @@ def noted(folder: RunFolder, console: Console, line: str) -> None:
 # An iteration, then saving and evaluating
 
 
-def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console: Console, clock) -> None:
+def iterate(loop: EmbodiedLoop, state: dict, total: int, folder: RunFolder, console: Console, clock) -> None:
     started = clock()
     finished, numbers = loop.iterate(state["iteration"], total)
     elapsed = clock() - started
@@ -365,7 +365,7 @@ def iterate(loop: Workflow, state: dict, total: int, folder: RunFolder, console:
     folder.log.answers(state["iteration"], loop.take_ends())
 
 
-def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
+def save(loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console) -> None:
     """Write a checkpoint of the acting version, and delete old checkpoints."""
     started, version = time.perf_counter(), state["version"]
     console.saved(loop.save(folder.checkpoints, {**state, RECENT_EPISODES: list(console.recent)}))
@@ -379,14 +379,14 @@ def save(loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, conso
 
 @contextmanager
 def saving_what_is_learned(
-    loop: Workflow, state: dict, saves: SaveClock, folder: RunFolder, console: Console
+    loop: EmbodiedLoop, state: dict, saves: SaveClock, folder: RunFolder, console: Console
 ) -> Iterator[None]:
     """If a sim or policy worker fails for good inside, save the learners' state before the run ends."""
     try:
         yield
     except WorkerFailed as err:
         is_player = err.worker.startswith(("sim-", "policy-"))
-        if is_player and isinstance(loop, EmbodiedLoop) and (loop.updating or saves.version != state["version"]):
+        if is_player and (loop.updating or saves.version != state["version"]):
             save_what_is_learned(loop, state, err.worker, folder, console)
         raise
 
@@ -402,7 +402,7 @@ def save_what_is_learned(loop: EmbodiedLoop, state: dict, failed: str, folder: R
             console.say(f"saved       {checkpoint}, what was learned until {failed} failed")
 
 
-def evaluate(loop: Workflow, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:
+def evaluate(loop: EmbodiedLoop, folder: RunFolder, console: Console, interruption, beside: bool = False) -> None:
     """Evaluate the saved (or resumed) version now or `beside` the next rollout. An interrupted evaluation continues
     when the run is resumed."""
     loop.act_with_newest()

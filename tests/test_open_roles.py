@@ -18,6 +18,7 @@ from embodied.profiling import measure
 from embodied.run import launch
 from embodied.workflows.rl_loop import EmbodiedLoop
 
+PROGRAM = "program=scored_loop:ScoredLoop"
 SMALL = ("recipe=pointmass_ppo", "env.num_envs=4", "algo.rollout_decisions=8", "algo.minibatch_size=16")
 REWARD = (*EMBODIED, PlacedRole("reward"))
 CORES = one_machine(tuple(range(8)))
@@ -166,13 +167,13 @@ def test_a_role_that_the_program_does_not_declare_is_refused_before_anything_sta
 
 def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
     arguments = [*SMALL, f"run.dir={tmp_path}"]
-    assert measure.main([*arguments, "seconds=3"], ScoredLoop) == 0
+    assert measure.main([PROGRAM, *arguments, "seconds=3"]) == 0
     (path,) = (tmp_path / "profiles").glob("*.json")
     profile = read_profile(path)
     assert profile.costs["reward"]["cpu"].seconds.at(profile.dataflow["reward"].items) > 0
     assert {("sim", "reward"), ("reward", "learner")} <= {(edge.source, edge.target) for edge in profile.dataflow.edges}
 
-    assert plan.main([*arguments, "cluster=8xCPU", f"out={tmp_path}/plan"], ScoredLoop.roles) == 0
+    assert plan.main([PROGRAM, *arguments, "cluster=8xCPU", f"out={tmp_path}/plan"]) == 0
     found = json.loads((tmp_path / "plan/plan.json").read_text())
     assert all("reward" in str(mode["placement"]) for mode in found["modes"].values())
 
@@ -182,7 +183,7 @@ def test_profile_plan_auto_and_benchmark_know_a_fourth_role(tmp_path, capsys):
 
     options = ["rounds=1", "modes=[collocated]", "profile=stored", f"out={tmp_path}/bench"]
     capsys.readouterr()
-    assert benchmark.main([*arguments, *options], ScoredLoop) == 0
+    assert benchmark.main([PROGRAM, *arguments, *options]) == 0
     told = capsys.readouterr().out
     assert "reward" in told and "at work: sim" in told
     (measured,) = json.loads((tmp_path / "bench/bench.json").read_text())["results"]
@@ -200,21 +201,11 @@ class TwoSims(EmbodiedLoop):
 @pytest.mark.parametrize(
     ("program", "told"),
     [
-        (
-            "collections:OrderedDict",
-            "is not a workflow: it has no command, roles, .*; derive it from embodied.EmbodiedLoop",
-        ),
+        ("collections:OrderedDict", "is not a workflow: derive it from embodied.EmbodiedLoop"),
         (f"{__name__}:TwoSims", "roles need names of their own: sim, policy, learner, sim"),
         (f"{__name__}:NoLearner", "lacks learner: EmbodiedLoop, from which it derives, calls their workers"),
     ],
 )
 def test_a_program_that_cannot_run_is_refused_before_anything_starts(program, told):
     with pytest.raises(ConfigError, match=told):
-        launch.program_of([f"program={program}", *SMALL], EmbodiedLoop)
-
-
-def test_what_is_no_training_loop_is_not_benchmarked():
-    with pytest.raises(ConfigError, match="only training loops can be measured"):
-        benchmark.start(list(SMALL), program=object)
-    with pytest.raises(ConfigError, match="only training loops can be measured"):
-        measure.start(list(SMALL), program=object)
+        launch.program_of([f"program={program}", *SMALL])

@@ -172,9 +172,9 @@ def test_modes_that_are_predicted_equal_have_no_winner_among_them(capsys, tmp_pa
 
 
 def test_a_profile_that_was_measured_under_load_is_warned_of(capsys, tmp_path):
-    asked = profile_of(tmp_path, ON_CORES, {"cpu": 2}), "cluster=2xCPU", f"run.dir={tmp_path / 'runs'}"
+    asked = profile_of(tmp_path, ON_CORES, {"cpu": 2}), "cluster=2xCPU", f"out={tmp_path / 'plan'}"
     code, out, _ = run(capsys, *asked)
-    assert code == 0 and "warning" not in out and (tmp_path / "runs" / "plans").is_dir()
+    assert code == 0 and "warning" not in out and (tmp_path / "plan" / "plan.json").is_file()
     stored = json.loads((tmp_path / "p.json").read_text())
     stored["made"]["busy"] = {"before": 1.9, "during": 1.5}
     (tmp_path / "p.json").write_text(json.dumps(stored))

@@ -18,7 +18,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -48,7 +47,7 @@ from embodied.profiling.stored_profiles import (
     profile_path,
     repeated,
 )
-from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate, check_program
+from embodied.profiling.timed_run import FEWEST_DECISIONS, Clock, calibrate
 from embodied.reporting.progress import now
 from embodied.run import devices, launch
 from embodied.run.launch import program_of
@@ -74,14 +73,12 @@ PROBERS = {  # the measuring worker, for language policies and for robot policie
 }
 
 
-def main(argv: list[str] | None = None, program: type = EmbodiedLoop) -> int:
-    """The command; `program`: the workflow with the measured roles."""
-    return launch.run(partial(start, program=program), argv, __doc__)
+def main(argv: list[str] | None = None) -> int:
+    return launch.run(start, argv, __doc__)
 
 
-def start(argv: list[str], program: type = EmbodiedLoop) -> None:
-    program, argv = program_of(argv, program)
-    check_program(program)
+def start(argv: list[str]) -> None:
+    program, argv = program_of(argv)
     values, problems, rest = launch.split(argv, ("seconds",))
     seconds = values.get("seconds", SECONDS)
     if problems or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
@@ -97,7 +94,9 @@ def start(argv: list[str], program: type = EmbodiedLoop) -> None:
     print(f"\nprofile     {path}")
 
 
-def measure(config: RunConfig, seconds: float, say: Callable[[str], None], program: type = EmbodiedLoop) -> Profile:
+def measure(
+    config: RunConfig, seconds: float, say: Callable[[str], None], program: type[EmbodiedLoop] = EmbodiedLoop
+) -> Profile:
     """Measure the parts, then calibrate with short real runs of the program, which also measure other roles."""
     roles = roles_of(roles_of_run(program, config))
     config = in_turns(repeated(config)).with_values("cluster", memory_gb=None)  # without a memory limit

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 from embodied.config.recipe import RunConfig
-from embodied.core.errors import ConfigError
 from embodied.placement import PlacedRole, PlacementPlan, Topology, make_plan, roles_of
 from embodied.placement.cost_curves import Curve, constant
 from embodied.placement.dataflow import Edge, traced_edges
@@ -56,19 +55,12 @@ class Round:
     busy: dict[str, float]
 
 
-def check_program(program: type) -> None:
-    """Raise ConfigError for a workflow that is no training loop: the parts of its iterations are unknown."""
-    if not issubclass(program, EmbodiedLoop):
-        raise ConfigError(
-            f"program={program.__module__}:{program.__qualname__}: only training loops can be measured, "
-            f"classes that derive from embodied.EmbodiedLoop (docs/workflows.md)"
-        )
-
-
 class TimedRun:
     """Use it as a context manager: it starts the processes of the plan and ends them."""
 
-    def __init__(self, config: RunConfig, plan: PlacementPlan, logs: Path, program: type = EmbodiedLoop) -> None:
+    def __init__(
+        self, config: RunConfig, plan: PlacementPlan, logs: Path, program: type[EmbodiedLoop] = EmbodiedLoop
+    ) -> None:
         self.config, self.plan, self.logs, self.program = config, plan, logs, program
         self.iteration = 0
 

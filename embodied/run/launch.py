@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from embodied import _stop_at_once
 from embodied.config.cli import parse
@@ -38,6 +38,9 @@ from embodied.run.ending import Interrupted
 from embodied.run.hub import with_folder
 from embodied.run.rehearsal import files_missing_here
 from embodied.runtime import Cluster, choose_backend, describe_backend
+
+if TYPE_CHECKING:
+    from embodied.workflows.rl_loop import EmbodiedLoop
 
 WIDTH = 118
 LONGER = 4  # factor for the advised length of a run without success
@@ -416,31 +419,26 @@ def cluster(
 # Programs of the user's own
 
 
-def program_of(argv: list[str], usual: type) -> tuple[type, list[str]]:
-    """The workflow of program=my_module:MyLoop (`usual` without that key), and the other arguments."""
+def program_of(argv: list[str]) -> tuple[type[EmbodiedLoop], list[str]]:
+    """The workflow of program=my_module:MyLoop (`EmbodiedLoop` without that key), and the other arguments."""
     named = [arg.partition("=")[2] for arg in argv if arg.startswith("program=")]
     rest = [arg for arg in argv if not arg.startswith("program=")]
-    return (own_program(named[-1]) if named else usual), rest
+    return own_program(named[-1] if named else "embodied.workflows.rl_loop:EmbodiedLoop"), rest
 
 
-def own_program(name: str) -> type:
+def own_program(name: str) -> type[EmbodiedLoop]:
     """The workflow my_module:MyLoop. Raises ConfigError if it is no workflow, or its roles do not fit together."""
-    from embodied.workflows.contract import Workflow, check_roles
+    from embodied.workflows.contract import check_roles
     from embodied.workflows.rl_loop import EmbodiedLoop
 
     program = import_class(name, "program")
-    parts = ["command", "roles", *(part for part in vars(Workflow) if not part.startswith("_"))]
-    if lacking := [part for part in parts if not hasattr(program, part)]:
-        raise ConfigError(
-            f"program={name} is not a workflow: it has no {', '.join(lacking[:4])}; derive it from "
-            f"embodied.EmbodiedLoop (docs/workflows.md)"
-        )
+    if not (isinstance(program, type) and issubclass(program, EmbodiedLoop)):
+        raise ConfigError(f"program={name} is not a workflow: derive it from embodied.EmbodiedLoop (docs/workflows.md)")
     check_roles(program.roles)
-    lacking = [role.name for role in EmbodiedLoop.roles if role.name not in [own.name for own in program.roles]]
-    if lacking and issubclass(program, EmbodiedLoop):
+    if lacking := [role.name for role in EmbodiedLoop.roles if role.name not in [own.name for own in program.roles]]:
         raise ConfigError(
             f"program={name} lacks {', '.join(lacking)}: EmbodiedLoop, from which it derives, calls their workers; "
-            "declare these roles, or derive it from nothing (docs/workflows.md)"
+            "declare these roles (docs/workflows.md)"
         )
     return program
 

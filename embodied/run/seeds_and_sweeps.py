@@ -312,7 +312,7 @@ def shares(there: Topology, count: int) -> list[tuple[list[int], str]]:
 def run_several(argv: Sequence[str], sweep: bool = False) -> tuple[int, Path | None]:
     """Run a command line. Returns the exit code and the group's folder (None after --dry-run or --cfg)."""
     order = read_order(argv, sweep)
-    program, words = program_of(list(order.words), EmbodiedLoop)
+    program, words = program_of(list(order.words))
     alone = replace(order, words=tuple(words))
     if program is not EmbodiedLoop and order.at_once == SHARED:
         raise ConfigError("at_once=shared is for the roles of embodied.train; leave program= or at_once= out")

@@ -1,28 +1,24 @@
 """The declarations of a program for `train`, placement and reports: its roles, its workflow, its batches.
 
-Three independent parts: a `Role` declares workers, a `BatchSource` collects a batch and starts the update on it, a
-`Workflow` defines an iteration. docs/workflows.md builds a workflow with a reward model between sims and learners.
+A `Role` declares workers, a `BatchSource` collects a batch and starts the update on it; the workflow
+(`rl_loop.EmbodiedLoop`) defines an iteration. docs/workflows.md derives a workflow with a reward model between sims and
+learners.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
 
 from embodied.core.errors import ConfigError
-from embodied.core.types import EnvSpec, EpisodeResult
+from embodied.core.types import EpisodeResult
 from embodied.runtime import Handle
 
 if TYPE_CHECKING:
     from embodied.config.recipe import RunConfig
-    from embodied.reporting.partial_evaluation import PartialEvaluation
-    from embodied.reporting.timeline import Timeline
-    from embodied.workflows.evaluator import Evaluator
     from embodied.workflows.workers import Workers
 
 ROLLOUT: Final = "rollout"  # phases of an iteration; workers hold their devices for a phase
@@ -123,78 +119,3 @@ class BatchSource:
     def restore(self, state: dict[str, np.ndarray]) -> int:
         """Continue from `save`; returns the number of open episodes that had to be abandoned."""
         return 0
-
-
-class Workflow(Protocol):
-    """The loop that `train` runs. On the plan's cluster it launches, builds and connects all workers.
-
-    `notify` gets a line for each restart of a worker and each warning. `start_folder` is the folder of the initial
-    policy: the start, or for a resumed run its checkpoint, unless algo.kl_coef or roles.judge need the start.
-    """
-
-    command: ClassVar[str]
-    """The command that runs and resumes it, `train` for python -m embodied.train."""
-
-    roles: ClassVar[tuple[Role, ...]]
-    config: RunConfig
-    evaluator: Evaluator
-
-    spec: EnvSpec
-    """The observations and actions of the env."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        cluster: Any,
-        notify: Callable[[str], None] = ...,
-        start_folder: Path | None = None,
-    ) -> None: ...
-
-    def total_iterations(self) -> int:
-        """The number of iterations of the recipe."""
-
-    def iterate(self, iteration: int, total: int) -> tuple[list[EpisodeResult], dict[str, float]]:
-        """Collect, update, publish; returns the finished episodes and the iteration's metrics."""
-
-    @property
-    def exhausted(self) -> str:
-        """The reason to end the run before its last iteration; else empty."""
-
-    @property
-    def solved(self) -> bool:
-        """True if the run ends before its last iteration since every episode succeeds."""
-
-    @property
-    def version(self) -> int:
-        """Version of the learners' weights, which the next checkpoint saves."""
-
-    def act_with_newest(self) -> None:
-        """Let policies act with this version before an evaluation."""
-
-    def evaluate_beside(self, kept: PartialEvaluation, finish: Callable[[], object]) -> None:
-        """Evaluate this version during the next rollout; call `finish` before the rollout after that."""
-
-    def publish(self, version: int) -> float:
-        """Publish the learners' weights under this version, for all following rollouts; returns the learners'
-        seconds."""
-
-    def save(self, checkpoints: Path, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of this version into the folder of checkpoints, with the run's counters."""
-
-    def restore(self, checkpoint: Path, sims: dict[str, np.ndarray], version: int) -> int:
-        """Continue from a checkpoint; returns the number of open episodes that had to be abandoned."""
-
-    def take_abandoned(self) -> int:
-        """Episodes that were abandoned since the last call."""
-
-    def take_samples(self) -> list[dict[str, Any]]:
-        """Conversations of the last iteration, as lines of samples.jsonl."""
-
-    def take_ends(self) -> list[tuple[int, float]]:
-        """The tokens of the last iteration's conversations, and each one's end in seconds after the rollout's begin."""
-
-    def take_dropped(self) -> int:
-        """Number of batches collected before the checkpoint and collected again after resuming, since the last call."""
-
-    def timeline(self, trace: Path, iterations: int) -> AbstractContextManager[Timeline]:
-        """Record the use of time from now on; the first `iterations` in detail, into `trace`."""

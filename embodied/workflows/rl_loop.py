@@ -96,7 +96,7 @@ PLAYERS = (SIM, POLICY)  # the roles of an evaluation
 class EmbodiedLoop:
     """The workflow of PPO and GRPO on simulators."""
 
-    command: ClassVar[str] = "train"
+    command: ClassVar[str] = "train"  # that runs and resumes it: python -m embodied.train
     roles: ClassVar[tuple[Role, ...]] = (SIM, POLICY, LEARNER)
     plays: ClassVar[bool] = True  # sims play the batches; else evaluations only
 
@@ -108,7 +108,8 @@ class EmbodiedLoop:
         start_folder: Path | None = None,
     ) -> None:
         """Launch all workers, build and connect them. `notify` is called with a line per restart of a worker or
-        warning. `start_folder` holds the policy whose weights are the first ones."""
+        warning. `start_folder` holds the policy whose weights are the first ones; for a resumed run its checkpoint,
+        unless algo.kl_coef or roles.judge need the start."""
         self.config = config
         start_folder = start_folder and start_folder.absolute()
         self.workers = Workers(roles_of_run(type(self), config), config, cluster, self.plays, notify, start_folder)
