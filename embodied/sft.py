@@ -11,7 +11,7 @@ from embodied.collect import demonstrated
 from embodied.config.recipe import load
 from embodied.run import launch
 from embodied.train import follow
-from embodied.workflows.imitation import imitation_of
+from embodied.workflows.imitation import ImitationLoop, check_data
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,7 +23,8 @@ def start(argv: list[str]) -> int:
     if loaded is None:
         return 0
     loaded = demonstrated(loaded)
-    return follow(loaded, imitation_of(loaded.config))
+    check_data(loaded.config)
+    return follow(loaded, ImitationLoop)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from embodied.evaluate import begin_in_run, evaluate_in_run
 from embodied.placement import PlacementPlan
 from embodied.reporting.partial_evaluation import partial_in
 from embodied.reporting.progress import RECENT_EPISODES, Console
-from embodied.reporting.results import RESULTS, read_results
+from embodied.reporting.results import RESULTS
 from embodied.reporting.run_page import report_or_say_why
 from embodied.reporting.runs import Run, read_run
 from embodied.run import launch, seeds_and_sweeps
@@ -46,7 +45,7 @@ from embodied.run.run_folder import RunFolder
 from embodied.runtime import Budget
 from embodied.runtime.supervision import Supervisor
 from embodied.workflows.contract import WARNING
-from embodied.workflows.imitation import ImitationLoop, imitation_of
+from embodied.workflows.imitation import ImitationLoop, check_data
 from embodied.workflows.rl_loop import EmbodiedLoop
 from embodied.workflows.shipped_roles import roles_of_run
 
@@ -214,7 +213,8 @@ def make_start(first: FirstRun, config: RunConfig, before: tuple[str, ...]) -> t
             loaded = demonstrated(loaded)
         except ConfigError as err:
             raise ConfigError(f"{err}; or run.start_from=null: the policy then begins with random weights") from None
-        program = imitation_of(loaded.config)
+        check_data(loaded.config)
+        program = ImitationLoop
     code = follow(loaded, program, opened=folders.append, before=(*before, first.recipe))
     if loaded.dry_run:
         launch.say("then")
@@ -278,7 +278,7 @@ def train(
         state = resume(loop, folder, checkpoint, console) if checkpoint else fresh(loop, folder)
         total = loop.total_iterations()
         if state["iteration"] >= total:
-            console.nothing_left(state["iteration"], total, evaluated_otherwise(config, folder, state["version"]))
+            console.nothing_left(state["iteration"], total)
         # Each iteration is followed by saving and evaluating, if they are due. The run stops between iterations.
         saves = SaveClock(config.run.save_every, config.run.save_minutes)
         if checkpoint:
@@ -432,15 +432,6 @@ def owes_evaluation(config: RunConfig, folder: RunFolder, state: dict, total: in
     if (out / RESULTS).is_file():
         return False
     return partial_in(out) is not None or (done > 0 and (done >= total or due(done, config.run.eval_every)))
-
-
-def evaluated_otherwise(config: RunConfig, folder: RunFolder, version: int) -> list[str]:
-    """Evaluation options, as arguments, that differ from the stored evaluation of this version."""
-    then: dict[str, Any] = {}
-    with suppress(EmbodiedError):  # reports name the error
-        then = (read_results(folder.evaluation(version))[0].get("protocol") or {}).get("eval") or {}
-    now = config.eval.model_dump(mode="json", exclude={"num_envs", "interleave", "reference"})
-    return [f"eval.{key}={json.dumps(value)}" for key, value in now.items() if then.get(key, value) != value]
 
 
 def due(iteration: int, every: int | None) -> bool:

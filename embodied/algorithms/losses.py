@@ -65,7 +65,9 @@ def loss_sum(
     loss = loss - config.entropy_coef * bonus
     if items.reference is not None:
         others = (items.logprobs, items.reference, items.mask, items.weights)
-        parts["reference_kl"] = reference_kl_sum(logprobs, *others, config.kl_estimator, within(config.logprob_level))
+        parts["reference_kl"] = reference_kl_sum(
+            logprobs, *others, config.kl_estimator, level_within_episode(config.logprob_level)
+        )
         loss = loss + config.kl_coef * parts["reference_kl"]
     return loss, {name: part.detach() for name, part in parts.items()} | stats
 
@@ -91,7 +93,7 @@ def _surrogate(logprobs: Tensor, entropy: Tensor, items: LossItems, config: Algo
     )
     if not config.entropy_coef:  # only for the log
         entropy = entropy.detach()
-    return policy_loss, entropy_sum(entropy, items.mask, items.weights, within(level)), stats
+    return policy_loss, entropy_sum(entropy, items.mask, items.weights, level_within_episode(level)), stats
 
 
 # The terms of a loss
@@ -222,7 +224,7 @@ def out_of_bounds(
     Two items of one unit each with ratios 2 and 8: their product is 16, their geometric mean 4. Their error, which only
     has an upper bound, is 5: the mean over units of max(r, 1 / r), 1 where log-probs agree.
     """
-    level = within(config.logprob_level)
+    level = level_within_episode(config.logprob_level)
     units, valid = _units(_played(proximal - old_logprobs, mask), mask, level)
     none = units.new_zeros(len(units))
     if config.episode_mask == "error":
@@ -268,7 +270,7 @@ def entropy_sum(entropy: Tensor, mask: Tensor, weights: Tensor, level: str) -> T
 # Units of the loss: numbers, actions, decisions or answers
 
 
-def within(level: str) -> str:
+def level_within_episode(level: str) -> str:
     """The level at which terms are summed over an episode: "chunk" if ratios are an episode's mean."""
     return "chunk" if level == "episode" else level
 

@@ -91,7 +91,8 @@ class ImitationLearner(LearnerWorker):
         """Leave the gradient of this rank's items, divided by `count`, in the parameters; return the sum of their
         losses."""
         demos, sums = self.demos, torch.zeros(len(self._losses), dtype=self.model.dtype, device=self.device)
-        micro_batches = self._micro_batches(mine, passes)
+        micro_batches = [(mine[part], True) for part in self._parts(mine.numpy() + demos.first)]
+        micro_batches += [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(micro_batches))  # padding
         for number, (part, counts) in enumerate(micro_batches, 1):
             inputs = demos.batch(part)
             inputs |= {name: inputs[name].to(self.device) for name in ("actions", "mask")}
@@ -135,11 +136,12 @@ class ImitationLearner(LearnerWorker):
         """The number of times that all ranks must run a sharded network."""
         if not self.optimizer.sharded:
             return 0
-        return max(self.model.passes(len(owned(minibatch, block))) for block in self.blocks)
+        return max(len(self._parts(block[owned(minibatch, block)])) for block in self.blocks)
 
-    def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        """Items of each pass through the network, and whether they count: padding does not."""
-        return self.model.micro_batches(mine, passes)
+    def _parts(self, items: np.ndarray) -> list[slice]:
+        """The micro-batches of these items of one rank."""
+        size = self.config.micro_batch_size or max(len(items), 1)
+        return [slice(at, at + size) for at in range(0, len(items), size)]
 
 
 def mean_of_items(losses: Tensor, mask: Tensor) -> Tensor:

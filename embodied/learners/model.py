@@ -108,21 +108,11 @@ class Model:
         actions, beside = found if isinstance(found, tuple) else (found, None)
         return actions.to(self.dtype), None if beside is None else beside.to(self.dtype)
 
-    def passes(self, count: int) -> int:
-        """The number of passes for `count` items."""
-        return -(-count // (self.config.micro_batch_size or max(count, 1)))
-
     def most_passes(self, passes: int) -> int:
         """The largest number of passes over the ranks, if all must run the network equally often."""
         if not self.config.shard:
             return 0
         return max(int(row[0]) for row in self.collective.gather(np.array([passes])))
-
-    def micro_batches(self, items: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        """The items' micro-batches, with False for padding, which fills up missing passes."""
-        size = self.config.micro_batch_size or max(len(items), 1)
-        parts = [(part, True) for part in items.split(size) if len(part)]
-        return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
 
 
 class FrozenFeatures:

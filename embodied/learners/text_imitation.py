@@ -19,7 +19,6 @@ from embodied.core.errors import ConfigError
 from embodied.core.types import env_blocks
 from embodied.learners.bc import ImitationLearner
 from embodied.learners.examples import Example, read_examples, shown, solved
-from embodied.learners.train_batch import owned
 
 
 class TextImitationLearner(ImitationLearner):
@@ -49,20 +48,10 @@ class TextImitationLearner(ImitationLearner):
     def _count(self, minibatch: np.ndarray) -> float:
         return float(self.sizes[minibatch, 1].sum())
 
-    def _passes(self, minibatch: np.ndarray) -> int:
-        if not self.optimizer.sharded:
-            return 0
-        return max(len(self._packs(block[owned(minibatch, block)])) for block in self.blocks)
-
-    def _micro_batches(self, mine: Tensor, passes: int) -> list[tuple[Tensor, bool]]:
-        parts = [(mine[pack], True) for pack in self._packs(mine.numpy() + self.demos.first)]
-        return parts + [(torch.zeros(1, dtype=torch.int64), False)] * (passes - len(parts))
-
     def _loss_sum(self, losses: Tensor, mask: Tensor) -> Tensor:
         return torch.where(mask[:, :, None], losses, 0.0).sum()
 
-    def _packs(self, items: np.ndarray) -> list[slice]:
-        """The packs of these conversations, which may belong to any rank."""
+    def _parts(self, items: np.ndarray) -> list[slice]:
         return packs(self.sizes[items, 0].tolist(), self.config.pack_tokens)
 
 

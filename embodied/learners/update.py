@@ -312,16 +312,10 @@ def update_policy(
         for part, owned in zip(parts, batch.owned(parts), strict=True):
             steps.add(batch, owned, batch.divisor(len(part)))
             steps.step(end, epoch, len(part), batch.stats_divisor(len(part)))
-        kl = steps.epoch_kl(epoch) / batch.num_units if config.target_kl is not None else 0.0
-        if skip_remaining_epochs(kl, config.target_kl):
+        # The mean KL over all ranks, measured before each gradient step.
+        if config.target_kl is not None and steps.epoch_kl(epoch) / batch.num_units > config.target_kl:
             break
     return steps.metrics(end, epoch + 1, batch)
-
-
-def skip_remaining_epochs(mean_kl: float, target_kl: float | None) -> bool:
-    """True if the update should stop, given the mean `approx_kl` of an epoch over all ranks, measured before each
-    gradient step."""
-    return target_kl is not None and mean_kl > target_kl
 
 
 def check_divisor(model: Model, config: AlgoConfig) -> None:

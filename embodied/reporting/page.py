@@ -109,10 +109,10 @@ def cell(words: object, more: str = "", **how: object) -> Block:
     return {"text": words, "more": more, **how}
 
 
-def named_table(head: str, rows: Sequence[tuple[object, Mapping[str, object]]], numeric: bool = True) -> Block:
+def named_table(head: str, rows: Sequence[tuple[object, Mapping[str, object]]]) -> Block:
     """A table of rows that may have different columns."""
     names = list(dict.fromkeys(name for _, row in rows for name in row))
-    return table([head, *names], [[key, *[row.get(name, "-") for name in names]] for key, row in rows], numeric)
+    return table([head, *names], [[key, *[row.get(name, "-") for name in names]] for key, row in rows])
 
 
 def facts_table(facts: Mapping[str, object]) -> Block:

@@ -170,13 +170,9 @@ class Console:
         for episode in episodes:
             self.recent.append({name: None if (value := episode[name]) is None else float(value) for name in MEANS})
 
-    def nothing_left(self, done: int, total: int, otherwise: list[str]) -> None:
-        """`otherwise`: evaluation options that differ from the last evaluation's."""
+    def nothing_left(self, done: int, total: int) -> None:
         more = f"run.iterations={done + 10} would add 10"
         self.say(f"nothing left to train: {done} of {total} iterations are done; {more}")
-        if otherwise:
-            command = f"{self.evaluate_command} {' '.join(map(quote, otherwise))}"
-            self.say(f"nothing left to evaluate: it was done with other options; with these: {command}")
 
     @property
     def evaluate_command(self) -> str:

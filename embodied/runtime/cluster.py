@@ -21,7 +21,7 @@ from typing import Any
 
 from embodied.core.errors import DeadlineExceeded, WorkerFailed
 from embodied.runtime.awake_clock import LOOK_S, AwakeClock
-from embodied.runtime.backend import Events, describe_backend, make_backend
+from embodied.runtime.backend import Events, make_backend
 from embodied.runtime.channel import DEFAULT_CAPACITY, Channel
 from embodied.runtime.failures import Call, Failure, Watchdog
 from embodied.runtime.group import Handle, WorkerGroup
@@ -89,10 +89,6 @@ class Cluster:
         except BaseException:
             self.close(0)
             raise
-
-    def describe(self) -> list[str]:
-        """A line for the backend and one per host."""
-        return [describe_backend(self._backend.name), *(plan.describe() for plan in self.hosts)]
 
     # What programs use
 

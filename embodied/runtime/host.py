@@ -57,11 +57,6 @@ class HostPlan:
     def environment(self) -> dict[str, str]:
         return {**dict.fromkeys(GIVEN, ""), **dict.fromkeys(THREAD_VARIABLES, str(self.threads)), **self.env}
 
-    def describe(self) -> str:
-        cores = f"cores {ranges(self.cores)}" if self.cores else "any core"
-        node = f"{self.node}, " if self.node else ""
-        return f"{self.name}: {', '.join(self.roles)} on {node}{cores}, {self.threads} threads"
-
 
 @dataclass(frozen=True)
 class WorkerSpec:

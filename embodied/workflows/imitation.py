@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from embodied.algorithms.sft_config import SFTConfig
 from embodied.core.errors import ConfigError
 from embodied.core.types import EnvSpec, EpisodeResult
-from embodied.envs import env_class
+from embodied.envs import env_class, speaks
 from embodied.envs.text.text_env import TextEnv
 from embodied.learners.examples import no_solution, read_examples
 from embodied.runtime import Handle
@@ -23,8 +23,17 @@ if TYPE_CHECKING:
     from embodied.workflows.workers import Workers
 
 
+def imitator(config: RunConfig) -> str:
+    """The import path of the learner's class, for conversations or demonstrations."""
+    if speaks(env_class(config.env)):
+        return "embodied.learners.text_imitation:TextImitationLearner"
+    return "embodied.learners.bc:ImitationLearner"
+
+
 def imitator_arguments(workers: Workers) -> tuple:
-    return learner_arguments(workers, workers.config.sft)
+    config = workers.config
+    env = (config.env,) if speaks(env_class(config.env)) else ()
+    return *env, *learner_arguments(workers, config.sft)
 
 
 class RecordedEpisodes(BatchSource):
@@ -58,40 +67,25 @@ class RecordedEpisodes(BatchSource):
 
 
 class ImitationLoop(EmbodiedLoop):
-    """The embodied loop with other learners and another source of batches."""
+    """The embodied loop with learners that imitate, and batches from a dataset."""
 
     command = "sft"
-    roles = (*PLAYERS, replace(LEARNER, worker="embodied.learners.bc:ImitationLearner", arguments=imitator_arguments))
+    roles = (*PLAYERS, replace(LEARNER, worker=imitator, arguments=imitator_arguments))
     plays = False
     make_source = RecordedEpisodes
 
 
-class TextImitationLoop(ImitationLoop):
-    """The imitation loop for conversations with a text env."""
-
-    roles = (
-        *PLAYERS,
-        replace(
-            LEARNER,
-            worker="embodied.learners.text_imitation:TextImitationLearner",
-            arguments=lambda workers: (workers.config.env, *imitator_arguments(workers)),
-        ),
-    )
-
-
-def imitation_of(config: RunConfig) -> type[ImitationLoop]:
-    """The imitation workflow for this env; refuses unsuitable data."""
+def check_data(config: RunConfig) -> None:
+    """Refuse demonstrations or examples that do not fit this env or these options."""
     kind = env_class(config.env)
     if issubclass(kind, TextEnv):
         check_examples(config, kind)
-        return TextImitationLoop
-    from embodied.datasets import read_dataset
+    elif config.sft.data is not None:  # else a dry run whose dataset will be collected first
+        from embodied.datasets import read_dataset
 
-    if config.sft.data is not None:  # else a dry run whose dataset will be collected first
         dataset = read_dataset(config.sft.data, images=False, names=config.sft.names)
         dataset.check_whole(config.sft.episodes)
         config.sft.check_warmup(sum(each["length"] for each in dataset.entries[: config.sft.episodes]), "env steps")
-    return ImitationLoop
 
 
 def check_examples(config: RunConfig, kind: type[TextEnv]) -> None:

@@ -81,12 +81,12 @@ def check_box() -> None:
         )
 
 
-def run_python(code: str, seconds: int = 2, memory: int = MEMORY) -> str:
+def run_python(code: str, seconds: int = 2) -> str:
     """A program's output, with the value of its last line, or why it was ended."""
     check_box()
     if len(code) > LONGEST:
         return f"error: a program of more than {LONGEST:,} characters"
-    words = [sys.executable, "-I", "-S", "-c", CHILD, str(seconds), str(memory), str(LONGEST), MODULES]
+    words = [sys.executable, "-I", "-S", "-c", CHILD, str(seconds), str(MEMORY), str(LONGEST), MODULES]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, **pipes, env={"LANG": "C.UTF-8"}, cwd="/", start_new_session=True) as child:
         try:

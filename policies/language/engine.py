@@ -164,9 +164,9 @@ def seed_of(seed: int, stream: str, request: Request) -> int:
     return int(rng.generator(seed, stream, request.episode, len(request.tokens)).integers(2**63))
 
 
-def unanswered(request: Request, why: str = "") -> Answer:
+def unanswered(request: Request) -> Answer:
     """The empty answer to a conversation without room for one, or that was not begun."""
-    return Answer(request.key, np.zeros(0, np.int32), np.zeros(0, np.float32), not why, why)
+    return Answer(request.key, np.zeros(0, np.int32), np.zeros(0, np.float32), True)
 
 
 def token_bytes(model: Any) -> int:

@@ -65,13 +65,13 @@ def test_losses_of_imitation_are_summed_where_the_gradients_are():
     weight = torch.zeros(2, device="meta", requires_grad=True)
     learner = object.__new__(ImitationLearner)
     learner.device, learner._noise = "meta", lambda items, iteration: None
+    learner.config = SimpleNamespace(micro_batch_size=None)
     learner.policy = SimpleNamespace(auxiliary_loss="keyframe_loss")
     learner.demos = Demonstrations(EnvSpec(ActionSpec(2)), 1, 0, 3)
     episode = RecordedEpisode(0, "go", None, {"instruction": ["go"] * 3}, np.zeros((3, 2), np.float32), {})
     assert list(learner.demos.read([episode], 3, None)) == [{}]
     learner.model = SimpleNamespace(
         dtype=torch.float32,
-        micro_batches=lambda items, passes: [(items, True)],
         imitate=lambda inputs, noise: (inputs["actions"] * weight, weight.sum().expand(3)),
         backward=lambda loss, last: loss.backward(),
     )

@@ -25,7 +25,7 @@ from embodied.policies.config import ExternalPolicyConfig
 from embodied.runtime.rendezvous import InProcessRendezvous
 from embodied.runtime.timers import Timers
 from embodied.sft import main
-from embodied.workflows.imitation import imitation_of
+from embodied.workflows.imitation import check_data
 
 HERE = "tests.learners.test_text_imitation"
 
@@ -267,8 +267,8 @@ def test_answers_that_the_policy_could_not_say_are_refused():
 def test_a_warm_up_that_never_ends_is_refused_before_anything_starts_and_too_few_examples_are():
     late = load(["recipe=sums_sft", "sft.episodes=45", "sft.minibatch_size=16", "sft.epochs=2"], entry="sft").config
     with pytest.raises(ConfigError, match=r"6 gradient steps of sft\.epochs=2 over 45 conversations"):
-        imitation_of(late.with_values("sft", warmup_steps=6))
-    assert imitation_of(late.with_values("sft", warmup_steps=5))
+        check_data(late.with_values("sft", warmup_steps=6))
+    check_data(late.with_values("sft", warmup_steps=5))
     with pytest.raises(ConfigError, match="2 learners share 1 examples"):
         of_two().open_data()
 

@@ -24,7 +24,7 @@ from embodied.learners import throughput
 from embodied.learners.config import LearnerConfig
 from embodied.learners.model import Adam, Model, PolicyOptimizer, lr_factor
 from embodied.learners.train_batch import owned
-from embodied.learners.update import skip_remaining_epochs, update_policy
+from embodied.learners.update import update_policy
 from embodied.runtime.collective import Alone
 
 T, N, C, make, rollout, columns = toy.T, toy.N, toy.C, toy.make, toy.rollout, toy.columns
@@ -234,12 +234,6 @@ def test_every_unit_is_processed_once_by_the_rank_that_has_it(ranks, size):
 def test_the_linear_schedule_falls_to_zero_and_the_constant_one_stays():
     assert [lr_factor("linear", progress) for progress in (0, 0.25, 1, 1.1)] == [1, 0.75, 0, 0]
     assert [lr_factor("constant", progress) for progress in (0, 0.25, 1)] == [1, 1, 1]
-
-
-def test_only_a_kl_above_its_target_skips_epochs():
-    assert skip_remaining_epochs(0.03, 0.02)
-    assert not skip_remaining_epochs(0.02, 0.02)
-    assert not skip_remaining_epochs(99.0, None)
 
 
 # What learners say of their speed: tokens a second, and the share of what their devices can compute

@@ -338,7 +338,6 @@ def test_a_host_gets_its_environment_before_it_imports_anything(processes, monke
     with Cluster(processes, [plan], timeout_s=60) as cluster:
         assert cluster.launch(Counter, "count").environment().wait() == [("3", "7", "", [core])]
         assert own_gpu() == "", "nor is the driver told"
-        assert cluster.describe()[1] == f"one: count on cores {core}, 3 threads"
 
 
 def test_a_host_starts_without_heavy_imports(processes):
