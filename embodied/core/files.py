@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from embodied.core.errors import ConfigError, EmbodiedError, printable
 
@@ -103,6 +104,17 @@ def replace_text(path: Path, text: str) -> None:
 def encode(text: str) -> bytes:
     """UTF-8 with escapes for half surrogate pairs, which stand for other bytes; the result is valid in JSON."""
     return text.encode("utf-8", "backslashreplace")
+
+
+def show(text: str, stream: TextIO | None) -> None:
+    """Write to a stream at once, with escapes for characters that its encoding lacks. If the terminal or pipe is
+    closed, nothing is shown from now on."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except UnicodeEncodeError:
+        show(text.encode("ascii", "backslashreplace").decode(), stream)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
 
 
 def flush(path: Path) -> None:

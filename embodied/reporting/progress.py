@@ -23,7 +23,7 @@ from shlex import quote
 from typing import Any
 
 from embodied.core.errors import printable
-from embodied.core.files import encode, replace_text
+from embodied.core.files import encode, replace_text, show
 from embodied.core.types import EpisodeResult
 from embodied.reporting.results import describe_results, evaluation_numbers, warn_of_errors
 from embodied.reporting.transcripts import ANSWERS, SAMPLES, TRANSCRIPTS, as_line, ends_line, read_ends, read_samples
@@ -66,17 +66,8 @@ class Console:
     def say(self, text: str) -> None:
         """Print a permanent line."""
         text = printable(text)
-        self._show(f"\r\033[K{text}\n" if self.live else f"{text}\n")
+        show(f"\r\033[K{text}\n" if self.live else f"{text}\n", self.stream)
         self.note(text)
-
-    def _show(self, text: str) -> None:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except UnicodeEncodeError:  # a terminal of another encoding
-            self._show(text.encode("ascii", "backslashreplace").decode())
-        except OSError:  # the terminal or pipe is closed; the run continues, and the log has all lines
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
     def iteration(
         self, state: dict, finished: list[EpisodeResult], numbers: dict[str, float], elapsed_s: float, total: int
@@ -137,7 +128,7 @@ class Console:
         """Print the current activity; on a terminal the next line replaces it."""
         text = printable(text)
         if self.live:
-            self._show("\r\033[K" + text)
+            show("\r\033[K" + text, self.stream)
             self.note(text)
         else:
             self.say(text)

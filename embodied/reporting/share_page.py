@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from embodied.core.errors import printable
+from embodied.core.files import show
 from embodied.reporting.page import Block, Row, Rows, page, percent, rows_chart, section, short, table, tiles
 from embodied.reporting.share_record import PREDICTED, UPDATE, ShareRecord, SharingRun, read_share
 
@@ -54,9 +55,7 @@ class LiveTable:
     def _write(self, lines: Sequence[str]) -> None:
         """Print lines over the previous table."""
         up = f"\033[{self.lines}A\033[J" if self.live and self.lines else ""
-        with suppress(OSError):
-            self.stream.write(up + "".join(f"{printable(line)}\n" for line in lines))
-            self.stream.flush()
+        show(up + "".join(f"{printable(line)}\n" for line in lines), self.stream)
 
 
 def table_lines(record: ShareRecord, now_s: float, folders: Mapping[str, Path]) -> list[str]:

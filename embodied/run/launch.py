@@ -22,6 +22,7 @@ from embodied.config.published_models import reference_of
 from embodied.config.recipe import Loaded, RunConfig, load
 from embodied.config.recipe_files import recipe_names
 from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
+from embodied.core.files import show
 from embodied.core.options import broken_rules
 from embodied.envs import env_class, import_class, speaks
 from embodied.envs.common_config import CommonEnvConfig
@@ -82,11 +83,7 @@ def run(
 
 
 def say(line: str) -> None:
-    """Print at once, with escapes for characters that the terminal cannot show."""
-    try:
-        print(line, flush=True)
-    except UnicodeEncodeError:
-        print(line.encode("ascii", "backslashreplace").decode(), flush=True)
+    show(f"{line}\n", sys.stdout)
 
 
 def split(argv: list[str], keys: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
