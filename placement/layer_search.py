@@ -21,8 +21,8 @@ from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, co
 from embodied.placement.profile import Array, max_of
 from embodied.placement.schedule_overlap import has_learner_devices, overlaps
 
-COARSE = 6  # sizes of a zone that are priced first, if there are more splits than
-MANY = 1000
+COARSE = 16  # sizes of a zone that are priced first, if there are more splits than
+MANY = 4000
 FEW = 200  # so few splits are not pruned before the next zone is split
 MARGIN = 1 + 1e-9  # bounds add up in another order than prices
 
