@@ -47,32 +47,6 @@ def test_the_worked_example_of_the_docstring():
     assert returns.tolist() == [[3.25, 2.25], [5.0, 1.0], [3.0, 3.0]]
 
 
-def test_an_episode_that_goes_on_bootstraps_from_the_value_after_the_rollout():
-    # delta[1] = 1 + 0.9 * 3 - 2 = 1.7        delta[0] = 1 + 0.9 * 2 - 1 = 1.8
-    # A[1] = 1.7                              A[0] = 1.8 + 0.9 * 0.8 * 1.7 = 3.024
-    advantages, returns = gae(**fields(ones(2), column(1, 2, 3)), gamma=0.9, lam=0.8)
-    assert_allclose(advantages, column(3.024, 1.7))
-    assert_allclose(returns, column(4.024, 3.7))
-
-
-def test_termination_does_not_bootstrap_and_cuts_the_recursion():
-    # delta[0] = 1 - 1 = 0: neither values[1]=2 nor A[1]=1.7 reaches it
-    advantages, _ = gae(**fields(ones(2), column(1, 2, 3), terminated=[(0, 0, 0)]), gamma=0.9, lam=0.8)
-    assert_allclose(advantages, column(0.0, 1.7))
-
-
-def test_truncation_bootstraps_from_the_final_observation_and_cuts_the_recursion():
-    # delta[0] = 1 + 0.9 * 5 - 1 = 4.5: final_values=5, not values[1]=2
-    data = fields(ones(2), column(1, 2, 3), truncated=[(0, 0, 0)], final_values={(0, 0): 5.0})
-    advantages, _ = gae(**data, gamma=0.9, lam=0.8)
-    assert_allclose(advantages, column(4.5, 1.7))
-
-
-def test_an_episode_that_terminates_at_its_time_limit_does_not_bootstrap():
-    data = fields(ones(1), column(1, 2), terminated=[(0, 0, 0)], truncated=[(0, 0, 0)], final_values={(0, 0): 5.0})
-    assert_allclose(gae(**data, gamma=0.9, lam=0.8)[0], column(0.0))  # 1 - 1
-
-
 CHUNKS = {  # three env steps per decision; the episode is truncated at the second step of decision 0
     "rewards": [[[1, 2, 64]], [[3, 4, 5]]],
     "values": column(1, 2, 3),
@@ -94,22 +68,6 @@ def test_at_step_level_gamma_acts_once_per_played_env_step():
     # delta[1] = (3 + 4/2 + 5/4) + 3/8 - 2 = 4.625
     advantages, _ = gae(**fields(**CHUNKS), gamma=0.5, lam=0.5, level="step")
     assert_allclose(advantages, column(3, 4.625))
-
-
-def test_at_step_level_lambda_acts_once_per_played_env_step():
-    # delta = r - V = [0, 8] but for the bootstraps: 0 + V[1] / 4 = 0.5 and 8 + 0 = 8
-    # A[0] = 0.5 + (1/2)^2 * (1/2)^2 * 8 = 1.0     against 0 + V[1] / 2 = 1 and 1 + 1/2 * 1/2 * 8 = 3 at decision level
-    data = fields([[[1, 0]], [[10, 0]]], column(1, 2, 0))
-    assert_allclose(gae(**data, gamma=0.5, lam=0.5, level="step")[0], column(1.0, 8.0))
-    assert_allclose(gae(**data, gamma=0.5, lam=0.5, level="decision")[0], column(3.0, 8.0))
-
-
-def test_a_decision_without_a_played_step_has_no_advantage_and_passes_nothing_on():
-    # A[2] = 9 + 0.5 * 4 - 3 = 8      A[0] = delta[0] = 1 + 0.5 * 2 - 1 = 1
-    data = fields([[[1.0]], [[1.0]], [[9.0]]], column(1, 2, 3, 4), masked=[(1, 0, 0)])
-    advantages, returns = gae(**data, gamma=0.5, lam=0.5)
-    assert_allclose(advantages, column(1, 0, 8))
-    assert_allclose(returns, column(2, 2, 11))
 
 
 def test_what_masked_steps_hold_does_not_matter():

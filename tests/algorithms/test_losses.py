@@ -1,8 +1,9 @@
-"""PPO's losses by hand, against scalar references, and every option changing what it says."""
+"""The losses by hand and against a scalar reference, what KL estimators are right about, and what stale items do."""
 
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,33 +11,43 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from embodied.algorithms.config import PPOConfig
-from embodied.algorithms.losses import LossItems, entropy_sum, loss_sum, policy_loss_sum, value_loss_sum
+from embodied.algorithms.config import GRPOConfig, PPOConfig
+from embodied.algorithms.losses import (
+    LossItems,
+    entropy_sum,
+    loss_sum,
+    out_of_bounds,
+    policy_loss_sum,
+    reference_kl_sum,
+    value_loss_sum,
+)
 
 F64 = torch.float64
 LEVELS = ["action_dim", "action", "chunk"]
+ESTIMATORS = ["k1", "k2", "k3"]
+PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
 
 
 def tensor(numbers, grad=False):
     return torch.tensor(numbers, dtype=F64, requires_grad=grad)
 
 
-def one_ratio(ratio, advantage, clip_low=0.2, clip_high=0.2, dual_clip=None):
-    """Loss, d loss / d log-prob and stats of one item of one unit whose ratio is given."""
-    logp = tensor([[[math.log(ratio)]]], grad=True)
+def one_unit(ratio, advantage, dtype=F64, importance=None, **options):
+    """Loss, d loss / d log-prob and stats of one unit; with `importance`, the proximal policy's ratio to the old one,
+    `ratio` is to the proximal policy."""
+    old = torch.tensor([[[-1.0]]], dtype=dtype)
+    anchor = old if importance is None else old + math.log(importance)
+    logprobs = (anchor + math.log(ratio)).requires_grad_()
     loss, stats = policy_loss_sum(
-        logp,
-        torch.zeros(1, 1, 1, dtype=F64),
-        tensor([advantage]),
+        logprobs,
+        old,
+        torch.tensor([advantage], dtype=dtype),
         torch.ones(1, 1, dtype=torch.bool),
-        torch.ones(1, dtype=F64),
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        level="chunk",
+        torch.ones(1, dtype=dtype),
+        **PPO_CLIP | {"level": "chunk", "proximal": None if importance is None else anchor} | options,
     )
     loss.backward()
-    return loss.item(), logp.grad.item(), {name: value.item() for name, value in stats.items()}
+    return loss.item(), logprobs.grad.item(), {name: number.item() for name, number in stats.items()}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +62,7 @@ def one_ratio(ratio, advantage, clip_low=0.2, clip_high=0.2, dual_clip=None):
     ],
 )
 def test_the_clipped_loss_by_hand(ratio, advantage, loss, gradient, clipped):
-    found, slope, stats = one_ratio(ratio, advantage)
+    found, slope, stats = one_unit(ratio, advantage)
     assert (found, slope) == (pytest.approx(loss), pytest.approx(gradient))
     assert stats["clip_fraction"] == clipped
     assert stats["dual_clip_fraction"] == 0
@@ -60,10 +71,10 @@ def test_the_clipped_loss_by_hand(ratio, advantage, loss, gradient, clipped):
 
 
 def test_dual_clip_bounds_the_loss_of_negative_advantages():
-    loss, slope, stats = one_ratio(5.0, -2.0, dual_clip=3.0)
+    loss, slope, stats = one_unit(5.0, -2.0, dual_clip=3.0)
     assert (loss, slope, stats["dual_clip_fraction"]) == (pytest.approx(6.0), 0.0, 1.0)  # 3 * 2
-    assert one_ratio(2.0, -2.0, dual_clip=3.0)[0] == pytest.approx(4.0)  # below 3: as without
-    assert one_ratio(5.0, 2.0, dual_clip=3.0)[0] == pytest.approx(-2.4)  # A > 0: as without
+    assert one_unit(2.0, -2.0, dual_clip=3.0)[0] == pytest.approx(4.0)  # below 3: as without
+    assert one_unit(5.0, 2.0, dual_clip=3.0)[0] == pytest.approx(-2.4)  # A > 0: as without
 
 
 def test_what_a_level_means():
@@ -155,17 +166,17 @@ def test_the_entropy_of_a_unit_by_hand():
     assert found == [2.5, 5.0, 10.0]
 
 
-def example(seed=0, size=6, chunk=3, dims=2, spread=0.5):
-    """Random (logprobs, entropy, values) and their items."""
+def example(seed=0, size=6, chunk=3, dims=2, spread=0.5, parts=()):
+    """Random new log-probs, entropies and values, and their items, with these parts besides."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: torch.from_numpy(rng.normal(size=shape))  # noqa: E731
     mask = torch.from_numpy(rng.random((size, chunk)) < 0.8)
     mask[:, 0] = True
     old = draw(size, chunk, dims)
-    new = (old + spread * draw(size, chunk, dims), draw(size, chunk, dims), draw(size))
-    numbers = {name: draw(size) for name in ("values", "advantages", "returns")}
-    items = LossItems(old, mask=mask, weights=torch.ones(size, dtype=F64), **numbers)
-    return new, items
+    near = lambda: old + spread * draw(size, chunk, dims)  # noqa: E731
+    new = (near(), draw(size, chunk, dims), draw(size))
+    numbers = {name: draw(size) for name in ("values", "advantages", "returns")} | {name: near() for name in parts}
+    return new, LossItems(old, mask=mask, weights=torch.ones(size, dtype=F64), **numbers)
 
 
 def there(items):
@@ -194,12 +205,26 @@ def slow_loss(new, items, config):
             "chunk": [[(c, a) for c in played for a in dims]],
         }[config.logprob_level]
         for unit in cells:
-            ratio = math.exp(sum((logprobs[b, c, a] - items.logprobs[b, c, a]).item() for c, a in unit))
-            gain = min(ratio * advantage, min(max(ratio, 1 - config.clip_low), 1 + config.clip_high) * advantage)
-            if config.dual_clip is not None and advantage < 0:
-                gain = max(gain, config.dual_clip * advantage)
-            bonus = config.entropy_coef * sum(entropy[b, c, a].item() for c, a in unit)
-            total -= weight * (gain + bonus) / len(cells)
+            now, acted, start, reference, random = (
+                None if part is None else sum(part[b, c, a].item() for c, a in unit)
+                for part in (logprobs, items.logprobs, items.proximal, items.reference, entropy)
+            )
+            start = acted if start is None else start
+            ratio = math.exp(now - start)
+            gain = min(ratio, config.ratio_cap) * advantage
+            if config.clip == "two_sided":
+                clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+                gain = min(ratio * advantage, clipped * advantage)
+                if config.dual_clip is not None and advantage < 0:
+                    gain = max(gain, config.dual_clip * advantage)
+            gain *= min(math.exp(start - acted), config.importance_cap or math.inf)
+            if reference is not None:
+                d = now - reference
+                kl = {"k1": math.exp(now - acted) * d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}
+                gain -= config.kl_coef * kl[config.kl_estimator]
+            total -= weight * (gain + config.entropy_coef * random) / len(cells)
+        if config.name != "ppo":
+            continue
         value, old, target = values[b].item(), items.values[b].item(), items.returns[b].item()
         errors = [value - target]
         if config.value_clip is not None:
@@ -212,7 +237,17 @@ def slow_loss(new, items, config):
     return total
 
 
-@settings(max_examples=80, deadline=None)
+VALUED = product([None, 1.5, 3.0], [None, 0.2], [None, 0.5])
+ALGOS = [
+    *({"name": "ppo", "dual_clip": dual, "value_clip": clip, "huber_delta": huber} for dual, clip, huber in VALUED),
+    *({"name": "dapo", "kl_estimator": estimator, "kl_coef": 0.3} for estimator in ESTIMATORS),
+    *({"name": "grpo", "clip": clip, "ratio_cap": 1.5} for clip in ("aipo", "tis")),
+    {"name": "grpo", "decoupled": True},
+    {"name": "grpo", "decoupled": True, "importance_cap": 1.2, "dual_clip": 2.0},
+]
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 5),
@@ -220,24 +255,37 @@ def slow_loss(new, items, config):
     st.integers(1, 3),
     st.sampled_from([0.0, 0.1, 1.0, 3.0]),
     st.sampled_from(LEVELS),
-    st.sampled_from([None, 1.5, 3.0]),
-    st.sampled_from([None, 0.2]),
-    st.sampled_from([None, 0.5]),
+    st.sampled_from(ALGOS),
 )
-def test_the_loss_equals_a_scalar_reference(seed, size, chunk, dims, spread, level, dual_clip, value_clip, huber):
-    options = {"logprob_level": level, "dual_clip": dual_clip, "value_clip": value_clip, "huber_delta": huber}
-    config = PPOConfig(**options, clip_high=0.3, entropy_coef=0.1)
-    new, items = example(seed, size, chunk, dims, spread)
-    assert loss_sum(*new, items, config)[0].item() == pytest.approx(slow_loss(new, items, config), rel=1e-12)
+def test_the_loss_equals_a_scalar_reference(seed, size, chunk, dims, spread, level, options):
+    kind = PPOConfig if options["name"] == "ppo" else GRPOConfig
+    bound = {} if "clip" in options else {"clip_high": 0.3}
+    config = kind(**options, **bound, logprob_level=level, entropy_coef=0.1)
+    parts = ["reference"] * bool(config.kl_coef) + ["proximal"] * config.decoupled
+    new, items = example(seed, size, chunk, dims, spread, parts)
+    items = LossItems(**there(items) | {"weights": items.weights + torch.arange(size) / 4})
+    found, _ = loss_sum(*new, items, config)
+    assert found.item() == pytest.approx(slow_loss(new, items, config), rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("options", [{}, EVERYTHING_ON], ids=["plain", "everything on"])
-def test_gradients_are_those_of_finite_differences(level, options):
-    config = PPOConfig(logprob_level=level, **options)
-    new, items = example(seed=1)
+@pytest.mark.parametrize(
+    "config",
+    [
+        PPOConfig(),
+        PPOConfig(**EVERYTHING_ON),
+        *(GRPOConfig(name="grpo", kl_estimator=k, kl_coef=0.3) for k in ESTIMATORS),
+    ],
+    ids=["plain", "everything on", *ESTIMATORS],
+)
+def test_gradients_are_those_of_finite_differences_and_skip_what_was_not_played(level, config):
+    config = config.model_copy(update={"logprob_level": level})
+    new, items = example(seed=1, parts=["reference"] * bool(config.kl_coef))
     new = [x.clone().requires_grad_() for x in new]
     assert torch.autograd.gradcheck(lambda *new: loss_sum(*new, items, config)[0], new, eps=1e-7, atol=1e-6)
+    loss_sum(*new, items, config)[0].backward()
+    assert not new[0].grad[~items.mask].any()
+    assert not config.kl_coef or new[0].grad[items.mask].all()
 
 
 def close(found, expected):
@@ -278,3 +326,148 @@ def test_float32_stays_float32_and_stats_carry_no_gradient():
     loss, stats = loss_sum(*(x.float().requires_grad_() for x in new), items, PPOConfig(**EVERYTHING_ON))
     assert loss.dtype == torch.float32
     assert not any(value.requires_grad for value in stats.values())
+
+
+# The divergence from the reference
+
+
+def test_the_estimators_by_hand():
+    # d = ln 2 and a ratio of 1: k1 0.6931, k2 0.6931^2 / 2 = 0.2402, k3 1/2 - 1 + 0.6931 = 0.1931
+    one = torch.full((1, 1, 1), math.log(0.5), dtype=F64)
+    reference = torch.full((1, 1, 1), math.log(0.25), dtype=F64)
+    mask, weight = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, dtype=F64)
+    found = [reference_kl_sum(one, one, reference, mask, weight, k, "chunk").item() for k in ESTIMATORS]
+    assert found == pytest.approx([0.693147, 0.240227, 0.193147], rel=1e-5)
+    # with a ratio of 1/2, only k1 weighs the sample
+    old = torch.zeros(1, 1, 1, dtype=F64)
+    found = [reference_kl_sum(one, old, reference, mask, weight, k, "chunk").item() for k in ESTIMATORS]
+    assert found == pytest.approx([0.693147 / 2, 0.240227, 0.193147], rel=1e-5)
+
+
+def expectation(estimator, logits, behaviour, reference):
+    """Mean of an estimator over all actions of a distribution, as the behaviour would take them."""
+    logprobs = logits.log_softmax(-1)
+    shape = (len(logits), 1, 1)
+    weights = behaviour.exp()
+    return reference_kl_sum(
+        logprobs.view(shape),
+        behaviour.view(shape),
+        reference.view(shape),
+        torch.ones(shape[:2], dtype=torch.bool),
+        weights,
+        estimator,
+        "chunk",
+    )
+
+
+@pytest.mark.parametrize(("estimator", "value_right", "slope_right"), [("k1", 1, 1), ("k2", 0, 1), ("k3", 1, 0)])
+def test_on_policy_each_estimator_is_right_about_what_it_says(estimator, value_right, slope_right):
+    logits = torch.tensor([0.3, -0.2, 0.9, 0.0], dtype=F64, requires_grad=True)
+    reference = torch.tensor([-0.5, 0.4, 0.2, 0.7], dtype=F64).log_softmax(-1)
+    logprobs = logits.log_softmax(-1)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    found = expectation(estimator, logits, logprobs.detach(), reference)
+    (found_slope,) = torch.autograd.grad(found, logits)
+    assert (found.item() == pytest.approx(exact.item(), rel=1e-9)) == bool(value_right)
+    assert torch.allclose(found_slope, slope, rtol=1e-9) == bool(slope_right)
+    if estimator == "k3":  # the gradient of the other direction
+        other = (reference.exp() * (reference - logits.log_softmax(-1))).sum()
+        torch.testing.assert_close(found_slope, torch.autograd.grad(other, logits)[0])
+
+
+def test_relatives_are_presets_of_the_same_options():
+    assert GRPOConfig(name="dapo").clip_high == 0.28 and GRPOConfig(name="dapo").filter == "resample"
+    assert GRPOConfig(name="dapo", clip_high=0.3).clip_high == 0.3
+    assert (GRPOConfig(name="rloo").baseline, GRPOConfig(name="rloo").scale) == ("leave_one_out", "none")
+    assert GRPOConfig(name="reinforce++", group_size=1).filter == "none"
+
+
+# Stale items
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "aipo", "tis", "above"),
+    [
+        (1.5, 2.0, -3.0, -3.0, -3.0, 0),  # -ratio * A, above what PPO would clip
+        (0.1, 2.0, -0.2, -0.2, -0.2, 0),
+        (0.1, -2.0, 0.2, 0.2, 0.2, 0),  # no lower clip: a bad action that is rare is still pushed down
+        (10.0, 2.0, -16.0, 0.0, -16.0, 1),  # -8 * 2: cut, or still of weight 8
+        (10.0, -2.0, 16.0, 0.0, 16.0, 1),  # also for A < 0, where PPO would push without bound
+    ],
+)
+def test_one_sided_caps_by_hand(ratio, advantage, loss, aipo, tis, above):
+    for clip, slope in (("aipo", aipo), ("tis", tis)):
+        found, gradient, stats = one_unit(ratio, advantage, clip=clip)
+        assert (found, gradient) == (pytest.approx(loss), pytest.approx(slope)), clip
+        assert (stats["clip_fraction"], stats["dual_clip_fraction"]) == (above, 0)
+        assert stats["ratio_max"] == pytest.approx(ratio)
+    assert one_unit(ratio, advantage, clip="aipo", ratio_cap=1.2)[0] == pytest.approx(-min(ratio, 1.2) * advantage)
+
+
+@pytest.mark.parametrize("clip", ["aipo", "tis"])
+def test_a_ratio_beyond_all_numbers_is_capped_like_any_other(clip):
+    # e^100 is infinite in float32
+    loss, slope, _ = one_unit(math.exp(100), -1.0, torch.float32, clip=clip)
+    assert (loss, slope) == (pytest.approx(8.0), pytest.approx(0.0 if clip == "aipo" else 8.0))
+
+
+@pytest.mark.parametrize(
+    ("importance", "cap", "ratio", "advantage", "loss", "slope"),
+    [
+        (2.0, None, 1.5, 1.0, -2.4, 0.0),  # clipped against the proximal policy at 1.2, times 2
+        (2.0, None, 1.5, -1.0, 3.0, 3.0),  # bad and likelier: pushed back in full, 1.5 times 2
+        (2.0, None, 1.0, 1.0, -2.0, -2.0),  # where an update begins: nothing is clipped, however stale
+        (2.0, 1.5, 1.0, 1.0, -1.5, -1.5),  # truncated: min(2, 1.5)
+        (0.5, 1.5, 1.0, 1.0, -0.5, -0.5),  # there is no lower bound
+        (0.5, None, 0.7, -1.0, 0.4, 0.0),  # bad and rarer than 0.8: 0.8 times 0.5
+    ],
+)
+def test_the_decoupled_loss_by_hand(importance, cap, ratio, advantage, loss, slope):
+    found, gradient, stats = one_unit(ratio, advantage, importance=importance, importance_cap=cap)
+    assert (found, gradient) == (pytest.approx(loss), pytest.approx(slope))
+    assert stats["importance_weight"] == pytest.approx(min(importance, cap or importance))
+    assert stats["approx_kl"] == pytest.approx(ratio - 1 - math.log(ratio))  # from the proximal policy
+
+
+def test_the_importance_weight_is_of_units_and_masked_steps_are_in_none():
+    # Two dimensions; the second step was not played. Proximal / old 2 and 3, the policy is at the proximal one, A = 1:
+    #   action_dim: (2 + 3) / 2 = 2.5, with cap 2.5 (2 + 2.5) / 2 = 2.25       action, chunk: 2 * 3 = 6, with cap 2.5
+    proximal = tensor([[[2.0, 3.0], [math.nan, 7.0]]]).log()
+    mask, one = torch.tensor([[True, False]]), torch.ones(1, dtype=F64)
+    for cap, wanted in ((None, [2.5, 6.0, 6.0]), (2.5, [2.25, 2.5, 2.5])):
+        options = PPO_CLIP | {"proximal": proximal, "importance_cap": cap}
+        found = [
+            policy_loss_sum(proximal, torch.zeros_like(proximal), one, mask, one, level=level, **options)
+            for level in LEVELS
+        ]
+        assert [-loss.item() for loss, _ in found] == pytest.approx(wanted)
+        assert [stats["importance_weight"].item() for _, stats in found] == pytest.approx(wanted)
+
+
+def mask_config(kind, **options):
+    return PPOConfig(**{"episode_mask": kind, "episode_mask_low": 0.5, "episode_mask_high": 5.0} | options)
+
+
+def test_episodes_out_of_bounds_by_hand():
+    # Three episodes of two, one and two items of one unit, ratios 2 and 8, 4, and 1/8 and 1/2:
+    #   products 16, 4, 1/16: outside 0.5 to 5 are the first and the last
+    #   geometric means sqrt(16) = 4, 4, sqrt(1/16) = 1/4: only the last is outside
+    proximal = tensor([2.0, 8.0, 4.0, 1 / 8, 1 / 2]).log().view(5, 1, 1)
+    known = (proximal, torch.zeros_like(proximal), torch.ones(5, 1, dtype=torch.bool), torch.tensor([0, 0, 1, 2, 2]))
+    assert out_of_bounds(*known, mask_config("product")).tolist() == [True, True, False, True, True]
+    assert out_of_bounds(*known, mask_config("mean")).tolist() == [False, False, False, True, True]
+    assert out_of_bounds(*known, mask_config("product", episode_mask_low=None)).tolist() == [True, True, *[False] * 3]
+    assert out_of_bounds(*known, mask_config("mean", episode_mask_high=None)).tolist() == [*[False] * 3, True, True]
+
+
+def test_the_mean_ratio_is_over_units_and_counts_no_masked_step():
+    # One item, the second step not played, ratios 2 and 18 in two dimensions, bounds 0.5 to 20:
+    #   action_dim: sqrt(2 * 18) = 6      chunk: 2 * 18 = 36
+    proximal = tensor([[[2.0, 18.0], [math.nan, 1e9]]]).log()
+    known = (proximal, torch.zeros_like(proximal), torch.tensor([[True, False]]), torch.zeros(1, dtype=torch.int64))
+    for level, outside in (("action_dim", False), ("chunk", True)):
+        config = mask_config("mean", episode_mask_high=20.0, logprob_level=level)
+        assert out_of_bounds(*known, config).tolist() == [outside]
+    nobody = (proximal, torch.zeros_like(proximal), torch.tensor([[False, False]]), known[-1])
+    assert out_of_bounds(*nobody, mask_config("mean")).tolist() == [False]
