@@ -61,7 +61,7 @@ PAGES = {
         Step("doctor", slow=True),
         Step("list$", "pointmass_ppo"),
         Step("list tasks", "PushCube-v1"),
-        Step("embodied.train(", re.compile(r" [\d.]+ [\d.]+$"), swap=("=200", "=4")),
+        Step("embodied.train(", re.compile(r" [\d.]+ [\d.]+$"), swap=("=(200|40)", "=4")),
         Step("check_lift.py"),
         Step("train .*my_sims:Lift", "success_once"),
         Step("train recipe=my_lift.yaml", "success_once"),
