@@ -144,8 +144,12 @@ def follow(
                 except WorkerFailed as err:
                     if not err.lost_state or interruption.requested or lives.died("run", time.monotonic()) is not None:
                         raise
-                    plan = plan_without(err, loaded, program) if config.cluster.joined else plan
+                    remaining = plan_without(err, loaded, program) if config.cluster.joined else plan
                     checkpoint = newest_of(folder, err, lives, console)
+                    if remaining != plan:
+                        plan = remaining
+                        folder.record(placement=asdict(plan))
+                        console.say("\n".join(launch.placement_lines(plan)))
                     origin = origin_of(start, config, folder.path, checkpoint) if start else None
     return interruption.exit_code
 

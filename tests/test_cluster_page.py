@@ -1,5 +1,5 @@
-"""The commands of docs/cluster.md run, with two Ray nodes on one machine. They see neither the same files in /dev/shm
-nor the same processes, and believe to be two machines."""
+"""The commands of docs/cluster.md run, with two or three Ray nodes on one machine. They see neither the same files in
+/dev/shm nor the same processes, and believe to be different machines."""
 
 import json
 import os
@@ -25,7 +25,7 @@ import pytest
 from embodied.policies.policy_folder import read_weights
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 PAGE = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
 HEAD, SECOND = re.findall(r"^(ray start .*)", PAGE, re.M)
 (TRAIN,) = re.findall(r"^(python -m embodied.train .*address=.*)", PAGE, re.M)
@@ -45,7 +45,7 @@ ELSEWHERE = """
 
 
 class Machines:
-    """Two nodes, started by the commands of the page."""
+    """Nodes that the commands of the page start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,12 +60,16 @@ class Machines:
         self.environment["PATH"] = f"{scripts}:{os.environ['PATH']}"
         self.nodes: list[subprocess.Popen] = []
         self.address = ""
-        self.address = self.start("one", self.words(HEAD), "Local node IP: ([0-9.]+)")
-        (folder / "boot_id").write_text("11111111-2222-3333-4444-555555555555\n")
-        command = shlex.join([*self.words(SECOND), "--node-ip-address=127.0.0.2"])
-        script = ELSEWHERE.format(boot_id=folder / "boot_id", command=command)
+
+    def start_nodes(self, count: int) -> None:
+        self.address = self.start("node1", self.words(HEAD), "Local node IP: ([0-9.]+)")
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-ec"]
-        self.start("two", [*apart, textwrap.dedent(script)], "Local node IP: ([0-9.]+)")
+        for number in range(2, count + 1):
+            boot_id = self.folder / f"boot_id{number}"
+            boot_id.write_text(f"11111111-2222-3333-4444-{number:012}\n")
+            words = [*self.words(SECOND.replace("node2", f"node{number}")), f"--node-ip-address=127.0.0.{number}"]
+            script = ELSEWHERE.format(boot_id=boot_id, command=shlex.join(words))
+            self.start(f"node{number}", [*apart, textwrap.dedent(script)], "Local node IP: ([0-9.]+)")
 
     def words(self, command: str) -> list[str]:
         if self.address:
@@ -111,9 +115,18 @@ class Machines:
 
     def lose_the_second(self) -> None:
         """With everything on it."""
-        node = self.nodes.pop()
+        node = self.nodes.pop(1)
         os.killpg(node.pid, signal.SIGKILL)
         node.wait(60)
+
+    def status(self, run: subprocess.Popen) -> str:
+        """What `ray status` shows while the run waits."""
+        run.send_signal(signal.SIGSTOP)
+        words = ["ray", "status", f"--address={self.address}:{self.port}"]
+        try:
+            return subprocess.run(words, env=self.environment, stdout=subprocess.PIPE, text=True, timeout=120).stdout
+        finally:
+            run.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         for node in reversed(self.nodes):
@@ -126,24 +139,23 @@ class Machines:
 
 
 @contextmanager
-def two_machines():
+def started(count: int):
     can_part = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "true"]
     if shutil.which("unshare") is None or subprocess.run(can_part, capture_output=True).returncode:
         pytest.skip("needs the right to part namespaces, as root has it")
-    folder = Path(tempfile.mkdtemp(prefix="two-", dir="/tmp"))  # a short path, for Ray's sockets
-    two = None
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # a short path, for Ray's sockets
+    machines = Machines(folder)
     try:
-        two = Machines(folder)
-        yield two
+        machines.start_nodes(count)
+        yield machines
     finally:
-        if two is not None:
-            two.stop()
+        machines.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
 def machines():
-    with two_machines() as two:
+    with started(2) as two:
         yield two
 
 
@@ -264,10 +276,11 @@ LOSSES = {
 }
 
 
-def struck(tmp_path, *more: str) -> tuple[int, list[str], list[dict]]:
-    """A run that loses the second machine in its third iteration: its code, what it said and its rows of metrics."""
+def struck(tmp_path, *more: str, count: int = 2, looks: tuple[int, ...] = ()) -> tuple[int, list[str], list[dict]]:
+    """A run that loses the second machine in its third iteration: its code, what it and, after the iterations `looks`,
+    `ray status` said, and its rows of metrics."""
     said = []
-    with two_machines() as machines:
+    with started(count) as machines:
         here = {**machines.environment, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         keys = {argument.partition("=")[0] for argument in more}
         same = [argument for argument in SAME if argument.partition("=")[0] not in keys]
@@ -276,8 +289,10 @@ def struck(tmp_path, *more: str) -> tuple[int, list[str], list[dict]]:
             late.start()
             for line in process.stdout:
                 said.append(line)
-                if line.startswith("iteration 3/") and len(machines.nodes) == 2:  # it may be played twice
+                if line.startswith("iteration 3/") and len(machines.nodes) == count:  # it may be played twice
                     machines.lose_the_second()
+                if line.startswith(tuple(f"iteration {look}/" for look in looks)):
+                    said.append(machines.status(process))
             late.cancel()
     (run,) = (tmp_path / "runs").iterdir()
     return process.returncode, said, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -305,12 +320,17 @@ def test_a_run_survives_the_loss_of_a_machine_that_only_plays(tmp_path, lost):
 
 @pytest.mark.chaos
 def test_a_lost_machine_with_a_learner_is_named_and_the_run_goes_on_from_the_newest_checkpoint(tmp_path):
-    """In the default placement, where steps are large enough to be divided between the learners of both machines."""
+    """In the default placement, where steps are large enough to be divided between the learners of three machines. The
+    run reserves all cores, and those of the other two machines afterwards."""
     more = ["run.iterations=8", "run.save_every=2", "placement=auto", "policy.hidden=[1024,1024]"]
-    code, said, rows = struck(tmp_path, *more)
+    code, said, rows = struck(tmp_path, *more, count=3, looks=(1, 7))
     assert code == 0, "".join(said[-20:])
+    reserved = re.findall(r"[0-9.]+/([0-9.]+) CPU \(.* of ([0-9.]+) reserved in placement groups\)", "".join(said))
+    assert reserved == [("6.0", "6.0"), ("4.0", "4.0")], "".join(said)
     (line,) = [line for line in said if "is started again with all workers" in line]
     assert re.search(rf"^learner-\d is .* from v00000\d: {GONE}", line), line
+    after = "".join(said).partition(line)[2]
+    assert "of node3" in after and "of node2" not in after  # the new placement
     assert [row["iteration"] for row in rows] == list(range(1, 9))
 
 

@@ -291,7 +291,6 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     """The first lines of a command: task, policy, placement, memory. `weights`: the folder of the evaluated weights, if
     the recipe does not name it."""
     env, physics = config.env, config.env.physics
-    first, *rest = plan.describe()
     tasks, kind = env.task if isinstance(env.task, str) else ", ".join(env.task), env_class(env)
     protocol = choose_protocol(kind, env, config.eval.protocol)
     noted = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
@@ -302,13 +301,16 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
         *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",
-        f"placement   {first}",
-        *[f"            {line}" for line in rest],
+        *placement_lines(plan),
         *(schedule_lines(config) if plan.count("learner") else []),
         *[f"{'' if i else 'memory':<12}{line}" for i, line in enumerate(plan.memory)],
         f"processes   {describe_backend(config.cluster.backend)}",
     ]
     return "\n".join(lines)
+
+
+def placement_lines(plan: PlacementPlan) -> list[str]:
+    return [f"{'' if i else 'placement':<12}{line}" for i, line in enumerate(plan.describe())]
 
 
 def notes(loaded: Loaded) -> list[str]:
