@@ -118,7 +118,7 @@ def check_packages(machine: Machine) -> list[Finding]:
         fix = set_up() if lock else f"python -m pip install {' '.join(missing)}"
         findings.append(Finding("packages", FAILED, f"not installed: {', '.join(missing)}", fix))
     locked = {name: version for name, version in have.items() if lock and name in lock}
-    if other := {name: version for name, version in locked.items() if lock[name] != public(version)}:
+    if other := {name: version for name, version in locked.items() if lock[name] != version.partition("+")[0]}:
         detail = ", ".join(f"{name} {version} (locked: {lock[name]})" for name, version in list(other.items())[:5])
         more = f", and {len(other) - 5} more" if len(other) > 5 else ""
         pins = " ".join(f"{name}=={lock[name]}" for name in other)
@@ -145,11 +145,6 @@ def check_unwanted(have: dict[str, str]) -> list[Finding]:
         Finding("packages", WARNING, f"{name} is installed; {why}", f"python -m pip uninstall -y {name}")
         for name, why in unwanted.items()
     ]
-
-
-def public(version: str) -> str:
-    """The version without its build, such as +cpu."""
-    return version.partition("+")[0]
 
 
 def check_torch(machine: Machine) -> list[Finding]:

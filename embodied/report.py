@@ -26,13 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from embodied.core.errors import ConfigError
-from embodied.core.files import as_path
+from embodied.core.files import as_path, read_object
 from embodied.reporting.comparison_page import comparison
 from embodied.reporting.page import write_page
 from embodied.reporting.run_page import REPORT, page_of
 from embodied.reporting.runs import Run, read_run
 from embodied.reporting.seed_sets_page import SeedSet, sets_of, unread_files
-from embodied.reporting.share_record import is_share, share_goes_on
+from embodied.reporting.share_record import SHARE
 from embodied.run import launch
 from embodied.run.run_group import is_group, read_group
 
@@ -74,8 +74,8 @@ def keep_writing(folders: list[Path], out: Path | None, wait: Callable[[float], 
 
 def is_running(folder: Path) -> bool:
     """True if the folder belongs to a running run, a group with a running run, or running runs that share devices."""
-    if is_share(folder):
-        return share_goes_on(folder)
+    if (folder / SHARE).is_file():  # the command that serves the runs removes its socket when it ends
+        return Path(str(read_object(folder / SHARE).get("socket") or "no socket")).exists()
     runs = read_all([folder])
     return any(run.info.get("state") == "running" for found in runs for run in getattr(found, "runs", [found]))
 

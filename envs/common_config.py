@@ -28,10 +28,6 @@ def a_name_or_names(value: Any) -> Any:
     return value
 
 
-def height_and_width(value: Any) -> Any:
-    return (value, value) if isinstance(value, int) else value
-
-
 def known_reward(name: str) -> str:
     if name not in REWARDS and not EXTERNAL.fullmatch(name):
         mode = f"; did you mean env.reward_mode={name}?" if name.endswith(("dense", "sparse")) else ""
@@ -51,7 +47,7 @@ def not_empty(region: tuple[float, float, float, float]) -> tuple[float, float, 
 
 SIZE_HELP = "Height and width of these images in pixels; one number for both."
 Side = Annotated[int, Field(ge=8, le=2048)]
-ImageSize = Annotated[tuple[Side, Side], BeforeValidator(height_and_width)]
+ImageSize = Annotated[tuple[Side, Side], BeforeValidator(lambda size: (size, size) if isinstance(size, int) else size)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Region = Annotated[tuple[Share, Share, Share, Share], AfterValidator(not_empty)]
 Tasks = Annotated[str | tuple[str, ...], BeforeValidator(a_name_or_names)]

@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from embodied.placement.iteration_cost import Pricer
-from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, components_of, named
+from embodied.placement.layout import DeviceClass, Layer, Zone, arrangements, named
 from embodied.placement.profile import Array, max_of
 from embodied.placement.schedule_overlap import has_learner_devices, overlaps
 
@@ -126,7 +126,7 @@ class LayerSearch:
         self.classes = tuple(classes)
         self.limits = np.array([c.memory_bytes for c in classes], float)
         self.stages, self.chunks = stages, chunks
-        self.components = components_of(self.pricer.dataflow, nodes)
+        self.components = tuple(name for node in sorted(nodes) for name in self.pricer.dataflow.order[node])
         self.groups: dict[tuple, list[Layer]] = {}  # layers by label, which decides the mode
         names = named(self.pricer.dataflow.by_name)
         for layer in arrangements(self.components, classes, self.pricer.runs_on()):

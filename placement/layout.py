@@ -155,7 +155,3 @@ def partitions(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
         for friends in combinations(rest, size):
             others = tuple(item for item in rest if item not in friends)
             yield from (((first, *friends), *parts) for parts in partitions(others))
-
-
-def components_of(dataflow: Dataflow, nodes: Iterable[int]) -> tuple[str, ...]:
-    return tuple(name for node in sorted(nodes) for name in dataflow.order[node])

@@ -45,15 +45,13 @@ def is_learner_node(dataflow: Dataflow, node: int) -> bool:
     return any(map(dataflow.is_learner, dataflow.order[node]))
 
 
-def batch_items(dataflow: Dataflow) -> int:
-    """Decisions of an iteration."""
-    return max((c.calls * c.items for c in dataflow.components if c.splits), default=1) * dataflow.passes
-
-
 def held_items(dataflow: Dataflow) -> int:
     """Decisions in the batches that learners hold under async: those collected ahead and the current one. 0 with other
     schedules."""
-    return (dataflow.level + 1) * batch_items(dataflow) if dataflow.schedule == "async" else 0
+    if dataflow.schedule != "async":
+        return 0
+    batch = max((c.calls * c.items for c in dataflow.components if c.splits), default=1) * dataflow.passes
+    return (dataflow.level + 1) * batch
 
 
 def num_waves(dataflow: Dataflow, num_envs: int) -> int:

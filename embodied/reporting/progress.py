@@ -165,10 +165,6 @@ class Console:
         more = f"run.iterations={done + 10} would add 10"
         self.say(f"nothing left to train: {done} of {total} iterations are done; {more}")
 
-    @property
-    def evaluate_command(self) -> str:
-        return f"python -m embodied.evaluate {quote(f'checkpoint={self.folder}')}"
-
     def end(self, state: dict, stopped: bool, spent: str, most: int | None = None) -> None:
         """Print the use of the time, the result files and the next commands. `most`: the largest number of different
         evaluation episodes, if it is limited."""
@@ -185,7 +181,7 @@ class Console:
         if self.last_checkpoint:
             self.say(f"  checkpoint  {self.last_checkpoint}")
         more = f"eval.episodes={min(200, most or 200)}"
-        self.say(f"  evaluate    {self.evaluate_command} {more}")
+        self.say(f"  evaluate    python -m embodied.evaluate {quote(f'checkpoint={self.folder}')} {more}")
         self.say(f"  resume      python -m embodied.{self.command} {quote(f'resume={self.folder}')}")
 
     def _recent_means(self) -> dict[str, float | None]:

@@ -191,17 +191,12 @@ def ranking_table(sets: Sequence[SeedSet], colors: dict[str, int]) -> Block:
     rows = []
     for one in sets if tasks_differ(sets) else in_order(sets):
         total = len(one.runs) + len(one.missing)
-        figures = [iqm_cell(summary(one, name), name) for name in SCORES]
+        figures = [cell(*spelt(s, name), value=s) if (s := summary(one, name)) else "-" for name in SCORES]
         cost = [mean_of(one.done, key) for key in ("env_steps", "train_s")]
         seeds = f"{len(one.done)} of {total}" if len(one.done) < total else str(total)
         rows.append([cell(one.label, color=colors[one.label]), places.get(one.label, "-"), seeds, *figures, *cost])
     head = ["setting", "", "runs", *(f"{name}, IQM" for name in SCORES), "env steps", "training s"]
     return table(head, rows)
-
-
-def iqm_cell(found: dict[str, Any] | None, name: str) -> object:
-    """`96.7%`, with `[95.0%, 98.0%]` as the remark."""
-    return cell(*spelt(found, name), value=found) if found else "-"
 
 
 def spelt(found: dict[str, Any], name: str) -> tuple[str, str]:

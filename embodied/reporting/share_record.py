@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from embodied.core.files import read_object, reading
+from embodied.core.files import reading
 from embodied.runtime.run_turns import FORMAT, RECORD
 
 UPDATE, BUILDING = "update", "initialise"  # phases of every run
@@ -172,15 +172,6 @@ def read_share(path: Path) -> ShareRecord:
     with reading(path):
         *whole, _ = path.read_text().split("\n")
         return record_of([json.loads(line) for line in whole])
-
-
-def is_share(folder: Path) -> bool:
-    return (folder / SHARE).is_file()
-
-
-def share_goes_on(folder: Path) -> bool:
-    """True if the command that serves the runs of this folder is running: it removes its socket when it ends."""
-    return Path(str(read_object(folder / SHARE).get("socket") or "no socket")).exists()
 
 
 def record_of(lines: Sequence[Mapping[str, Any]]) -> ShareRecord:

@@ -306,7 +306,8 @@ def prepare(
     owned = [*(run.own for run in going), *owns]
     for place, (words, own, weight) in enumerate(zip(orders, owns, weights), start=len(going)):
         loaded = load_run(words)
-        name = free_name(loaded.name, taken)
+        numbered = (f"{loaded.name}-{i}" for i in range(2, 1000))
+        name = next(name for name in (loaded.name, *numbered) if name not in taken)
         taken.add(name)
         config, _ = launch.planned(loaded.config, roles=roles_of_run(EmbodiedLoop, loaded.config))
         try:
@@ -318,10 +319,6 @@ def prepare(
         found.append(run)
     check_memory(plans, there)
     return found
-
-
-def free_name(wanted: str, taken: set[str]) -> str:
-    return next(name for i in range(1, 1000) if (name := wanted if i == 1 else f"{wanted}-{i}") not in taken)
 
 
 # Their processes

@@ -286,15 +286,10 @@ def join(rendezvous: Rendezvous | None, worker: Worker, gpus: GpuRanks | None = 
     if isinstance(rendezvous, InProcessRendezvous):
         return Measured(Threads(rendezvous, rank), worker)
     if gpus is None and isinstance(rendezvous, RendezvousFile) and platform.machine() == "x86_64":
-        ranks = SharedMemory(rendezvous, rank, world_size, role=role_of(worker))
+        ranks = SharedMemory(rendezvous, rank, world_size, role=worker.name.rpartition("-")[0])
     else:
         ranks = Gloo(rendezvous, rank, world_size, gpus)
     ranks.gather(np.zeros(1))
     if rank == 0:
         rendezvous.remove()
     return Measured(ranks, worker)
-
-
-def role_of(worker: Worker) -> str:
-    """The role in a worker's name: trainer of trainer-1."""
-    return worker.name.rpartition("-")[0]

@@ -125,7 +125,7 @@ class Coordinator:
         return self.turns.moves(self.waiting, able) | {
             gang
             for waiting, _, holders in self._next()
-            if all(self._gives_way(holder, waiting) for holder in holders)
+            if all(holder in self.preemptible and self.turns.gives_way(holder, waiting) for holder in holders)
             for gang in holders
         }
 
@@ -210,10 +210,9 @@ class Coordinator:
 
     def used_bytes(self, device: str) -> float:
         claims = [claim for claim in self.claims.values() if device in claim.devices]
-        return sum(c.num_bytes if c.worker in self.resident else c.kept_bytes for c in claims if self._was_there(c))
-
-    def _was_there(self, claim: Claim) -> bool:
-        return claim.worker in self.resident or self.turn > 0
+        if self.turn == 0:  # only residents have begun
+            claims = [claim for claim in claims if claim.worker in self.resident]
+        return sum(claim.num_bytes if claim.worker in self.resident else claim.kept_bytes for claim in claims)
 
     def _go_on(self) -> list[Action]:
         """Chooses the waiting gangs that can get their devices now."""
@@ -246,9 +245,6 @@ class Coordinator:
 
     def _devices(self, gang: str) -> set[str]:
         return {device for claim in self.gangs[gang] for device in claim.devices}
-
-    def _gives_way(self, holder: str, waiting: str) -> bool:
-        return holder in self.preemptible and self.turns.gives_way(holder, waiting)
 
     def _switch(self, gang: str) -> list[Action]:
         """Returns the memory moves before this gang works: other workers offload first, then its workers onload."""

@@ -270,7 +270,7 @@ class LanguageServer:
 
     def words(self, ask: Ask) -> Callable[[int], str]:
         """The names of an answer's tokens."""
-        return openai.token_name if ask.token_names else self.word
+        return "token_id:{}".format if ask.token_names else self.word
 
     def served(self) -> Served:
         return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
@@ -315,7 +315,8 @@ class LanguageServer:
                 rest = parts[place].rest(written.answer, whole[-1])
                 await send(openai.chunk(ask, str(number), rest, served, first, place))
             if ask.usage:
-                await send(openai.last_chunk(ask, str(number), whole, served))
+                about = openai.about(ask, str(number), served, ".chunk")
+                await send(about | {"choices": [], "usage": openai.usage(ask, whole)})
         except EmbodiedError as err:  # after the head only an event can carry the error
             await send(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
         except TimeoutError:  # the client does not read

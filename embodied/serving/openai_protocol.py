@@ -360,11 +360,6 @@ def chunk(ask: Ask, name: str, new: AnswerChoice, served: Served, first: bool, i
     return found | {"choices": [{"index": index, **told, **ending(ask, new)}]}
 
 
-def last_chunk(ask: Ask, name: str, choices: Sequence[AnswerChoice], served: Served) -> dict[str, Any]:
-    """The last chunk of a stream, with the number of tokens."""
-    return about(ask, name, served, ".chunk") | {"choices": [], "usage": usage(ask, choices)}
-
-
 def about(ask: Ask, name: str, served: Served, part: str = "") -> dict[str, Any]:
     kind, prefix = (f"chat.completion{part}", "chatcmpl") if ask.chat else ("text_completion", "cmpl")
     return {
@@ -394,7 +389,8 @@ def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
     if ask.echo and choice.scores is not None:
         pieces = [*map(choice.words, choice.prompt), *pieces]
         logprobs = [*(score.logprob for score in choice.scores), *logprobs]
-        likeliest = [*(likeliest_words(score, choice.words) for score in choice.scores), *likeliest]
+        prompt = ({choice.words(token): logprob for token, logprob in score.likeliest} for score in choice.scores)
+        likeliest = [*prompt, *likeliest]
     unscored = [None] * (len(pieces) - len(logprobs))  # the first token of the prompt
     for piece, logprob, each in zip(pieces[len(unscored) :], logprobs, likeliest):
         each.setdefault(piece, logprob)
@@ -405,14 +401,6 @@ def text_logprobs(ask: Ask, choice: AnswerChoice) -> dict[str, Any]:
         "top_logprobs": [*unscored, *likeliest],
         "text_offset": list(ends)[: len(pieces)],
     }
-
-
-def token_name(token: int) -> str:
-    return f"token_id:{token}"
-
-
-def likeliest_words(score: TokenScore, words: Callable[[int], str]) -> dict[str, float]:
-    return {words(token): logprob for token, logprob in score.likeliest}
 
 
 def prompt_logprobs(choice: AnswerChoice) -> list[Any]:

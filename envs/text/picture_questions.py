@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from embodied.core.conversations import Said
 from embodied.core.pictures import draw, drawing
 from embodied.core.types import EpisodeSpec
@@ -21,7 +19,7 @@ class PictureQuestions(TextEnv):
         return True
 
     def reset(self, spec: EpisodeSpec) -> Said:
-        seed, pixels = self.draw(spec, any_seed), self.config.pixels
+        seed, pixels = self.draw(spec, lambda rng: int(rng.integers(2**31))), self.config.pixels
         _, self.right = draw(spec.task, seed, pixels)
         shown = {"type": "image", "image": drawing(spec.task, seed, pixels)}
         return ({"role": "user", "content": [shown, {"type": "text", "text": ASKED[spec.task]}]},)
@@ -32,8 +30,3 @@ class PictureQuestions(TextEnv):
 
     def solution(self) -> str:
         return self.right
-
-
-def any_seed(rng: np.random.Generator) -> int:
-    """The seed of a drawing."""
-    return int(rng.integers(2**31))

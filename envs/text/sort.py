@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from embodied.core.types import EpisodeSpec
 from embodied.envs.text.text_env import TextEnv, Turn
 
 
 class Sort(TextEnv):
     def reset(self, spec: EpisodeSpec) -> str:
-        digits = self.draw(spec, some_digits)
+        digits = self.draw(spec, lambda rng: "".join(map(str, rng.integers(0, 10, rng.integers(4, 7)))))
         self.right = "".join(sorted(digits))
         return f"sort {digits}:"
 
@@ -20,8 +18,3 @@ class Sort(TextEnv):
 
     def solution(self) -> str:
         return self.right
-
-
-def some_digits(rng: np.random.Generator) -> str:
-    """Four to six digits."""
-    return "".join(map(str, rng.integers(0, 10, rng.integers(4, 7))))

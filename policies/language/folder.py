@@ -100,11 +100,6 @@ def check_for_vllm(folder: Path) -> None:
         )
 
 
-def heads_in(folder: Path) -> tuple[int, int]:
-    """`heads_of` the model in a folder."""
-    return heads_of(read_config(folder).get_text_config())
-
-
 def describe(config: PreTrainedConfig) -> dict[str, Any]:
     """The part of config.json for other programs."""
     return {key: value for key, value in json.loads(config.to_json_string()).items() if key not in OURS}

@@ -427,7 +427,9 @@ class LanguagePolicy(PublishedPolicy):
 
     @classmethod
     def attention_heads(cls, config: LanguageConfig) -> tuple[int, int]:
-        return files.heads_in(as_path(config.pretrained)) if config.pretrained else (HEADS, HEADS)
+        if not config.pretrained:
+            return HEADS, HEADS
+        return files.heads_of(files.read_config(as_path(config.pretrained)).get_text_config())
 
     @classmethod
     def check_engine(cls, config: LanguageConfig) -> None:

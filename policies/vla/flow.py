@@ -285,7 +285,8 @@ class FlowPolicy(VLAPolicy):
         if more := self.num_draws():
             numbers, draws = numbers.tensor_split([numbers.shape[1] - more], dim=1)
             draws = uniform_of(draws)
-        time = training_time(uniform_of(numbers[:, -1]))
+        # From Beta(1.5, 1), above 0.001, by the inverse of t^1.5: times near 1 (noise) are trained more.
+        time = uniform_of(numbers[:, -1]) ** (1 / 1.5) * 0.999 + 0.001
         start = numbers[:, :-1].view(len(numbers), self.horizon, -1).to(self.exact)
         actions = self._unit_actions(tensor_of(inputs["actions"], self.device), inputs["obs"])
         seen = self.read(inputs["obs"], draws=draws)
@@ -463,12 +464,6 @@ def normal_entropy(deviation: Tensor) -> Tensor:
 def uniform_of(normal: Tensor) -> Tensor:
     """Converts standard normal to uniform numbers."""
     return torch.special.ndtr(normal.double())
-
-
-def training_time(uniform: Tensor) -> Tensor:
-    """Times from Beta(1.5, 1), above 0.001, from uniform numbers by the inverse of t^1.5: times near 1 (noise) are
-    trained more."""
-    return uniform ** (1 / 1.5) * 0.999 + 0.001
 
 
 def column(numbers: Tensor, like: Tensor) -> Tensor:
