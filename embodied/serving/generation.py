@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class ServedConversation:
     episode: int
     sampling: Sampling
     names: tuple[str, ...] = ()  # ids of its request
-    stop: tuple[str, ...] = ()  # texts that end the answer
+    stop: Sequence[str] = ()  # texts that end the answer
     pictures: tuple[str, ...] = ()  # pictures in `tokens`
     on_progress: Callable[[Answer], object] | None = None  # called with the answer so far after every token
     written: Future[Written] = field(default_factory=Future)

@@ -202,7 +202,7 @@ class LanguageServer:
         """The conversations of a request, n for each prompt."""
         stops = frozenset(ask.stop_token_ids) | (frozenset() if ask.ignore_eos else self.policy.tokenizer.stops)
         most = self.policy.config.max_tokens if ask.max_tokens is None else ask.max_tokens
-        scores = ask.likeliest if ask.echo and ask.logprobs else ask.prompt_logprobs
+        scores = ask.top_logprobs if ask.echo and ask.logprobs else ask.prompt_logprobs
         names = (f"cmpl-{number}", f"chatcmpl-{number}", *([ask.request_id] if ask.request_id else []))
         found: list[ServedConversation] = []
         for prompt in ask.prompts:
@@ -219,8 +219,8 @@ class LanguageServer:
                     seed, stream = ask.seed, f"act/{ROUND}"
                 else:  # without a noise address no two answers share noise
                     seed, stream = self.config.seed, f"act/{ROUND}/{number}"
-                rule = SamplingRule(ask.temperature, ask.top_p, ask.top_k)
-                sampling = Sampling(seed, stream, rule, stops, ask.likeliest, ask.proof)
+                rule = SamplingRule(ask.temperature, ask.top_p, max(ask.top_k, 0))
+                sampling = Sampling(seed, stream, rule, stops, ask.top_logprobs, ask.proof)
                 scored = None if copy else scores
                 found.append(
                     ServedConversation(tokens, most, episode, sampling, names, ask.stop, pictures, scores=scored)
@@ -270,7 +270,7 @@ class LanguageServer:
 
     def words(self, ask: Ask) -> Callable[[int], str]:
         """The names of an answer's tokens."""
-        return "token_id:{}".format if ask.token_names else self.word
+        return "token_id:{}".format if ask.return_tokens_as_token_ids else self.word
 
     def served(self) -> Served:
         return Served(self.origin.name, self.generation.version, self.generation.fingerprint)
@@ -388,9 +388,9 @@ class LanguageServer:
         fields = await body_of(request)
         if not isinstance(fields, dict) or fields.keys() - {"path", "version", "mode", "weight_version"}:
             raise BadRequest("send path (for prime-rl's weight_dir), version and, if you like, mode and weight_version")
-        version, mode = openai.whole(fields, "version", None, 0, openai.LARGEST_SEED), fields.get("mode", "wait")
-        if version is None or not isinstance(fields.get("path"), str):
-            raise BadRequest("send the path of a folder, and the version of its weights")
+        version, mode = fields.get("version"), fields.get("mode", "wait")
+        if type(version) is not int or not 0 <= version < 2**63 or not isinstance(fields.get("path"), str):
+            raise BadRequest("send the path of a folder, and the version of its weights, a whole number")
         return await self.change(Path(fields["path"]), version, mode, fields.get("weight_version"))
 
     async def reload_weights(self, _: web.Request) -> web.Response:
@@ -495,7 +495,7 @@ class StreamedAnswer:
         return self.server.part(self.ask, self.conversation, answer, begin, said, finish)
 
 
-def cut(text: str, stops: tuple[str, ...]) -> tuple[str, bool]:
+def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """The text before the first of these stop texts, and True if there is one."""
     places = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(places)], True) if places else (text, False)

@@ -80,7 +80,7 @@ def read_many(body: Any) -> list[Ask]:
         raise BadRequest(f"send requests, a list of at most {MOST_TOGETHER} bodies of /v1/completions", "requests")
     asks = [openai.read_completion(each) for each in bodies]
     for ask in asks:
-        more = ask.stream, ask.echo, ask.stop, ask.likeliest, ask.prompt_logprobs is not None
+        more = ask.stream, ask.echo, ask.stop, ask.top_logprobs, ask.prompt_logprobs is not None
         if any(more) or len(ask.prompts) * ask.n > 1:
             raise BadRequest(
                 "each of the requests is of one answer, without stream, echo, stop, prompt_logprobs and logprobs above "

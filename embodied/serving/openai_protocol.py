@@ -13,7 +13,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from embodied.core.conversations import TOOL_CALL
 from embodied.policies.language.http_messages import OWNER
@@ -46,67 +48,76 @@ WHY_NOT = {  # refused options that clients often use
     "min_p": "use top_p or top_k",
 }
 ABOUT = ("user", "metadata", "store", "safety_identifier", "service_tier", "cache_salt")
-READ = {"model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "n", "seed", "noise"}
-READ |= {
-    "top_p",
-    "top_k",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "echo",
-    "proof",
-    "tools",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "stream",
-    "stream_options",
-    "request_id",
-}
+
+
+def whole(usual: int | None, least: int, most: int) -> Any:
+    return Field(usual, ge=least, le=most, description=f"should be a whole number from {least} to {most}")
+
+
+def flag() -> Any:
+    return Field(False, description="should be true or false")
 
 
 Asked = str | list[int] | tuple[dict[str, Any], ...]  # text or tokens to continue, or messages to answer
+TokenNumber = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class NoiseAddress:
+class Options(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class NoiseAddress(Options):
     """The address of the random numbers that choose tokens, as in a policy worker's engine."""
 
-    seed: int
-    stream: str
-    episode: int
+    seed: int = Field(ge=0, le=LARGEST_SEED)
+    stream: str = Field(max_length=64)
+    episode: int = Field(ge=0, le=LARGEST_SEED)
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A request: P prompts with n answers each."""
+class StreamOptions(Options):
+    include_usage: bool | None = False  # a stream ends with the number of tokens
 
-    prompts: tuple[Asked, ...]
+
+class Ask(Options):
+    """A request: P prompts with n answers each. The descriptions complete the refusals of wrong values."""
+
+    prompts: tuple[Any, ...]  # of `Asked`
     chat: bool
-    max_tokens: int | None = None  # None: as many as the server gives
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all
-    n: int = 1
-    seed: int | None = None
-    noise: NoiseAddress | None = None  # noise of the only answer
-    stop: tuple[str, ...] = ()  # texts before which an answer ends
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # the model's own stop tokens do not end an answer
-    logprobs: bool = False
-    likeliest: int = 0  # number of likeliest tokens reported at every place, with log-probs
-    echo: bool = False  # the prompt is returned before the answer
-    proof: bool = False  # each answer comes with a proof of its computation (policies/language/trust.py)
-    prompt_logprobs: int | None = None  # the same as `likeliest`, at the places of the prompt; None: nothing is told
+    max_tokens: int | None = Field(  # None: as many as the server gives; 0: only the prompt's log-probs
+        None, ge=0, le=2**31, description=f"should be a whole number from 1 to {2**31}"
+    )
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False, description="should be a number from 0 to 2")
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False, description="should be a number above 0, at most 1")
+    top_k: int = whole(0, -1, 2**31)  # up to 0: all
+    n: int = whole(1, 1, MOST_CHOICES)
+    seed: int | None = whole(None, -LARGEST_SEED - 1, LARGEST_SEED)
+    noise: NoiseAddress | None = Field(  # noise of the only answer
+        None, description="should hold seed and episode, whole numbers from 0, and stream, a short text"
+    )
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(  # texts before which an answer ends
+        [], max_length=MOST_STOPS, description=f"should be text, or a list of at most {MOST_STOPS} texts"
+    )
+    stop_token_ids: list[TokenNumber] = Field([], description="should be a list of token numbers")
+    ignore_eos: bool = flag()  # the model's own stop tokens do not end an answer
+    logprobs: bool = flag()
+    top_logprobs: int = whole(0, 0, MOST_LIKELY)  # likeliest tokens reported at every place, with log-probs
+    echo: bool = flag()  # the prompt is returned before the answer
+    proof: bool = flag()  # each answer comes with a proof of its computation (policies/language/trust.py)
+    prompt_logprobs: int | None = whole(None, 0, MOST_LIKELY)  # like `top_logprobs`, for the prompt; None: nothing
     tools: tuple[dict[str, Any], ...] = ()
-    return_token_ids: bool = False
-    token_names: bool = False  # tokens with log-probs are named token_id:NUMBER, not by text
-    stream: bool = False
-    usage: bool = False  # a stream ends with the number of tokens
-    model: str | None = None
-    request_id: str | None = None
+    return_token_ids: bool = flag()
+    return_tokens_as_token_ids: bool = flag()  # tokens with log-probs are named token_id:NUMBER, not by text
+    stream: bool = flag()
+    stream_options: StreamOptions = Field(StreamOptions(), description="should hold include_usage alone, true or false")
+    model: str | None = Field(None, description="should be text")
+    request_id: str | None = Field(None, max_length=256, description="should be a short text")
+
+    @property
+    def usage(self) -> bool:
+        return bool(self.stream_options.include_usage)
+
+
+READ = {"prompt", "messages", "max_completion_tokens", *Ask.model_fields} - {"prompts", "chat"}
 
 
 @dataclass(frozen=True)
@@ -151,11 +162,11 @@ class Served:
 def read_completion(body: Any) -> Ask:
     """Parses a body of /v1/completions."""
     fields = checked(body, "prompt", ("messages", "max_completion_tokens"))
-    prompts = prompts_of(fields["prompt"])
-    wanted = whole(fields, "logprobs", None, 0, MOST_LIKELY)
-    if fields.get("tools") or fields.get("top_logprobs") is not None:
+    if fields.get("tools") or "top_logprobs" in fields:
         raise BadRequest("tools and top_logprobs are options of /v1/chat/completions; logprobs=5 returns five tokens")
-    return asked(fields, prompts, chat=False, logprobs=wanted is not None, likeliest=wanted or 0)
+    if "logprobs" in fields:
+        fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
+    return asked(fields, prompts_of(fields["prompt"]), chat=False)
 
 
 def read_chat(body: Any) -> Ask:
@@ -165,14 +176,13 @@ def read_chat(body: Any) -> Ask:
     if not isinstance(said, list) or not said:
         raise BadRequest("messages should be a list of messages", "messages")
     messages = tuple(message_of(one, number) for number, one in enumerate(said))
-    if fields.get("max_completion_tokens") is not None:
-        fields = fields | {"max_tokens": fields["max_completion_tokens"]}
-    logprobs, likeliest = flag(fields, "logprobs"), whole(fields, "top_logprobs", 0, 0, MOST_LIKELY)
-    if likeliest and not logprobs:
+    fields["max_tokens"] = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    ask = asked(fields, (messages,), chat=True)
+    if ask.top_logprobs and not ask.logprobs:
         raise BadRequest("top_logprobs needs logprobs=true", "top_logprobs")
-    if fields.get("echo"):
+    if ask.echo:
         raise BadRequest("echo is an option of /v1/completions", "echo")
-    return asked(fields, (messages,), chat=True, logprobs=logprobs, likeliest=likeliest)
+    return ask
 
 
 def read_tokenize(body: Any) -> Ask:
@@ -189,7 +199,7 @@ def read_tokenize(body: Any) -> Ask:
 
 
 def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
-    """The fields of a request; unknown fields are refused."""
+    """The fields of a request that are not null; unknown fields are refused."""
     if not isinstance(body, dict):
         raise BadRequest("the request should be a JSON object")
     if body.get(needed) is None:
@@ -203,54 +213,29 @@ def checked(body: Any, needed: str, others: Sequence[str]) -> dict[str, Any]:
                 raise BadRequest(f"{name}={str(value)[:40]} is not supported: {why}", name)
         elif name in others or (name not in READ and name not in ABOUT):
             raise BadRequest(f"{str(name)[:40]!r} is not known here; leave it out", str(name)[:40])
-    return body
+    return {name: value for name, value in body.items() if value is not None}
 
 
-def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], *, chat: bool, logprobs: bool, likeliest: int) -> Ask:
-    stop = fields.get("stop") or []
-    stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (stop,)
-    if len(stop) > MOST_STOPS or not all(isinstance(text, str) and text for text in stop):
-        raise BadRequest(f"stop should be text, or a list of at most {MOST_STOPS} texts", "stop")
-    ids = fields.get("stop_token_ids") or []
-    if not is_ids(ids):
-        raise BadRequest("stop_token_ids should be a list of token numbers", "stop_token_ids")
-    n = whole(fields, "n", 1, 1, MOST_CHOICES)
-    if n * len(prompts) > MOST_CHOICES:
-        raise BadRequest(f"{len(prompts)} prompts with n={n} are more than {MOST_CHOICES} answers", "n")
-    noise = noise_of(fields.get("noise"))
-    if noise and n * len(prompts) > 1:
+def asked(fields: dict[str, Any], prompts: tuple[Asked, ...], chat: bool) -> Ask:
+    given = {name: value for name, value in fields.items() if name in Ask.model_fields and value is not None}
+    if isinstance(stop := given.get("stop"), str):
+        given["stop"] = [stop] if stop else []
+    given["tools"] = tools_of(given.get("tools") or []) if fields.get("tool_choice") != "none" else ()
+    try:
+        ask = Ask.model_validate({**given, "prompts": prompts, "chat": chat})
+    except ValidationError as err:
+        field = str(err.errors()[0]["loc"][0])
+        name = "logprobs" if field == "top_logprobs" and not chat else field
+        raise BadRequest(f"{name} {Ask.model_fields[field].description}", name) from None
+    if ask.max_tokens == 0 and not ask.echo and ask.prompt_logprobs is None:
+        raise BadRequest(f"max_tokens {Ask.model_fields['max_tokens'].description}", "max_tokens")
+    if ask.n * len(prompts) > MOST_CHOICES:
+        raise BadRequest(f"{len(prompts)} prompts with n={ask.n} are more than {MOST_CHOICES} answers", "n")
+    if ask.noise and ask.n * len(prompts) > 1:
         raise BadRequest("noise is that of one answer, and more than one is asked for", "noise")
-    stream = flag(fields, "stream")
-    echo, scored = flag(fields, "echo"), whole(fields, "prompt_logprobs", None, 0, MOST_LIKELY)
-    if stream and (echo or scored is not None or flag(fields, "proof")):
+    if ask.stream and (ask.echo or ask.prompt_logprobs is not None or ask.proof):
         raise BadRequest("echo, proof and prompt_logprobs come with a whole answer; leave out stream", "stream")
-    tools = tools_of(fields.get("tools") or []) if fields.get("tool_choice") != "none" else ()
-    options = fields.get("stream_options") or {}
-    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
-        raise BadRequest("stream_options should hold include_usage alone", "stream_options")
-    temperature = 1.0 if fields.get("temperature") is None else fields["temperature"]
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 2:
-        raise BadRequest("temperature should be a number from 0 to 2", "temperature")
-    top_p = 1.0 if fields.get("top_p") is None else fields["top_p"]
-    if isinstance(top_p, bool) or not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise BadRequest("top_p should be a number above 0, at most 1", "top_p")
-    top_k = whole(fields, "top_k", 0, -1, 2**31)
-    drawn = float(temperature), float(top_p), max(top_k or 0, 0)
-    model = fields.get("model")
-    if model is not None and not isinstance(model, str):
-        raise BadRequest("model should be text", "model")
-    name = fields.get("request_id")
-    if name is not None and not (isinstance(name, str) and len(name) <= 256):
-        raise BadRequest("request_id should be a short text", "request_id")
-    fewest = 0 if echo or scored is not None else 1  # a request may ask only for the prompt's log-probs
-    most, usage = whole(fields, "max_tokens", None, fewest, 2**31), bool(options.get("include_usage"))
-    seed = whole(fields, "seed", None, -LARGEST_SEED - 1, LARGEST_SEED)
-    ignore_eos, token_ids = flag(fields, "ignore_eos"), flag(fields, "return_token_ids")
-    ends = stop, tuple(ids), ignore_eos
-    more = {"logprobs": logprobs, "likeliest": likeliest, "echo": echo, "prompt_logprobs": scored, "tools": tools}
-    more |= {"proof": flag(fields, "proof"), "token_names": flag(fields, "return_tokens_as_token_ids")}
-    more |= {"return_token_ids": token_ids, "stream": stream, "usage": usage, "model": model, "request_id": name}
-    return Ask(prompts, chat, most, *drawn, n, seed, noise, *ends, **more)
+    return ask
 
 
 def tools_of(tools: Any) -> tuple[dict[str, Any], ...]:
@@ -271,33 +256,6 @@ def prompts_of(prompt: Any) -> tuple[Asked, ...]:
             f"prompt should be text or a list of token numbers, or a list of at most {MOST_CHOICES} of these", "prompt"
         )
     return tuple(prompt)
-
-
-def noise_of(value: Any) -> NoiseAddress | None:
-    if value is None:
-        return None
-    if not isinstance(value, dict) or value.keys() != {"seed", "stream", "episode"}:
-        raise BadRequest("noise should hold seed, stream and episode", "noise")
-    seed, episode = (whole(value, name, 0, 0, LARGEST_SEED) for name in ("seed", "episode"))
-    if not isinstance(value["stream"], str) or len(value["stream"]) > 64:
-        raise BadRequest("noise: stream should be a short text", "noise")
-    return NoiseAddress(seed, value["stream"], episode)
-
-
-def whole(fields: dict[str, Any], name: str, usual: Any, least: int, most: int) -> Any:
-    value = fields.get(name)
-    if value is None:
-        return usual
-    if type(value) is not int or not least <= value <= most:
-        raise BadRequest(f"{name} should be a whole number from {least} to {most}", name)
-    return value
-
-
-def flag(fields: dict[str, Any], name: str) -> bool:
-    value = fields.get(name)
-    if value not in (None, True, False) or type(value) is int:
-        raise BadRequest(f"{name} should be true or false", name)
-    return bool(value)
 
 
 def is_ids(value: Any) -> bool:
