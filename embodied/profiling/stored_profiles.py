@@ -214,15 +214,11 @@ def fitted_to(config: RunConfig, profile: Profile, path: Path, roles: Sequence[P
             "or processor costs something else; leave out recipe=, or measure this one: python -m embodied.profiling "
             f"recipe={config.run.name}"
         )
-    dataflow = dataflow_of(config, profile.made.get("episode_decisions", 1.0), roles, made_lengths(profile))
+    lengths = profile.made.get("lengths")  # of conversations
+    lengths = lengths and lengths_from_json(lengths)
+    dataflow = dataflow_of(config, profile.made.get("episode_decisions", 1.0), roles, lengths)
     dataflow = replace(dataflow, edges=profile.dataflow.edges, fixed_s=profile.dataflow.fixed_s)
     return replace(profile, dataflow=dataflow)
-
-
-def made_lengths(profile: Profile) -> Lengths | None:
-    """The measured lengths of conversations."""
-    found = profile.made.get("lengths")
-    return lengths_from_json(found) if found else None
 
 
 # placement=auto

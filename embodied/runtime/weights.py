@@ -35,7 +35,6 @@ from embodied.runtime.channel import Channel, put_all
 from embodied.runtime.device_memory import gpu_id, host_memory, synchronize
 from embodied.runtime.payload import own_device
 from embodied.runtime.published_weights import (
-    Bucket,
     Publication,
     TensorBucket,
     TensorsFromBuckets,
@@ -216,7 +215,8 @@ class WeightStore:
                 self._turn.notify_all()
 
     def _send_bytes(self, channels: tuple[Channel, ...], publication: Publication, names: Iterable[str]) -> None:
-        for bucket in self._buckets(publication, names):
+        parts = ((name, self._part(name, publication.area)) for name in names)
+        for bucket in buckets_of(publication.version, parts):
             put_all(channels, bucket)
 
     def __del__(self) -> None:
@@ -279,9 +279,6 @@ class WeightStore:
                 )
             self._head[area] = version
         return tuple(changed)
-
-    def _buckets(self, publication: Publication, names: Iterable[str]) -> Iterator[Bucket]:
-        return buckets_of(publication.version, ((name, self._part(name, publication.area)) for name in names))
 
 
 class WeightReader:

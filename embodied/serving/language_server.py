@@ -315,8 +315,8 @@ class LanguageServer:
                 rest = parts[place].rest(written.answer, whole[-1])
                 await send(openai.chunk(ask, str(number), rest, served, first, place))
             if ask.usage:
-                about = openai.about(ask, str(number), served, ".chunk")
-                await send(about | {"choices": [], "usage": openai.usage(ask, whole)})
+                counted = {"choices": [], "usage": openai.usage(ask, whole)}
+                await send(openai.about(ask, str(number), served, ".chunk") | counted)
         except EmbodiedError as err:  # after the head only an event can carry the error
             await send(openai.error(str(err), "server_error", code=getattr(err, "code", None)))
         except TimeoutError:  # the client does not read
@@ -404,7 +404,8 @@ class LanguageServer:
             if bucket.number == 0:
                 if self.arriving is not None and self.arriving.is_in_the_way(head["sender"]):
                     raise BadRequest("another program is sending weights; try again later", status=503)
-                self.arriving = ArrivingWeights(head["sender"], bucket.version, specs, self.size_bytes)
+                size_bytes = num_bytes(self.policy.state_dict().values())
+                self.arriving = ArrivingWeights(head["sender"], bucket.version, specs, size_bytes)
             if self.arriving is None or not self.arriving.add(head["sender"], bucket):
                 raise BadRequest("this is not the next bucket of the weights that are coming; begin again", status=503)
         except ValueError as err:
@@ -418,10 +419,6 @@ class LanguageServer:
             return web.json_response({"status": "received", "number": bucket.number})
         blobs, self.arriving = self.arriving.blobs, None
         return await self.change(blobs, bucket.version, "wait", head["weight_version"])
-
-    @property
-    def size_bytes(self) -> int:
-        return num_bytes(self.policy.state_dict().values())
 
     async def change(
         self, source: Path | dict[str, Blob], version: int, mode: Any, known: str | None = None

@@ -341,16 +341,15 @@ class ManiSkillEnv(VectorEnv):
                 as_kept = (lambda tensor: tensor) if self.gives_tensors else host
                 self._numbers = {name: as_kept(part.float()) for name, part in seen.items()}
             self._info_now = None
-        texts = {"instruction": self._instructions()} if self.env_spec.instruction else {}
+        texts = {}
+        if self.env_spec.instruction:
+            texts["instruction"] = [text for env in self.envs for text in env.get_language_instruction()]
         if not self.gives_tensors:
             return {**{name: part.copy() for name, part in self._numbers.items()}, **texts}
         return {**self._numbers, **self._all_images(), **texts}
 
     def _numbers_of(self, env: Any, info: dict[str, Any]) -> dict[str, Any]:
         return numbers(env, info, self.config)
-
-    def _instructions(self) -> list[str]:
-        return [text for env in self.envs for text in env.get_language_instruction()]
 
     def _see(self, row: int, obs: Any, info: dict[str, Any]) -> None:
         """Keep the numbers of a plain env, which has already computed a full state."""

@@ -183,10 +183,6 @@ def turn_between(turned: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return Rotation.from_matrix(wanted @ np.swapaxes(turned, -1, -2)).as_rotvec()
 
 
-def by_joints(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
-    return scaled_moves(GAIN * (aims - joints) / MOST)
-
-
 def by_joint_targets(env: ManiSkillEnv, joints: np.ndarray, aims: np.ndarray) -> np.ndarray:
     """Exact for control modes that add each action to the previous target."""
     asked = np.concatenate([host(one.agent.controller.controllers["arm"]._target_qpos) for one in env.envs])
@@ -210,7 +206,7 @@ def scaled_moves(moves: np.ndarray) -> np.ndarray:
 
 
 CONTROLS: dict[str, Callable[[ManiSkillEnv, np.ndarray, np.ndarray], np.ndarray]] = {
-    "pd_joint_delta_pos": by_joints,
+    "pd_joint_delta_pos": lambda env, joints, aims: scaled_moves(GAIN * (aims - joints) / MOST),
     "pd_joint_target_delta_pos": by_joint_targets,
     "pd_ee_delta_pos": by_hand,
     "pd_ee_delta_pose": by_hand_and_turn,
