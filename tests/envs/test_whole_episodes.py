@@ -101,14 +101,6 @@ def test_episodes_are_chosen_joined_and_stored_without_loss(alone):
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_episodes_kept_by_an_older_checkpoint_are_read(alone):
-    whole = alone[0]
-    older = {n: a for n, a in arrays_of(whole).items() if n not in ("ids", "episodes", "terminated", "truncated")}
-    again = trajectory_from(older | {"episodes": whole.ids})
-    assert again.ids.tolist() == whole.ids.tolist() and np.array_equal(again.episodes, whole.episodes)
-    assert np.array_equal(again.actions, whole.actions) and not again.truncated.any()
-
-
 # Recorders that a caller names look on while episodes are played
 
 
