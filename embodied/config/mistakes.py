@@ -83,6 +83,9 @@ def reason(error: ErrorDetails, path: str, root: Section, tree: Tree) -> str:
         return "should be true or false"
     if kind == "tuple_type":
         return f"should be a list; write {path}=[{shown(value)}]"
+    if kind == "too_short":
+        least = error["ctx"]["min_length"]
+        return f"should hold {least} value{'s' * (least > 1)} or more"
     text = error["msg"].removeprefix("Input ")
     return text[0].lower() + text[1:]
 

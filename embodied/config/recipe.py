@@ -156,7 +156,14 @@ ALWAYS = (
         "its norms are float32; try policy.dtype=float32, with learner.precision=bf16 for speed",
     ),
 )
-OF_ANSWERS = (never_with("algo.groups algo.group_size", {"algo.name": "ppo", **ACTIONS}, NO_ANSWERS),)
+OF_ANSWERS = (
+    never_with(
+        "algo.groups algo.group_size",
+        {"algo.name": "ppo", **ACTIONS},
+        "a robot's PPO learns from rollouts of algo.rollout_decisions, not from groups; leave it out, or try "
+        "algo.name=grpo",
+    ),
+)
 TRAINING = (
     never_with("pipeline.granularity", EPISODES, "which episodes count is known at their end; leave it out"),
     never_with(

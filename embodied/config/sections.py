@@ -15,6 +15,7 @@ from embodied.core.options import LocalPath, PathOrRecipe, Strict, never_with, o
 from embodied.placement.grammar import MAP_EXAMPLE, MODES, parse_map
 from embodied.placement.placement_errors import PlacementError
 
+LONGEST_NAME = 100  # bytes of run.name
 SCORERS = ("verifier", "reward_model", "judge")  # options that replace rewards; only one may be set
 
 
@@ -151,8 +152,10 @@ class RunSection(Strict):
     def _one_part_of_a_path(cls, name: str | None) -> str | None:
         if name is None:
             return name
-        if not as_path(name).name.strip() or "/" in name or name.startswith(".") or len(name.encode()) > 100:
-            raise ValueError("should be a short name without /; the folder around it is run.dir")
+        if not as_path(name).name.strip() or "/" in name or name.startswith("."):
+            raise ValueError("should be a name without /; the folder around it is run.dir")
+        if (size := len(name.encode())) > LONGEST_NAME:
+            raise ValueError(f"has {size} bytes; {LONGEST_NAME} are allowed, since files are named after it")
         return name
 
 

@@ -47,7 +47,8 @@ class Rule:
         if not given or (len(against) < len(self.others) if self.where_all_hold else not against):
             return ""
         given, against = ([setting(config, key, section) for key in keys] for keys in (given, against))
-        link = " does not go with " if self.where_all_hold else " has no effect with "
+        does, has = ("do", "have") if len(given) > 1 else ("does", "has")
+        link = f" {does} not go with " if self.where_all_hold else f" {has} no effect with "
         text = f"{' and '.join(given)}{link * bool(against)}{' and '.join(against)}"
         advice = self.advice or self.usual_advice(section)
         return f"{text}{': ' if '; ' in advice else '; '}{advice}"

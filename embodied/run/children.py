@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import join, quote
 
+from embodied.config.sections import LONGEST_NAME
 from embodied.config.yaml_values import write_yaml
 from embodied.core.errors import CheckpointError, printable
 from embodied.core.files import encode
@@ -32,7 +33,6 @@ from embodied.run.lease_server import SharedPlaces
 from embodied.run.run_folder import DRIVER
 from embodied.run.run_group import ENDED, FINISHED, LOG, MISSING, OVER, Member, RunGroup, state_of
 
-LONGEST_NAME = 100  # bytes of run.name
 POLL_S = 0.2
 REPORT_S = 60.0  # between two lines about the runs in progress, off a terminal
 CLOSE_S = 30.0  # for a run that is stopped at once

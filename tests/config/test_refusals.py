@@ -75,11 +75,14 @@ PPO learner.precision=bf16 policy.dtype=float64 -> bf16 lowers the products of f
 pointmass_ppo_pi0_tiny policy.dtype=bfloat16 learner.shard=true -> its norms are float32; try policy.dtype=float32
 PPO learner.pack_tokens=64 -> learner.pack_tokens=64 has no effect with policy.name=mlp: only conversations pass
 PPO learner.share_prompts=false -> learner.share_prompts=false has no effect
-PPO algo.groups=8 algo.group_size=2 -> algo.groups=8 and algo.group_size=2 does not go with algo.name=ppo and policy.na
+PPO algo.groups=8 algo.group_size=2 -> algo.groups=8 and algo.group_size=2 do not go with algo.name=ppo and policy.na
+PPO algo.group_size=4 -> a robot's PPO learns from rollouts of algo.rollout_decisions, not from groups; leave it out
+PPO policy.hidden=[] -> policy.hidden=[]: should hold 1 value or more
+PPO run.name=LONG -> has 300 bytes; 100 are allowed, since files are named after it
 GRPO algo.logprob_level=episode -> only a language model gives answers; leave it out, or set policy.name=language
 PPO algo.logprob_level=episode -> only a language model gives answers
 GRPO algo.truncated=mask -> only a language model gives answers
-GRPO algo.overlong=4 algo.prompts=epochs -> algo.overlong=4 and algo.prompts=epochs has no effect with policy.name=mlp
+GRPO algo.overlong=4 algo.prompts=epochs -> algo.overlong=4 and algo.prompts=epochs have no effect with policy.name=mlp
 GRPO algo.weighting=constant -> only a language model gives answers
 SUMS algo.pools=[1,1,1] algo.prompts=epochs -> it repeats some prompts; leave one of them out
 SUMS algo.pools=[0.1,0.9] -> takes three weights, for prompts that were solved rarely, at times and often
@@ -128,7 +131,7 @@ PPO faults.hang_s=900 -> faults.hang_s=900 is longer than faults.timeout_s=600
 SUMS env.task=add3 -> is not a task of sums (known: add2, fewshot_sums, calc2, mul2); did you mean 'add2'?
 SUMS env.name=reverse_text env.task=letters env.file=x -> it holds sentences; leave one of them out
 SUMS policy.engine=http -> it asks a server; set policy.url=http://127.0.0.1:8000
-SUMS policy.url=http://h policy.answer_s=5 -> policy.url=http://h and policy.answer_s=5 has no effect with policy.engine
+SUMS policy.url=http://h policy.answer_s=5 -> policy.url=http://h and policy.answer_s=5 have no effect with policy.eng
 SUMS policy.engine=http policy.url=127.0.0.1:8000 -> should be like http://
 SUMS policy.engine=http policy.url=[http://h,http://h] -> should name every server once
 SUMS policy.engine=http policy.url=http://me:secret@127.0.0.1 -> without a user's name
@@ -140,7 +143,7 @@ SUMS SERVER policy.weights=/dev/shm policy.temperature=0.8 -> its log-probs are 
 SUMS SERVER -> set a folder that it sees as well, such as policy.weights=/dev/shm
 SUMS eval.top_p=0.9 eval.temperature=0 -> with eval.temperature=0 and policy.name=language: it takes the likeliest token
 SUMS eval.top_k=1 eval.temperature=0 -> eval.top_k=1 does not go with eval.temperature=0
-SUMS eval.overlay=true eval.mosaic=true -> eval.overlay=true and eval.mosaic=true does not go with policy.name=language
+SUMS eval.overlay=true eval.mosaic=true -> eval.overlay=true and eval.mosaic=true do not go with policy.name=language
 SUMS eval.samples=3 -> try eval.episodes=198
 PPO eval.top_k=5 -> eval.top_k=5 has no effect with policy.name=mlp: actions are no tokens; leave it out
 PPO eval.samples=2 -> eval.samples=2 has no effect with policy.name=mlp: every episode begins in a state of its own
@@ -155,7 +158,7 @@ ROWS = [row.split(" -> ") for row in TABLE.strip().splitlines()]
 
 
 def words_of(asked):
-    name, *words = " ".join(SHORT.get(word, word) for word in asked.split()).split()
+    name, *words = " ".join(SHORT.get(word, word) for word in asked.split()).replace("LONG", "a" * 300).split()
     return [f"recipe={name}", *words]
 
 
