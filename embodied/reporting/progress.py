@@ -55,6 +55,7 @@ class Console:
         and at least RECENT episodes, had no success."""
         self.folder = folder
         self.command = command
+        self.counted = "examples" if command.split()[0] == "sft" else "env steps"
         self.note = note or (lambda _: None)
         self.stream = stream or sys.stdout or StringIO()  # stdout may be closed from the start
         self.live = self.stream.isatty()
@@ -93,11 +94,11 @@ class Console:
             **{name: value for name, value in numbers.items() if name != "env_steps"},
         }
         left = (total - state["iteration"]) * state["train_s"] / state["iteration"]
-        success = row["success_once"]
+        success, unit = row["success_once"], self.counted.rpartition(" ")[2]
         parts = [
             f"iteration {state['iteration']}/{total}",
-            f"{state['env_steps']:,} steps",
-            f"{row['steps_per_s']:,.0f} steps/s",
+            f"{state['env_steps']:,} {unit}",
+            f"{row['steps_per_s']:,.0f} {unit}/s",
             *([f"success {success:.0%}"] if success is not None else []),
             f"return {row['return']:.2f}" if row["return"] is not None else "return -",
             *text_parts(row),
@@ -154,7 +155,9 @@ class Console:
         lost = f"; {abandoned} open episodes were {anew}" if abandoned else ""
         batch, was = ("batch", "was") if dropped == 1 else ("batches", "were")
         lost += f"; {dropped} {batch} that {was} collected ahead {was} dropped" if dropped else ""
-        self.say(f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} env steps){lost}")
+        self.say(
+            f"resumed from {checkpoint} (iteration {state['iteration']}, {state['env_steps']:,} {self.counted}){lost}"
+        )
 
     def restore(self, episodes: Sequence[dict[str, float | None]]) -> None:
         """Continue the running means with a checkpoint's `recent` episodes."""
@@ -169,7 +172,7 @@ class Console:
         """Print the use of the time, the result files and the next commands. `most`: the largest number of different
         evaluation episodes, if it is limited."""
         verb = "stopped" if stopped else "finished"
-        self.say(f"{verb} after {state['env_steps']:,} env steps in {state['train_s']:.1f} s of training")
+        self.say(f"{verb} after {state['env_steps']:,} {self.counted} in {state['train_s']:.1f} s of training")
         self.say(f"  time        {spent}")
         self.say(f"  results     {self.folder}")
         self.say(f"  report      {self.folder / 'report.html'}")

@@ -104,3 +104,12 @@ def test_an_iteration_that_left_no_group_to_learn_from_says_why():
     learned, empty, robots = stream.getvalue().splitlines()
     assert "  no group to learn from: 5 of equal returns, 1 incomplete  " in empty
     assert "no group" not in learned + robots
+
+
+@pytest.mark.parametrize(
+    ("command", "unit"), [("train", "steps"), ("sft", "examples"), ("sft program=a:B", "examples")]
+)
+def test_an_iteration_counts_in_the_unit_of_its_command(command, unit):
+    stream = StringIO()
+    Console(Path("run"), stream=stream, command=command).iteration(STATE, [], {"env_steps": 8.0}, 2.0, 3)
+    assert f"  8 {unit}  4 {unit}/s  " in stream.getvalue()
