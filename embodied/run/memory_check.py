@@ -171,6 +171,11 @@ def loads(config: RunConfig, plan: PlacementPlan, learn: bool, found: Memory | N
         for role in (role for role in host.roles if role in added):
             yield Load(role, added[role], host.node, device, ROLLOUT)
     if found is None:
+        cache = vllm_cache(config)
+        for host in plan.hosts:
+            if cache and "policy" in host.roles:
+                device = host.device if host.device.startswith("gpu:") else ""
+                yield Load("vLLM's cache", cache, host.node, device, ROLLOUT, discarded=cache)
         return
     sharded = config.learner.shard and len(learners) > 1
     acting = acting_bytes(config, found, -(-config.env.num_envs // plan.count("policy")))
@@ -218,6 +223,12 @@ def role_bytes(config: RunConfig, found: Memory | None) -> dict[str, float]:
         model = measured(judging, 1)
         needed |= {"judge": model.weights + acting_bytes(judging, model, policy.max_running)} if model else {}
     return needed
+
+
+def vllm_cache(config: RunConfig) -> float:
+    """Bytes of `policy.cache_gb`, all of which vLLM reserves, also for a small model; 0 for other engines."""
+    policy = config.policy
+    return 1e9 * (policy.cache_gb or 0.0) if policy.speaks and policy.engine == "vllm" else 0.0
 
 
 def acting_bytes(config: RunConfig, found: Memory, rows: int) -> float:
@@ -279,7 +290,10 @@ def check_memory(config: RunConfig, plan: PlacementPlan, machines: Topology, lea
 def saving_options(config: RunConfig, plan: PlacementPlan, machines: Topology) -> str:
     """Options that save memory, as many as this plan needs, cheap ones first; "" if all of them save too little."""
     spare = {"checkpoint_activations": True} | ({} if config.policy.speaks else {"micro_batch_size": 1})
-    options: list[tuple[str, dict[str, Any]]] = [("learner", {"shard": plan.count("learner") > 1}), ("learner", spare)]
+    parts = (4, 8, 16, 32) if vllm_cache(config) else ()
+    options: list[tuple[str, dict[str, Any]]] = []
+    options += [("policy", {"cache_gb": config.policy.cache_gb / part}) for part in parts]
+    options += [("learner", {"shard": plan.count("learner") > 1}), ("learner", spare)]
     if config.policy.speaks:
         adapters = {"lora_rank": config.policy.lora_rank or LORA_RANK, "train_layers": None}
         options += [("policy", {"dtype": "bfloat16"}), ("policy", adapters)]

@@ -145,6 +145,11 @@ def test_vllm_leaves_the_gpu_to_the_learner_where_both_do_not_fit(shape_of, plac
     assert 12 * 1.54 < aside < learner
 
 
+def test_the_cache_that_vllm_reserves_counts_for_a_small_model_too():
+    with pytest.raises(ConfigError, match=r"4 x vLLM's cache 48 = 192 of 32 GB\n.*try policy.cache_gb=6.0$"):
+        launch.planned(config("cluster.machines=4xCPU", "policy.engine=vllm", "policy.cache_gb=48"), dry=True)
+
+
 def config(*more):
     return load([*RECIPE, *more]).config
 
