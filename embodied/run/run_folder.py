@@ -23,6 +23,7 @@ from embodied.run.checkpoints import name_of, read_json
 from embodied.system.machine import version_of
 
 DRIVER = "driver"
+ENDING_S = 10.0  # wait for the processes of a killed command to end
 SIMULATORS = ("mani_skill", "sapien", "mujoco", "robosuite")
 PACKAGES = ("embodied-loop", "torch", "numpy", "gymnasium", *SIMULATORS, "transformers", "ray")
 
@@ -112,8 +113,13 @@ class RunFolder:
         """Lock this run while it is in progress. The kernel unlocks it when this process ends."""
         lock = os.open(self.logs / "driver.log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         if taken(lock) is False:
-            os.close(lock)
-            raise CheckpointError(f"{self.path}: this run is going on in another process; stop that one first")
+            print(f"{self.path}: another process still runs it; waiting {ENDING_S:g} s for its end", flush=True)
+        until = time.monotonic() + ENDING_S
+        while taken(lock) is False:
+            if time.monotonic() >= until:
+                os.close(lock)
+                raise CheckpointError(f"{self.path}: this run is going on in another process; stop that one first")
+            time.sleep(0.1)
         self._lock = lock  # without locks on this file system, two processes in one folder go unnoticed
 
     def _write(self, content: dict) -> None:

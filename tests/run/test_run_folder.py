@@ -10,6 +10,7 @@ import pytest
 
 from embodied.core import files
 from embodied.core.errors import CheckpointError
+from embodied.run import run_folder
 from embodied.run.ending import Interruption, closing
 from embodied.run.run_folder import RunFolder, provenance
 from embodied.train import noted
@@ -71,7 +72,8 @@ def test_a_failed_write_keeps_the_old_text_and_leaves_no_draft(tmp_path, monkeyp
     assert (tmp_path / "latest").read_text() == "v000001\n"
 
 
-def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path):
+def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "ENDING_S", 0.0)
     folder = RunFolder.create(tmp_path, "toy", "")
     before = folder.info()
     with pytest.raises(CheckpointError, match="going on in another process"):
@@ -79,6 +81,13 @@ def test_a_run_that_goes_on_is_not_continued_by_another(tmp_path):
     assert folder.info() == before
     folder.finish("stopped")
     RunFolder.reopen(folder.path).finish("finished")
+
+
+def test_a_run_whose_process_is_ending_is_continued_after_a_wait(tmp_path, monkeypatch, capsys):
+    folder = RunFolder.create(tmp_path, "toy", "")
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: folder.finish("stopped"))
+    RunFolder.reopen(folder.path).finish("finished")
+    assert f"{folder.path}: another process still runs it; waiting 10 s for its end" in capsys.readouterr().out
 
 
 def test_lines_that_a_crash_has_broken_are_dropped_from_the_metrics(tmp_path):
