@@ -22,6 +22,7 @@ import numpy as np
 from embodied.config.recipe import RunConfig, load
 from embodied.core.errors import ConfigError, DeadlineExceeded
 from embodied.envs import env_class, speaks
+from embodied.envs.common_config import played_task
 from embodied.envs.own_modules import file_name
 from embodied.run import launch
 from embodied.run.devices import check_simulator, machines
@@ -103,7 +104,7 @@ def check(config: RunConfig, stage: CheckStage, images: bool = False) -> None:
     kind = env_class(config.env)
     check_simulator(config, machines(config))
     kind.check(config.env)
-    task = f"{config.env.name} {config.env.task}"
+    task = played_task(config.env.name, config.env.task)
     show("task", task)
     if speaks(kind):
         stage.doing = f"holding conversations with {task}"

@@ -21,6 +21,12 @@ REWARDS = ("own", "success", "difference")
 EXTERNAL = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
+def played_task(name: Any, task: Any) -> str:
+    """The env and its tasks: `maniskill PushCube-v1`; `my_envs:Count` if the name ends with the task."""
+    tasks = ", ".join(map(str, task)) if isinstance(task, list | tuple) else str(task)
+    return str(name) if str(name).endswith(f":{tasks}") else f"{name} {tasks}"
+
+
 def a_name_or_names(value: Any) -> Any:
     names = value if isinstance(value, list | tuple) else [value]
     if not names or not all(isinstance(name, str) for name in names):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from embodied.config.yaml_values import read_yaml
+from embodied.envs.common_config import played_task
 from embodied.reporting.evaluation_page import (
     MEASURES,
     conversation_blocks,
@@ -144,8 +145,7 @@ def subject(run: Run) -> str:
 
 
 def what_is_played(env: dict[str, Any]) -> str:
-    tasks = env.get("task")
-    return f"{env.get('name')} {', '.join(map(str, tasks)) if isinstance(tasks, list) else tasks}"
+    return played_task(env.get("name"), env.get("task"))
 
 
 def span_of_time(run: Run) -> str:

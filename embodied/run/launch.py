@@ -25,7 +25,7 @@ from embodied.core.errors import ConfigError, EmbodiedError, MissingAsset
 from embodied.core.files import show
 from embodied.core.options import broken_rules
 from embodied.envs import env_class, import_class, speaks
-from embodied.envs.common_config import CommonEnvConfig
+from embodied.envs.common_config import CommonEnvConfig, played_task
 from embodied.envs.evaluation_protocols import choose_protocol
 from embodied.envs.own_modules import own_modules
 from embodied.placement import PlacedRole, PlacementError, PlacementPlan, Topology, make_plan, named_nodes, roles_of
@@ -291,13 +291,13 @@ def describe(config: RunConfig, plan: PlacementPlan, weights: Path | str | None 
     """The first lines of a command: task, policy, placement, memory. `weights`: the folder of the evaluated weights, if
     the recipe does not name it."""
     env, physics = config.env, config.env.physics
-    tasks, kind = env.task if isinstance(env.task, str) else ", ".join(env.task), env_class(env)
+    kind = env_class(env)
     protocol = choose_protocol(kind, env, config.eval.protocol)
     noted = [] if len(kind.tasks(env)) > 1 else [*kind.remarks(env, proofs(config)), *other_recipes(config)]
     if config.cluster.machines and (missing := files_missing_here(config)):
         noted.append(f"missing on this machine: {missing}")
     lines = [
-        f"task        {env.name} {tasks}{f', physics {physics}' if physics else ''}",
+        f"task        {played_task(env.name, env.task)}{f', physics {physics}' if physics else ''}",
         *(line for note in noted for line in wrap(f"note        {note}", WIDTH, subsequent_indent=" " * 12)),
         *wrap(f"evaluation  {protocol.name}: {protocol.rules}", WIDTH, subsequent_indent=" " * 12),
         f"policy      {config.policy.name}{describe_weights(config, weights)}",

@@ -97,6 +97,8 @@ class GymEnv(VectorEnv):
                 frame = env.render()
                 good = isinstance(frame, np.ndarray) and frame.ndim == 3
                 self._video_problem = "" if good else f"{self.config.name} has no render mode rgb_array"
+            except NotImplementedError:
+                self._video_problem = f"{self.config.name} has no method render, which draws the frames of videos"
             except (gymnasium.error.Error, ImportError) as err:
                 self._video_problem = f"{self.config.name} cannot be recorded here: {err}"
             finally:

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 from embodied.core.errors import ConfigError, EmbodiedError, WrongShape
 from embodied.core.types import EpisodeSpec
 from embodied.envs import make_env
+from embodied.envs.common_config import played_task
 from embodied.envs.config import EnvConfig
 from embodied.envs.env_checker import check_vector_env
 
@@ -94,7 +95,7 @@ def test_discrete_observations_become_one_hot():
 def test_a_users_gymnasium_env_is_wrapped():
     env = make(HERE, 3, max_episode_steps=10, kwargs={"length": 2.0}, on_success="terminate")
     assert (env.env_spec.state_dim, env.env_spec.action.dim, env.env_spec.control_hz) == (5, 2, 5.0)
-    assert env.config.task == "Corridor"
+    assert env.config.task == "Corridor" and played_task(HERE, "Corridor") == HERE
     env.reset(seed=0)
     _, rewards, *_ = env.step(np.array([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.5]]))
     assert rewards.tolist() == [1.0, 0.0, 0.5]
@@ -134,6 +135,8 @@ def test_an_env_that_cannot_be_recorded_says_why(monkeypatch):
     def needs_pygame(self):
         raise gymnasium.error.DependencyNotInstalled("pygame is not installed")
 
+    monkeypatch.setattr(Corridor, "render", gymnasium.Env.render)
+    assert "has no method render" in make(HERE, 1, max_episode_steps=10).video_problem()
     monkeypatch.setattr(Corridor, "render", needs_pygame)
     env = make(HERE, 1, max_episode_steps=10)
     assert "pygame is not installed" in env.video_problem()
