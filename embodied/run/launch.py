@@ -408,6 +408,10 @@ def cluster(
     program: type | None = None,
 ) -> Cluster:
     """The processes of a plan; `program` is the workflow."""
+    if config.policy.speaks and config.policy.engine == "http" and not config.cluster.joined:  # other nodes see others
+        from embodied.policies.language.remote_server import check_servers
+
+        check_servers(config.policy)
     options, about = config.cluster, (logs, config.faults.timeout_s, config.cluster.joined)
     own = modules_of(config, program)
     with_policy = [role.name for role in program.roles if role.holds_policy] if program else ["policy", "learner"]

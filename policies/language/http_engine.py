@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import queue
 import secrets
 import threading
@@ -25,12 +24,12 @@ from torch import Tensor
 
 from embodied.core import rng
 from embodied.core.conversations import SamplingRule
-from embodied.core.errors import ConfigError, EmbodiedError
+from embodied.core.errors import EmbodiedError
 from embodied.policies.language.config import LanguageConfig
 from embodied.policies.language.engine import Answer, Engine, Request, unanswered
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.http_messages import ParsedAnswer, body_of, fingerprint, settings_of
-from embodied.policies.language.remote_server import RemoteServer, token_of
+from embodied.policies.language.remote_server import RemoteServer, check_client, token_of
 from embodied.policies.language.server_pool import LONGEST_S, PooledRequest, PooledServer, ServerPool
 from embodied.policies.language.trust import find_mismatch
 from embodied.policies.language.weight_folder import WeightFolder
@@ -48,8 +47,7 @@ class HTTPEngine(Engine):
     """Continues conversations on servers."""
 
     def __init__(self, config: LanguageConfig, policy: LanguagePolicy) -> None:
-        if importlib.util.find_spec("aiohttp") is None:
-            raise ConfigError("policy.engine=http needs aiohttp. Run: python -m pip install 'embodied-loop[serve]'")
+        check_client()
         self.config, self.policy = config, policy
         self.slots = config.max_running * len(config.urls)
         self.stops, self.max_length = sorted(policy.tokenizer.stops), policy.max_length

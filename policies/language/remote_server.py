@@ -11,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import importlib.util
 import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,8 @@ from embodied.policies.policy_folder import WEIGHTS
 from embodied.runtime.published_weights import buckets_of
 from embodied.runtime.tensor_bytes import read_safetensors
 
+AT_FIRST_S = 5.0  # wait for missing servers at the start
+SHORTEST_S = 0.1  # first pause between two attempts
 BUSY = (408, 425, 429, 500, 502, 503, 504)  # status codes after which a retry may help
 RPC = "/collective_rpc"
 MANY = "/v1/completions/many"
@@ -48,6 +53,30 @@ def token_of(config: LanguageConfig) -> str | None:
         return as_path(config.token_from).read_text(encoding="utf-8").strip() or None
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"policy.token_from={config.token_from} cannot be read: {err}") from None
+
+
+def check_servers(config: LanguageConfig) -> None:
+    """Refuse servers of another kind, or if none answers. Called before workers start."""
+    check_client()
+    token = token_of(config)
+
+    async def look() -> list[str]:
+        servers = [RemoteServer(url, token, config.answer_s) for url in config.urls]
+        try:
+            return await asyncio.gather(*(server.first_look(config.away_s) for server in servers))
+        finally:
+            await asyncio.gather(*(server.close() for server in servers))
+
+    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in its own thread
+        problems = thread.submit(asyncio.run, look()).result()
+    if all(problems):
+        raise EmbodiedError("; ".join(problems))
+
+
+def check_client() -> None:
+    """Raise ConfigError if the package for requests is missing."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise ConfigError("policy.engine=http needs aiohttp. Run: python -m pip install 'embodied-loop[serve]'")
 
 
 class ServerUnavailable(EmbodiedError):
@@ -99,6 +128,20 @@ class RemoteServer:
             raise ConfigError(
                 f"{self.name}/v1/models does not name a model: is it a server of OpenAI's kind?"
             ) from None
+
+    async def first_look(self, away_s: float) -> str:
+        """Why the server does not answer within a few seconds; "" if it does."""
+        limit = min(AT_FIRST_S, away_s)
+        until, pause = time.monotonic() + limit, SHORTEST_S
+        while True:
+            try:
+                await self.look()
+                return ""
+            except ServerUnavailable as err:
+                if (left := until - time.monotonic()) <= 0:
+                    return f"{self.name} has not answered for {limit:g} s; start the server first: {err}"
+            await asyncio.sleep(min(pause, left))
+            pause *= 2
 
     async def answers(self, bodies: dict[int, dict[str, Any]]) -> AsyncIterator[tuple[int, Any]]:
         """Yields the answers of /v1/completions to these requests, by number, as they arrive; for a failed request an

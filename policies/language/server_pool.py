@@ -29,12 +29,11 @@ from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.core.request_queue import RequestQueue, Waiting
 from embodied.policies.language.engine import Request
 from embodied.policies.language.http_messages import MOST_TOGETHER, ParsedAnswer, read_answer
-from embodied.policies.language.remote_server import RemoteServer, ServerUnavailable
+from embodied.policies.language.remote_server import SHORTEST_S, RemoteServer, ServerUnavailable
 from embodied.policies.language.trust import JUDGED_TOKENS, GapRecord
 from embodied.policies.language.weight_folder import WeightFolder
 
-AT_FIRST_S = 5.0  # wait for missing servers at the start
-SHORTEST_S, LONGEST_S = 0.1, 5.0  # pauses between two attempts
+LONGEST_S = 5.0  # longest pause between two attempts
 WATCH_S = 5.0  # interval for checking a server's weights
 PATIENCE = 4.0  # a request may take this multiple of the longest answer while other servers are idle
 CHANGES = 5  # limit of foreign changes of a server's weights during one of our versions
@@ -142,9 +141,9 @@ class ServerPool:
 
     async def connect(self) -> None:
         """Connect to all servers; raises ConfigError if one has other settings, or if none answers."""
-        found = await asyncio.gather(*map(self.first_look, self.servers))
-        if all(found):
-            raise EmbodiedError("; ".join(map(str, found)))
+        problems = await asyncio.gather(*(server.remote.first_look(self.away_s) for server in self.servers))
+        if all(problems):
+            raise EmbodiedError("; ".join(problems))
         self.settings |= {"lora_rank": self.lora_rank}
         for server in self.servers:
             if server.remote.owner:
@@ -217,20 +216,6 @@ class ServerPool:
         await asyncio.gather(*(server.remote.close() for server in self.servers))
 
     # A server joins and leaves
-
-    async def first_look(self, server: PooledServer) -> str:
-        """Why a server does not answer; "" if it does."""
-        limit = min(AT_FIRST_S, self.away_s)
-        until, pause = time.monotonic() + limit, SHORTEST_S
-        while True:
-            try:
-                await server.remote.look()
-                return ""
-            except ServerUnavailable as err:
-                if (left := until - time.monotonic()) <= 0:
-                    return f"{server.name} has not answered for {limit:g} s; start the server first: {err}"
-            await asyncio.sleep(min(pause, left))
-            pause *= 2
 
     async def keep(self, server: PooledServer) -> None:
         """Connect a server, and again whenever it has left or has other weights."""

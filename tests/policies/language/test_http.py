@@ -12,6 +12,7 @@ from aiohttp import web
 from served_language import SECRET, scripted, served
 from tiny_language import build, publish
 
+from embodied.config.recipe import load
 from embodied.core.conversations import SamplingRule
 from embodied.core.errors import ConfigError, EmbodiedError
 from embodied.policies.config import LanguageConfig
@@ -19,6 +20,7 @@ from embodied.policies.language.engine import Request, make_engine
 from embodied.policies.language.folder import as_published
 from embodied.policies.language.vllm_worker import FromFolder
 from embodied.policies.policy_folder import read_description
+from embodied.run import launch
 from embodied.runtime import published_weights
 from embodied.serving.config import TOKEN
 
@@ -217,6 +219,17 @@ def test_a_server_that_is_gone_is_named_with_how_long_it_was_waited_for(policy, 
         make_engine(engine.config, policy)
 
 
+def test_servers_are_looked_for_before_workers_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "Cluster", None)
+    words = ["recipe=sums_grpo", "run.start_from=null", "policy.engine=http", "policy.weights=/dev/shm"]
+    with scripted(lambda request, body: {"data": []}) as url:
+        asked = load([*words, f"policy.url={url}", "policy.away_s=0.1"]).config
+        with pytest.raises(ConfigError, match="does not name a model"):
+            launch.cluster(asked, None, tmp_path)
+    with pytest.raises(EmbodiedError, match=f"policy.url={url} has not answered for 0.1 s; start the server first"):
+        launch.cluster(asked, None, tmp_path)
+
+
 def test_who_may_not_change_weights_is_told_why(policy, tmp_path, monkeypatch):
     with served(build(dtype="float64", **SIZES), tmp_path) as server:
         monkeypatch.setenv(TOKEN, "another-secret-of-enough-letters")
@@ -315,14 +328,21 @@ def test_what_fails_on_the_way_is_asked_again_and_taken_once(policy):
         assert counts_of(engine) == (4, 0)
 
 
-def test_of_many_requests_in_one_call_what_failed_is_asked_again_alone(policy):
-    asked = []
+def as_ours(name, many):
+    """Replies like a server of ours: `name()` of its weights, and `many(body)` to several requests in one."""
 
     def reply(request, body):
         if request.path == "/v1/models":
             return {"data": [{"id": "m", "owned_by": "embodied"}]}
-        if request.path == "/weight_info":
-            return {"weight_version": engine.name}
+        return {"weight_version": name()} if request.path == "/weight_info" else many(body)
+
+    return reply
+
+
+def test_of_many_requests_in_one_call_what_failed_is_asked_again_alone(policy):
+    asked = []
+
+    def many(body):
         asked.append([one["prompt"] for one in body["requests"]])
         failed = {"status": 503, "body": {"error": {"message": "busy"}}}
         told = [{"status": 200, "body": answer_of(one)} for one in body["requests"]]
@@ -331,7 +351,7 @@ def test_of_many_requests_in_one_call_what_failed_is_asked_again_alone(policy):
         lines = [json.dumps({"number": number} | each) for number, each in enumerate(told)]
         return web.Response(text="\n".join([*lines[::-1], ""]))
 
-    with scripted(reply) as url, engine_at(url, policy, None, gap_limit=None) as engine:
+    with scripted(as_ours(lambda: engine.name, many)) as url, engine_at(url, policy, None, gap_limit=None) as engine:
         engine.load(policy.state_dict(), 1)
         found = answers(engine, [Request(n, [n], 3, n) for n in range(10, 14)])
         assert sorted(found) == [10, 11, 12, 13] and counts_of(engine) == (2, 0)
@@ -345,12 +365,7 @@ def test_an_engine_closes_while_a_server_leaves_its_response_open(policy):
             yield json.dumps({"number": number, "status": 200, "body": answer_of(one)}).encode() + b"\n"
         await asyncio.sleep(0.5)  # the server's own task ends before the server does
 
-    def reply(request, body):
-        if request.path == "/v1/models":
-            return {"data": [{"id": "m", "owned_by": "embodied"}]}
-        return {"weight_version": engine.name} if request.path == "/weight_info" else web.Response(body=lines(body))
-
-    with scripted(reply) as url:
+    with scripted(as_ours(lambda: engine.name, lambda body: web.Response(body=lines(body)))) as url:
         with engine_at(url, policy, None, gap_limit=None) as engine:
             engine.load(policy.state_dict(), 1)
             assert len(answers(engine, [Request(n, [n], 3, n) for n in range(10, 14)])) == 4
